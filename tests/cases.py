@@ -1,0 +1,69 @@
+"""Tiny models on disk, and the functions that pooled ranks run on them."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.zoo import tiny_config
+from weft.cluster.process import join
+from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.engine.engine import Engine, EngineConfig
+from weft.models import hf
+from weft.recipes.verify import EPSILON
+from weft.verification.documents import awkward_steps
+from weft.verification.harness import Verdict, verify
+
+MESHES: dict[str, dict[str, int]] = {
+    "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
+    "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
+}  # fmt: skip
+_folder = tempfile.TemporaryDirectory(prefix="weft-tests-")
+
+
+def world_of(mesh: str) -> int:
+    """Ranks of a mesh named as in MESHES."""
+    size = 1
+    for part in mesh.split("x"):
+        size *= int(part)
+    return size
+
+
+@cache
+def saved_model(family: str, **changes: Any) -> str:
+    """A directory with a tiny random model of this family, as save_pretrained writes it."""
+    name = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
+    path = Path(_folder.name) / name
+    model = hf.build_random(tiny_config(family, **changes), dtype=torch.float32, attention="eager", seed=0)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def open_engine(path: str, mesh: str, **sections: dict[str, Any]) -> Engine:
+    """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
+    return Engine(
+        EngineConfig(
+            model=ModelConfig(path=path, **sections.get("model", {})),
+            mesh=MeshConfig(**MESHES[mesh]),
+            fsdp=FsdpConfig(**sections.get("fsdp", {})),
+            step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),
+            optimizer=OptimizerConfig(**{"eps": EPSILON, **sections.get("optimizer", {})}),
+        ),
+        join("cpu"),
+    )
+
+
+def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> Verdict | None:
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0."""
+    return verify(open_engine(path, mesh, **sections), path, awkward_steps(128), [1e-3] * 3)
+
+
+def describe(verdict: Verdict) -> str:
+    """What failed, for an assertion message."""
+    return "; ".join(
+        f"{f.name}: {f.value:.1e} > {f.tolerance:.1e} {f.note}" for f in verdict.figures if not f.passed
+    )

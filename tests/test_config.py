@@ -1,0 +1,473 @@
+"""Configs: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from weft import config as package
+from weft.config import (
+    DataConfig,
+    MeshConfig,
+    MeshSizes,
+    ModelConfig,
+    SftConfig,
+    StepConfig,
+    check_config,
+    check_reshard,
+    load_config,
+    resolve_mesh,
+    shrink_mesh,
+    to_dict,
+    to_yaml,
+)
+from weft.config.aliases import ALIASES, NOT_YET
+from weft.config.checks import EXCLUSIVE, INERT, RANGES
+from weft.config.keys import get, schema_keys
+from weft.config.reference import reference
+from weft.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a model `m` and data `d.jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_text("")
+    (tmp_path / "d.jsonl").write_text("")
+    return tmp_path
+
+
+def load(*overrides: str, **files: str) -> SftConfig:
+    """The config of files (name -> text) and overrides, with model.path and data.path set."""
+    for name, text in files.items():
+        Path(f"{name}.yaml").write_text(text)
+    return load_config([f"{name}.yaml" for name in files], ["model.path=m", "data.path=d.jsonl", *overrides])
+
+
+def refused(*overrides: str, **files: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*overrides, **files)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- reading and merging
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    assert load() == SftConfig(model=ModelConfig(path="m"), data=DataConfig(path="d.jsonl"))
+
+
+def test_files_merge_left_to_right_and_overrides_win() -> None:
+    a = "step: {documents: 8, shapes: fixed}\noptimizer:\n  lr: 1e-4\n"
+    b = "step: {documents: 16}\noptimizer:\n"
+    config = load("optimizer.lr=3e-4", a=a, b=b)
+    assert (config.step.documents, config.step.shapes, config.optimizer.lr) == (16, "fixed", 3e-4)
+
+
+def test_a_section_can_be_given_whole_or_dotted() -> None:
+    config = load("mesh={dp_replicate: 2, dp_shard: 4}", a="optimizer.lr: 2e-5\noptimizer: {eps: 1e-6}\n")
+    assert config.mesh == MeshConfig(dp_replicate=2, dp_shard=4)
+    assert (config.optimizer.lr, config.optimizer.eps) == (2e-5, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("1E-5", 1e-5), (".5", 0.5), ("1", 1.0), ("+1.5e+0", 1.5), ("010", 10.0), ("0x10", 16.0)],
+)
+def test_numbers_are_yaml_1_2(text: str, value: float) -> None:
+    assert load(f"optimizer.lr={text}").optimizer.lr == value
+    assert load(a=f"optimizer: {{lr: {text}}}").optimizer.lr == value
+
+
+@pytest.mark.parametrize("word", ["yes", "no", "on", "off", "Yes", "OFF"])
+def test_words_of_yaml_1_1_are_strings(word: str) -> None:
+    assert load(a=f"run: {{dir: {word}}}").run.dir == word
+    assert "must be true or false" in refused(a=f"data: {{shuffle: {word}}}")
+
+
+def test_lists_and_null() -> None:
+    config = load("optimizer.betas=[0.8, 0]", "optimizer.max_grad_norm=null", "run.dir=null", "data.max_length=~")
+    assert config.optimizer.betas == (0.8, 0.0)
+    assert (config.optimizer.max_grad_norm, config.run.dir, config.data.max_length) == (None, None, None)
+
+
+def test_text_of_the_command_line_is_a_string_where_one_is_asked_for() -> None:
+    assert load("run.dir=2024").run.dir == "2024"
+    assert load("run.dir=a: b").run.dir == "a: b"
+    assert load("run.dir={x").run.dir == "{x"
+    assert "in quotes" in refused(a="run: {dir: 2024}")
+
+
+def test_a_bool_or_an_int() -> None:
+    assert load("fsdp.reshard_after_forward=false").fsdp.reshard_after_forward is False
+    assert load("fsdp.reshard_after_forward=2").fsdp.reshard_after_forward == 2
+    assert "true, false, or a group of 2 or more" in refused("fsdp.reshard_after_forward=1")
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load("data.path=~/d.jsonl").data.path == str(tmp_path / "d.jsonl")
+
+
+# ---------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("step.documents=1e3", "write 1000"),
+        ("step.documents=true", "must be an integer or null, not true"),
+        ("step.documents=1_000", "write 1000"),
+        ("step.documents=[1]", "must be an integer"),
+        ("step.documents={a: 1}", "must be an integer"),
+        ("optimizer.lr=fast", "must be a number, not fast"),
+        ("optimizer.lr=true", "must be a number, not true"),
+        ("optimizer.lr=null", "must be a number, not null"),
+        ("optimizer.lr=.inf", "it must be finite"),
+        ("optimizer.betas=[0.9]", "a list of 2 numbers, not [0.9]: it has 1 values"),
+        ("optimizer.betas=[0.9, x]", "a list of 2 numbers"),
+        ("data.shuffle=1", "write true"),
+        ("data.shuffle=no", "write false"),
+        ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
+        ("fsdp.param_dtype=fp16", "fp16 is not in this version yet"),
+        ("mesh=4", "mesh is a section, not a value (4): set mesh.dp_replicate or mesh.dp_shard"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(override: str, words: str) -> None:
+    message = refused(override)
+    assert message.startswith("command line: " + override.partition("=")[0])
+    assert words in message
+
+
+def test_messages_say_where() -> None:
+    assert refused(a="step:\n  shapes: free\n  documents: many\n").startswith("a.yaml:3: step.documents must be")
+
+
+def test_all_problems_are_reported_together() -> None:
+    lines = refused("step.documents=x", "optimizer.lr=x", "nonsense.key=1").splitlines()
+    assert lines[0] == "3 problems in the config:"
+    assert len(lines) == 4
+    assert "... and 2 more" in refused(*[f"step.x{i}=1" for i in range(12)])
+
+
+def test_required_keys() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config([], [])
+    assert "model.path is required: set model.path=..." in str(caught.value)
+    assert "data.path is required" in str(caught.value)
+
+
+# ---------------------------------------------------------------- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("gradient_accumulation_steps=4", "Say `step.documents` = per-device batch x accumulation x data ranks"),
+        ("step.gradient_accumulation_steps=4", "Say `step.documents` ="),
+        ("train.per-device-train-batch-size=4", "Say `step.documents` ="),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=3", "say `schedule.warmup_steps`"),
+        ("learning_rate=3", "say `optimizer.lr`"),
+        ("parallelism.tensor_parallel_degree=2", "`mesh.tp`, which is not in this version yet"),
+        ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
+        ("checkpoint.every=100", "checkpoint is not in this version yet"),
+        ("rollout.num_generations=8", "rollout is not in this version yet"),
+        ("optimzer.lr=3", "did you mean optimizer"),
+        ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
+        ("lr=3", "did you mean optimizer.lr"),
+        ("train.lr=3", "did you mean optimizer.lr"),
+        ("train.path=3", "did you mean model.path or data.path"),
+        ("mesh.zzzz=3", "mesh has dp_replicate, dp_shard"),
+        ("zzzz=3", "the sections are model, data, mesh"),
+    ],
+)
+def test_an_unknown_key_is_answered(override: str, words: str) -> None:
+    assert words in refused(override)
+
+
+def test_an_unknown_section_is_answered_key_by_key() -> None:
+    message = refused(a="training:\n  local_batch_size: 8\n  steps: 10\n")
+    assert "a.yaml:2: training.local_batch_size is not a key of weft: micro-batches are cut by tokens" in message
+    assert "a.yaml:3: training.steps is not a key of weft: did you mean train.steps?" in message
+
+
+def test_advice_names_keys_that_exist() -> None:
+    known = set(schema_keys(SftConfig)) | set(NOT_YET)
+    for alias, advice in ALIASES.items():
+        named = [word for word in re.findall(r"`([\w.]+)`", advice) if "." in word]
+        assert all(word in known for word in named), alias
+        assert alias == alias.lower()
+        assert "-" not in alias
+    assert len(ALIASES) >= 40
+
+
+def test_what_is_not_yet_built_is_not_in_the_schema() -> None:
+    names = set(schema_keys(SftConfig))
+    for planned in NOT_YET:
+        assert not any(name == planned or name.startswith(planned + ".") for name in names)
+    assert not {key.leaf for key in schema_keys(SftConfig).values()} & set(ALIASES)
+
+
+# ---------------------------------------------------------------- keys that do not go together
+
+
+def test_a_default_yields_to_its_partner() -> None:
+    config = load("step.tokens=4096", "train.steps=10", "schedule.warmup_steps=2")
+    assert (config.step.documents, config.step.tokens) == (None, 4096)
+    assert (config.train.epochs, config.train.steps) == (None, 10)
+    assert config.schedule.warmup_steps == 2
+
+
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+def test_both_partners_are_refused(key: str, partner: str) -> None:
+    value = "0.5" if key.endswith("ratio") else "5"
+    message = refused(f"{partner}=5", a=f"{key}: {value}\n")
+    assert f"{key} (a.yaml:1) and {partner} (command line) are both set" in message
+    assert get(load(f"{partner}=5", f"{key}=null", a=f"{key}: {value}\n"), partner) == 5
+
+
+def test_neither_partner_is_refused() -> None:
+    assert "of step.documents and step.tokens neither is set" in refused("step.documents=null")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
+        ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
+        ("optimizer.momentum", "0.9", []),
+        ("schedule.decay_ratio", "0.2", []),
+        ("schedule.decay", "linear", []),
+        ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
+    ],
+)
+def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
+    message = refused(f"{key}={value}", *others)
+    assert message.startswith(f"command line: {key} would have no effect:")
+    load(f"{key}={value}", f"{key}=null", *others)
+
+
+def test_every_inert_rule_is_tried() -> None:
+    tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
+    assert {rule.key for rule in INERT} == tried | {"schedule.min_lr_ratio", "schedule.warmup_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.max_length=9000"], "set step.max_tokens_per_device=9000"),
+        (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
+        (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
+        (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
+    ],
+)
+def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
+    assert words in refused(*overrides)
+
+
+OUT_OF_RANGE = {
+    "mesh.dp_replicate": "0",
+    "mesh.dp_shard": "-2",
+    "fsdp.reshard_after_forward": "0",
+    "data.max_length": "1",
+    "step.documents": "0",
+    "step.tokens": "0",
+    "step.max_tokens_per_device": "0",
+    "optimizer.lr": "0",
+    "optimizer.weight_decay": "-0.1",
+    "optimizer.betas": "[0.9, 1]",
+    "optimizer.eps": "0",
+    "optimizer.momentum": "1",
+    "optimizer.max_grad_norm": "0",
+    "schedule.warmup_ratio": "1.1",
+    "schedule.warmup_steps": "-1",
+    "schedule.min_lr_ratio": "1.5",
+    "schedule.decay_ratio": "-0.1",
+    "train.steps": "0",
+    "train.epochs": "0",
+    "train.seed": "-1",
+    "train.timeout": "0",
+    "train.max_nonfinite": "0",
+}
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_value_out_of_range_is_refused(key: str) -> None:
+    extra = ["optimizer.name=sgd"] if key == "optimizer.momentum" else []
+    extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
+    message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
+    assert f"command line: {key} is " in message
+    assert RANGES[key][1] in message
+
+
+def test_every_number_has_a_range() -> None:
+    numeric = {
+        key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
+    }
+    assert numeric == set(RANGES) == set(OUT_OF_RANGE)
+
+
+def test_a_config_made_in_python_is_checked_too() -> None:
+    config = SftConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), step=StepConfig(tokens=100))
+    assert check_config(config) == ["of step.documents and step.tokens both are set: set exactly one, the other null."]
+    assert check_config(dataclasses.replace(config, step=StepConfig(tokens=100, documents=None))) == []
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_syntax_errors_name_the_line() -> None:
+    assert refused(a="model:\n\tpath: m\n").startswith("a.yaml:2: not valid YAML")
+    assert "Indent with spaces" in refused(a="model:\n\tpath: m\n")
+    assert refused(a="model:\n  path: m\n bad: 3\n").startswith("a.yaml:3: not valid YAML")
+    assert "`lr` is set twice (first at a.yaml:2)" in refused(a="optimizer:\n  lr: 1\n  lr: 2\n")
+    assert "a.yaml:1: expected sections" in refused(a="- model\n")
+    assert refused(a="model: !!python/object:os.system x\n").startswith("a.yaml:1: not valid YAML")
+
+
+def test_an_empty_file_changes_nothing() -> None:
+    assert load(a="", b="# nothing\n") == load()
+
+
+def test_a_missing_config_file_names_its_neighbours() -> None:
+    Path("train.yaml").write_text("")
+    with pytest.raises(UserError, match="no such config file. Did you mean train.yaml"):
+        load_config(["trian.yaml"], [])
+    with pytest.raises(UserError, match="to set a key write step.documents=VALUE"):
+        load_config(["step.documents"], [])
+
+
+def test_missing_data_and_model_name_their_neighbours() -> None:
+    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
+        "data.path=dd.jsonl"
+    )
+    assert "data.path m is a folder" in refused("data.path=m")
+    assert "model.path ./mm does not exist" in refused("model.path=./mm")
+    assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")
+    Path("empty").mkdir()
+    assert "model.path empty holds no config.json" in refused("model.path=empty")
+    assert "model.path m/gone does not exist" in refused("model.path=m/gone")
+    assert load("model.path=Qwen/Qwen3-0.6B").model.path == "Qwen/Qwen3-0.6B"
+
+
+def test_random_weights_need_only_a_config() -> None:
+    Path("m/model.safetensors").unlink()
+    assert "set model.init=random" in refused()
+    assert load("model.init=random").model.init == "random"
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world", "sizes"),
+    [(1, -1, 1, (1, 1)), (1, -1, 6, (1, 6)), (2, -1, 6, (2, 3)), (-1, 2, 6, (3, 2)), (2, 3, 6, (2, 3))],
+)
+def test_a_mesh_is_resolved(replicate: int, shard: int, world: int, sizes: tuple[int, int]) -> None:
+    assert resolve_mesh(MeshConfig(dp_replicate=replicate, dp_shard=shard), world) == MeshSizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world", "words"),
+    [
+        (-1, -1, 4, "both -1"),
+        (2, 3, 4, "= 2 x 3 = 6, but there are 4 ranks: start 6 ranks (--nproc 6) or set mesh.dp_shard=2."),
+        (3, -1, 4, "4 ranks are not a multiple of mesh.dp_replicate = 3"),
+        (8, -1, 4, "4 ranks are not a multiple"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(replicate: int, shard: int, world: int, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_mesh(MeshConfig(dp_replicate=replicate, dp_shard=shard), world)
+    assert words in str(caught.value)
+
+
+def test_an_integer_reshard_must_divide_the_shards() -> None:
+    config = load("fsdp.reshard_after_forward=2")
+    check_reshard(config, MeshSizes(1, 4))
+    check_reshard(load(), MeshSizes(1, 1))
+    with pytest.raises(UserError, match="must be one of true, false, 3"):
+        check_reshard(config, MeshSizes(1, 9))
+    with pytest.raises(UserError, match="must be one of true, false"):
+        check_reshard(config, MeshSizes(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "machine", "share", "expected", "notes"),
+    [
+        ((1, -1), 2, True, (1, 2), 0),
+        ((1, -1), 1, True, (1, 2), 0),
+        ((2, -1), 2, True, (2, 2), 0),
+        ((1, 64), 2, True, (1, 2), 1),
+        ((4, 64), 2, True, (2, 2), 2),
+        ((1, -1), 8, False, (1, 8), 0),
+        ((2, 8), 8, False, (2, 2), 1),
+        ((1, 8), 8, False, (1, 8), 0),
+        ((-1, -1), 8, False, (1, 8), 0),
+    ],
+)
+def test_verify_shrinks_the_mesh_to_the_machine(
+    mesh: tuple[int, int], machine: int, share: bool, expected: tuple[int, int], notes: int
+) -> None:
+    shrunk, said = shrink_mesh(MeshConfig(dp_replicate=mesh[0], dp_shard=mesh[1]), machine, share)
+    assert (shrunk.dp_replicate, shrunk.dp_shard) == expected
+    assert len(said) == notes
+
+
+# ---------------------------------------------------------------- out again
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optimizer.name=sgd", "optimizer.momentum=0.9", "step.tokens=4096", "train.steps=7"],
+        ["schedule.name=wsd", "schedule.warmup_steps=3", "fsdp.reshard_after_forward=2", "run.dir=1e-5"],
+        ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
+    ],
+)
+def test_a_resolved_config_loads_to_itself(overrides: list[str]) -> None:
+    config = load(*overrides)
+    Path("resolved.yaml").write_text(to_yaml(config))
+    assert load_config(["resolved.yaml"], []) == config
+
+
+def test_to_dict_is_plain_and_whole() -> None:
+    rendered = to_dict(load())
+    names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
+    unread = {"optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
+    assert names == set(schema_keys(SftConfig)) - unread
+    assert rendered["optimizer"]["betas"] == [0.9, 0.95]
+
+
+# ---------------------------------------------------------------- the package
+
+
+def test_the_package_imports_no_torch() -> None:
+    modules = ["weft", "weft.cli", *(f"weft.config.{path.stem}" for path in Path(package.__file__).parent.glob("*.py"))]
+    code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    code += "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_reference_page_is_current() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == reference(), "run: make docs"
+    for name in schema_keys(SftConfig):
+        assert f"`{name}`" in page
+
+
+def test_the_version_is_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" in project["dynamic"]

@@ -1,0 +1,43 @@
+"""Ten steps: loss and gradient norm stay within 1e-4 of the reference while the loss moves and clipping comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import open_engine, saved_model
+from tests.pool import run
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.verification import reference
+from weft.verification.documents import awkward_steps
+from weft.verification.harness import to_documents
+
+LR, CLIP, STEPS, DECAY = 3e-3, 1.35, 10, 0.1
+
+
+def curve(path: str, mesh: str) -> list[tuple[float, float]]:
+    engine = open_engine(path, mesh, optimizer={"eps": 1e-8, "max_grad_norm": CLIP, "weight_decay": DECAY})
+    steps, seen = awkward_steps(128), []
+    for number in range(STEPS):
+        documents, metas = to_documents(engine, steps[number % 3])
+        loss = engine.accumulate(engine.plan(metas), documents, CrossEntropy())["loss"]
+        assert loss is not None
+        seen.append((loss, engine.apply(LR).grad_norm))
+    return seen
+
+
+@pytest.mark.parametrize("mesh", ["1", "2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_ten_steps(family: str, mesh: str) -> None:
+    path = saved_model(family)
+    plain = reference.Reference(path)
+    plain.start(reference.Optimizer(weight_decay=DECAY, max_grad_norm=CLIP))
+    steps = awkward_steps(128)
+    expected = [plain.step(steps[number % 3], LR) for number in range(STEPS)]
+    seen = run(int(mesh), curve, path, mesh)[0]
+
+    assert expected[-1][0] < 0.9 * expected[0][0] or expected[-3][0] < 0.9 * expected[1][0]
+    clipped = [norm > CLIP for _, norm in expected]
+    assert any(clipped) and not all(clipped), [norm for _, norm in expected]
+    for (loss, norm), (expected_loss, expected_norm) in zip(seen, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)

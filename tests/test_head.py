@@ -1,0 +1,226 @@
+"""weft.ops.head against the same readouts computed from all logits at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.ops import head
+from weft.ops.head import LogitTransform, chunked_readouts
+
+TRANSFORMS = {
+    "none": LogitTransform(),
+    "scale": LogitTransform(scale=0.25),
+    "divide": LogitTransform(scale=1 / 8.0),
+    "softcap": LogitTransform(softcap=3.0),
+    "scale and softcap": LogitTransform(scale=1.7, softcap=2.0),
+}
+TILES = [None, (1, 1), (3, 7), (5, 100), (100, 13)]
+
+
+def full_readouts(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    logits = logits * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    logprobs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
+
+
+def problem(tokens: int, dtype: torch.dtype, *, vocabulary: int = 37, width: int = 6, seed: int = 0) -> list[Tensor]:
+    """hidden, weight, bias (all requiring gradients) and targets."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    return [normal(tokens, width), normal(vocabulary, width), normal(vocabulary), targets]
+
+
+def gradients(outputs: list[Tensor], upstream: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(outputs, inputs, upstream))
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=tolerance * scale, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_values_and_gradients_equal_full_logits(
+    transform: LogitTransform, with_bias: bool, tile: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
+    hidden, weight, bias, targets = problem(11, dtype)
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for temperature in (1.0, 0.6):
+        given = bias if with_bias else None
+        actual = chunked_readouts(
+            hidden, weight, given, targets, transform, entropy=True, temperature=temperature, tile=tile
+        )
+        expected = full_readouts(hidden, weight, given, targets, transform, temperature)
+        assert actual[1] is not None
+        upstream = [torch.randn(11, dtype=dtype), torch.randn(11, dtype=dtype)]
+        close(actual[0], expected[0], tolerance)
+        close(actual[1], expected[1], tolerance)
+        got = gradients([actual[0], actual[1]], upstream, inputs)
+        for one, other in zip(got, gradients(list(expected), upstream, inputs), strict=True):
+            close(one, other, tolerance)
+
+
+@pytest.mark.parametrize("readout", ["logprob", "entropy only", "entropy unused"])
+def test_each_readout_alone_may_have_a_gradient(readout: str) -> None:
+    hidden, weight, bias, targets = problem(7, torch.float64)
+    transform = TRANSFORMS["scale and softcap"]
+    actual = chunked_readouts(hidden, weight, bias, targets, transform, entropy=readout != "logprob", tile=(2, 5))
+    expected = full_readouts(hidden, weight, bias, targets, transform, 1.0)
+    which = 1 if readout == "entropy only" else 0
+    one = actual[which]
+    assert one is not None and (actual[1] is None) == (readout == "logprob")
+    upstream = [torch.randn(7, dtype=torch.float64)]
+    got = gradients([one], upstream, [hidden, weight, bias])
+    for a, b in zip(got, gradients([expected[which]], upstream, [hidden, weight, bias]), strict=True):
+        close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_gradcheck(transform: LogitTransform) -> None:
+    hidden, weight, bias, targets = problem(4, torch.float64, vocabulary=9, width=3)
+
+    def readouts(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        values = chunked_readouts(hidden, weight, bias, targets, transform, entropy=True, temperature=0.8, tile=(3, 4))
+        return tuple(x for x in values if x is not None)
+
+    assert torch.autograd.gradcheck(readouts, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_predictions_give_zero_gradients(dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = problem(0, dtype)
+    logprob, entropy = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=True)
+    assert entropy is not None and logprob.shape == entropy.shape == (0,)
+    (logprob.sum() + entropy.sum()).backward()
+    for x in (hidden, weight, bias):
+        assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
+
+
+def test_one_prediction() -> None:
+    hidden, weight, bias, targets = problem(1, torch.float32)
+    logprob, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False)
+    close(logprob, full_readouts(hidden, weight, bias, targets, LogitTransform(), 1.0)[0], 1e-6)
+    with torch.no_grad():
+        same, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False)
+    assert torch.equal(same, logprob)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
+def test_only_the_gradients_that_are_needed(trained: str) -> None:
+    named = dict(zip(("hidden", "weight", "bias", "targets"), problem(5, torch.float64), strict=True))
+    inputs = {name: x if name == trained else x.detach() for name, x in named.items()}
+    args = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["targets"])
+    logprob, _ = chunked_readouts(*args, LogitTransform(), entropy=False, tile=(2, 8))
+    (got,) = gradients([logprob.sum()], [torch.ones((), dtype=torch.float64)], [inputs[trained]])
+    expected = full_readouts(*args, LogitTransform(), 1.0)[0].sum()
+    close(got, gradients([expected], [torch.ones((), dtype=torch.float64)], [inputs[trained]])[0], 1e-12)
+
+
+@pytest.mark.parametrize("tile", [None, (16, 100)], ids=str)
+def test_bf16_is_as_near_to_the_truth_as_full_logits(tile: tuple[int, int] | None) -> None:
+    """Products in bf16, the rest in fp32; the truth is fp64 on the same rounded inputs."""
+    hidden, weight, _, targets = problem(64, torch.bfloat16, vocabulary=1000, width=32)
+    upstream = [torch.randn(64)]
+
+    def run(compute: torch.dtype, chunked: bool) -> tuple[Tensor, list[Tensor]]:
+        h, w = hidden.detach().to(compute).requires_grad_(), weight.detach().to(compute).requires_grad_()
+        if chunked:
+            logprob, _ = chunked_readouts(h, w, None, targets, LogitTransform(), entropy=False, tile=tile)
+        else:
+            logprob, _ = full_readouts(h, w, None, targets, LogitTransform(), 1.0)
+        return logprob, gradients([logprob], [upstream[0].to(logprob.dtype)], [h, w])
+
+    truth, naive, ours = run(torch.float64, False), run(torch.bfloat16, False), run(torch.bfloat16, True)
+    assert ours[0].dtype == torch.float32 and [g.dtype for g in ours[1]] == [torch.bfloat16] * 2
+    for expected, plain, actual in zip([truth[0], *truth[1]], [naive[0], *naive[1]], [ours[0], *ours[1]], strict=True):
+        noise = (plain.double() - expected).norm()
+        assert (actual.double() - expected).norm() <= 1.2 * noise + 1e-9 * expected.norm()
+
+
+def test_mixed_dtypes_follow_the_weight() -> None:
+    hidden, weight, _, targets = problem(5, torch.float32)
+    narrow = weight.detach().bfloat16().requires_grad_()
+    logprob, _ = chunked_readouts(hidden, narrow, None, targets, LogitTransform(), entropy=False)
+    (-logprob.sum()).backward()
+    assert logprob.dtype == torch.float32
+    assert hidden.grad is not None and hidden.grad.dtype == torch.float32
+    assert narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
+
+
+def test_entropy_of_a_certain_prediction_keeps_its_digits() -> None:
+    """A difference of two large numbers would return noise of 1e-5 here."""
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[60.0], [45.0], [44.0], [30.0]])
+    _, entropy = chunked_readouts(hidden, weight, None, torch.tensor([0]), LogitTransform(), entropy=True, tile=(1, 2))
+    exact = torch.distributions.Categorical(logits=weight.double().T).entropy()
+    assert entropy is not None
+    torch.testing.assert_close(entropy.double(), exact, rtol=1e-4, atol=0.0)
+
+
+def test_a_target_outside_the_vocabulary_is_not_silent() -> None:
+    hidden, weight, _, targets = problem(3, torch.float32)
+    targets[1] = -100
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False)
+    assert logprob.isnan().tolist() == [False, True, False]
+
+
+def test_impossible_settings_are_refused() -> None:
+    hidden, weight, _, targets = problem(3, torch.float32)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, temperature=0.0)
+    with pytest.raises(ValueError, match="softcap must be above 0"):
+        LogitTransform(softcap=0.0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 1024, 8192, 8193, 100_000])
+@pytest.mark.parametrize("vocabulary", [1, 50, 151_936])
+def test_tiles_hold_their_bytes(tokens: int, vocabulary: int) -> None:
+    rows, columns = head._tile_shape(tokens, vocabulary, "cpu")
+    assert rows >= 1 and 1 <= columns <= vocabulary
+    assert rows * columns * 4 <= 1.01 * head._TILE_BYTES["cpu"] + 4 * 64 * rows
+
+
+_MEASURE = Path(__file__).parent.parent / "benchmarks" / "head.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_memory_and_time_against_the_naive_loss(tokens: int) -> None:
+    """At a real vocabulary: at most 10% of the naive loss's extra memory, at most 1.4 x its time.
+
+    Each runs in a process of its own, so that the peaks are the operating system's. The time is bounded loosely here,
+    because a shared machine is noisy; benchmarks/head.py measures it.
+    """
+
+    def measure(what: str) -> dict[str, float]:
+        command = [sys.executable, str(_MEASURE), "--one", what, "--tokens", str(tokens), "--runs", "2"]
+        answer: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        return answer
+
+    naive, chunked = measure("naive"), measure("chunked")
+    assert chunked["extra_mib"] <= 0.10 * naive["extra_mib"], (chunked, naive)
+    assert abs(chunked["loss"] - naive["loss"]) <= 1e-5 * abs(naive["loss"])
+    assert abs(chunked["grad_norm"] - naive["grad_norm"]) <= 1e-5 * naive["grad_norm"]
+    assert chunked["seconds"] <= 2.0 * naive["seconds"], (chunked, naive)

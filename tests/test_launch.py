@@ -1,0 +1,234 @@
+"""Ranks are started, end together, and the one that failed first is shown first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.cluster.launch import describe_failure, guarded, launch
+from weft.cluster.machine import cpu_cores
+from weft.cluster.process import join, pretend
+from weft.cluster.reports import RankReport
+from weft.errors import UserError
+
+SCRIPT = str(Path(__file__).parent / "rank_script.py")
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite itself may run under a launcher; these tests start from a plain process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def start(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """start(mode, ...) runs two ranks of rank_script.py: (exit status, stdout, stderr). It must end within 30 s."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        began = time.monotonic()
+        status = launch([sys.executable, SCRIPT, *arguments], 2, debug="--debug" in arguments)
+        assert time.monotonic() - began < 30
+        captured = capfd.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+Start = Callable[..., tuple[int, str, str]]
+
+
+def test_ranks_join_and_share_the_cores(start: Start) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    status, out, err = start("fine")
+    threads = max(1, cpu_cores() // 2)
+    assert status == 0
+    assert err == ""
+    for rank in (0, 1):
+        assert f"rank {rank} of 2, local {rank}, sum 2, threads {threads}" in out
+    assert "WEFT_RANK_REPORTS" not in os.environ
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_one_rank_raises_and_all_end(start: Start) -> None:
+    status, _, err = start("raise")
+    assert status == 1
+    assert err.startswith("rank 1 failed: RuntimeError: boom\nTraceback")
+    assert err.endswith("1 other rank was stopped.\n")
+    assert "torch.distributed.elastic" not in err
+
+
+def test_a_user_error_has_no_traceback(start: Start) -> None:
+    status, _, err = start("user")
+    assert status == 2
+    assert err == "rank 1 failed: set a.b to 1\n1 other rank was stopped.\n"
+
+
+def test_debug_shows_the_traceback_of_a_user_error(start: Start) -> None:
+    status, _, err = start("user", "--debug")
+    assert status == 2
+    assert "rank 1 failed: set a.b to 1\nTraceback" in err
+
+
+def test_the_same_user_error_of_all_ranks_is_shown_once(start: Start) -> None:
+    status, _, err = start("same")
+    assert (status, err) == (2, "error: set a.b to 1\n")
+
+
+def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
+    status, _, err = start("kill")
+    assert status == 1
+    assert err.startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_rank_that_exits_is_named_with_its_status(start: Start) -> None:
+    status, _, err = start("exit")
+    assert status == 1
+    assert err.startswith("rank 1 ended with exit status 7")
+
+
+def test_a_failed_verdict_is_no_crash(start: Start) -> None:
+    status, out, err = start("verdict")
+    assert (status, err) == (1, "")
+    assert "rank 0 of 2" in out
+    assert "rank 1 of 2" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(number: signal.Signals) -> None:
+    if number == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("only Linux ends the ranks of a killed launcher")
+    code = "import sys; from weft.cluster.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+    command = [sys.executable, "-c", code, sys.executable, SCRIPT, "sleep"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(re.findall(r"pid (\d+)", launcher.stdout.readline())[0]) for _ in range(2)]
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=20)
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    if number == signal.SIGTERM:
+        assert err == "stopped by SIGTERM\n"
+        assert launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_under_torchrun_it_joins() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, SCRIPT, "fine"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2, local 0, sum 2" in done.stdout
+    assert "rank 1 of 2, local 1, sum 2" in done.stdout
+    done = subprocess.run([*torchrun, SCRIPT, "raise"], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "rank 1 failed: RuntimeError: boom" in done.stderr
+
+
+# ---------------------------------------------------------------- which failure is shown
+
+
+def report(rank: int, at: float, message: str = "boom", user: bool = False) -> RankReport:
+    return RankReport(rank, at, message, f"Traceback of rank {rank}", user)
+
+
+@pytest.mark.parametrize(
+    ("found", "exits", "expected"),
+    [
+        (
+            [report(2, 1.0), report(0, 2.0)],
+            {0: 1, 2: 1, 1: -15, 3: -15},
+            "rank 2 failed: boom\nTraceback of rank 2\n3 ",
+        ),
+        # a rank dies, another sees the connection close and reports that
+        ([report(0, 1e12)], {0: 1, 1: -9}, "rank 1 was killed by SIGKILL"),
+        ([report(0, 1e12)], {0: 1, 1: -11}, "rank 1 was killed by SIGSEGV (a crash in native code)"),
+        # the agent's own signals to the others are not the cause
+        ([report(0, 1e12)], {0: 1, 1: -15}, "rank 0 failed: boom"),
+        ([report(0, 1.0)], {0: 1, 1: -9}, "rank 0 failed: boom"),
+        ([], {1: -15, 0: -15}, "rank 1 was killed by SIGTERM"),
+        ([], {1: 3, 0: -15}, "rank 1 ended with exit status 3"),
+        ([], {1: -250}, "rank 1 was killed by signal 250"),
+        # different user errors are not one
+        ([report(0, 1.0, "a", True), report(1, 2.0, "b", True)], {0: 2, 1: 2}, "rank 0 failed: a\n1 other rank"),
+    ],
+)
+def test_the_first_failure_is_shown(found: list[RankReport], exits: dict[int, int], expected: str) -> None:
+    assert describe_failure(found, exits, nproc=max(2, len(exits)), debug=False).startswith(expected)
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_one_process_joins_without_a_launcher() -> None:
+    with join("cpu") as ranks:
+        assert (ranks.rank, ranks.world, ranks.device, ranks.is_first) == (0, 1, torch.device("cpu"), True)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        with join("cpu") as again:  # inside a process group that exists: it is used, and stays
+            assert not again.owner
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_one_process_leaves_after_an_error_too() -> None:
+    with pytest.raises(ZeroDivisionError), join("cpu"):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def test_ranks_can_be_pretended() -> None:
+    with pretend(8) as ranks:
+        assert (ranks.world, dist.get_world_size()) == (8, 8)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
+        assert mesh["dp_shard"].size() == 4
+    assert not dist.is_initialized()
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        join("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what this machine has")
+def test_cuda_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="--device cpu"):
+        join("cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_process_joins_on_cuda() -> None:
+    with join("auto") as ranks:
+        assert ranks.device == torch.device("cuda", 0)
+        for device in ("cpu", "cuda"):
+            total = torch.ones(1, device=device)
+            dist.all_reduce(total)
+            assert total.item() == 1
+
+
+def test_guarded_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert guarded(lambda: None) == 0
+    assert guarded(lambda: True) == 0
+    assert guarded(lambda: False) == 1
+    assert guarded(lambda: fail(UserError("set a.b to 1"))) == 2
+    assert capsys.readouterr().err == "error: set a.b to 1\n"
+    assert guarded(lambda: fail(RuntimeError("boom"))) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert guarded(lambda: fail(UserError("x")), debug=True) == 2
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""However a step is cut, loss, gradients and weights are those of one plain process (DESIGN's measure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cases import describe, parity, saved_model, world_of
+from tests.pool import run
+from tests.zoo import PARITY_FAMILIES
+
+
+def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes: Any) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family, **changes), mesh, sections)[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize("mesh", ["1", "2", "3", "4", "2x2"])
+@pytest.mark.parametrize("family", PARITY_FAMILIES)
+def test_families(family: str, mesh: str) -> None:
+    check(family, mesh, {})
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2"])
+def test_more_families(family: str) -> None:
+    check(family, "2", {})
+
+
+# Every pair of values of the five switches occurs in some row; reduce tells most where gradients cross two axes.
+SWITCHES = [
+    # mesh,  reshard, reduce,   recompute, tied,  budget
+    ("2x2", True, "every", "none", False, 61),
+    ("2x2", True, "scatter", "full", True, 256),
+    ("2x2", True, "last", "none", True, 61),
+    ("2x2", False, "every", "full", True, 61),
+    ("2x2", False, "scatter", "none", False, 61),
+    ("2x2", False, "last", "full", False, 256),
+    ("4", 2, "every", "full", True, 256),
+    ("4", 2, "scatter", "none", True, 61),
+    ("4", 2, "last", "full", False, 61),
+    ("2x1", True, "scatter", "none", False, 61),
+]
+
+
+@pytest.mark.parametrize("row", SWITCHES, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_switches(family: str, row: tuple[str, bool | int, str, str, bool, int]) -> None:
+    mesh, reshard, reduce, recompute, tied, budget = row
+    sections: dict[str, dict[str, Any]] = {
+        "fsdp": {"reshard_after_forward": reshard, "reduce": reduce},
+        "model": {"recompute": recompute},
+        "step": {"max_tokens_per_device": budget},
+    }
+    check(family, mesh, sections, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("shapes", ["buckets", "fixed"])
+@pytest.mark.parametrize("family", ["llama", "lfm2", "stablelm"])
+def test_padded_shapes(family: str, shapes: str) -> None:
+    check(family, "2", {"step": {"shapes": shapes}})
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 1.0}, {"name": "sgd", "momentum": 0.9}, {"max_grad_norm": 0.05}])
+def test_optimizers(optimizer: dict[str, Any]) -> None:
+    check("llama", "2x2", {"optimizer": optimizer})

@@ -1,0 +1,109 @@
+"""Learning rates against values computed by hand from the formulas in DESIGN, written out as numbers."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from subprocess import run
+from typing import Any
+
+import pytest
+
+from weft.config.schema import ScheduleConfig
+from weft.engine.schedule import decay_steps, learning_rate, warmup_steps
+
+
+def rates(total: int, lr: float = 1.0, beyond: int = 0, **keys: Any) -> list[float]:
+    config = ScheduleConfig(**keys)
+    return [learning_rate(step, total, lr, config) for step in range(1, total + beyond + 1)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "total", "expected"),
+    [
+        (0.03, None, 100, 3),
+        (0.03, None, 10, 1),  # ceil(0.3)
+        (0.03, None, 1, 1),
+        (0.07, None, 100, 7),  # 0.07 x 100 is 7.000000000000001 in floating point
+        (0.03, 0, 100, 0),
+        (0.03, 12, 100, 12),  # warmup_steps goes before the ratio
+        (0.0, None, 100, 0),
+        (1.0, None, 7, 7),
+    ],
+)
+def test_warmup_steps(ratio: float, steps: int | None, total: int, expected: int) -> None:
+    assert warmup_steps(ScheduleConfig(warmup_ratio=ratio, warmup_steps=steps), total) == expected
+
+
+def test_cosine_with_warmup() -> None:
+    # W = 2, T = 6: p = 0.25, 0.5, 0.75, 1 in steps 3 to 6; (1 + cos(pi p)) / 2 = 0.853553, 0.5, 0.146447, 0.
+    values = rates(6, lr=2.0, warmup_steps=2, min_lr_ratio=0.1)
+    assert values == pytest.approx([1.0, 2.0, 1.7363961031, 1.1, 0.4636038969, 0.2], abs=1e-9)
+
+
+def test_cosine_without_warmup_starts_below_the_peak() -> None:
+    # W = 0, T = 4: p = s / 4.
+    values = rates(4, warmup_steps=0, min_lr_ratio=0.0)
+    assert values == pytest.approx([0.8535533906, 0.5, 0.1464466094, 0.0], abs=1e-9)
+
+
+def test_linear() -> None:
+    values = rates(5, lr=10.0, name="linear", warmup_steps=1, min_lr_ratio=0.2)
+    assert values == pytest.approx([10.0, 8.0, 6.0, 4.0, 2.0], abs=1e-12)
+
+
+def test_constant_warms_up_and_stays() -> None:
+    values = rates(5, lr=3.0, beyond=2, name="constant", warmup_steps=3)
+    assert values == pytest.approx([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("linear", [0.5, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.5, 1, 1, 1, 1, 1, 0.8681980515, 0.55, 0.2318019485, 0.1]),
+        ("1-sqrt", [0.5, 1, 1, 1, 1, 1, 0.55, 0.3636038969, 0.2205771366, 0.1]),
+    ],
+)
+def test_wsd_decays_in_its_last_share(decay: str, expected: list[float]) -> None:
+    # T = 10, decay_ratio 0.4: steps 7 to 10 have q = 0.25, 0.5, 0.75, 1.
+    values = rates(10, name="wsd", decay=decay, decay_ratio=0.4, warmup_steps=2, min_lr_ratio=0.1)
+    assert values == pytest.approx(expected, abs=1e-9)
+
+
+def test_wsd_decay_never_reaches_into_the_warmup() -> None:
+    config = ScheduleConfig(name="wsd", decay_ratio=0.9, warmup_steps=6)
+    assert decay_steps(config, 10) == 4
+    assert learning_rate(6, 10, 1.0, config) == 1.0
+
+
+def test_wsd_without_decay_is_constant() -> None:
+    assert rates(4, beyond=1, name="wsd", decay_ratio=0.0, warmup_steps=0) == [1.0] * 5
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_one_step(name: str) -> None:
+    assert rates(1, name=name, warmup_steps=0, min_lr_ratio=0.25) == [0.25]  # step 1 is step T
+    assert rates(1, name=name, min_lr_ratio=0.25) == [1.0]  # warmup_ratio 0.03 makes it a warm-up step
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_warmup_of_the_whole_run(name: str) -> None:
+    assert rates(4, beyond=2, name=name, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 3, 7, 20])
+@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+def test_shape(name: str, warmup: int, decay: str) -> None:
+    total = 7
+    values = rates(total, beyond=30, name=name, decay=decay, warmup_steps=warmup, min_lr_ratio=0.3)
+    if name != "constant" and warmup < total:
+        assert values[total - 1] == 0.3  # exactly
+    after = values[min(warmup, total) - 1 :] if warmup else values
+    assert all(late <= early for early, late in pairwise(after))
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, weft.engine.schedule; sys.exit('torch' in sys.modules)"
+    assert run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,79 @@
+"""Tiny configs of many families. Hidden 64, 2-4 layers, vocabulary 128; some widths do not divide by 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+VOCABULARY = 128
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    attention_dropout=0.0,
+)  # fmt: skip
+
+# name -> (config class, causal LM class, what differs from _COMMON)
+_ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", dict(tie_word_embeddings=False)),
+    "llama_tied": ("LlamaConfig", "LlamaForCausalLM", dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16, tie_word_embeddings=True)),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(
+        head_dim=16, query_pre_attn_scalar=24, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
+        num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(
+        head_dim=16, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
+        tie_word_embeddings=False)),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(
+        num_hidden_layers=3, num_key_value_heads=4, first_k_dense_replace=1, moe_intermediate_size=40, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", dict(tie_word_embeddings=False)),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(
+        sliding_window=16, logit_scale=0.25, layer_types=["sliding_attention", "full_attention"])),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(
+        num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=16)),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=40, shared_expert_intermediate_size=40)),
+    "falcon": ("FalconConfig", "FalconForCausalLM", dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2)),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
+        num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16, expand=2)),
+    "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
+        num_hidden_layers=4, head_dim=16, intermediate_size_mlp=80, num_local_experts=4, num_experts_per_tok=1,
+        attention_chunk_size=16, floor_scale=8, attn_scale=0.1)),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", dict(tie_word_embeddings=False)),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=4, n_positions=256, n_inner=80)),
+    "phi": ("PhiConfig", "PhiForCausalLM", dict(tie_word_embeddings=False)),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", dict(
+        logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0)),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16)),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", dict(
+        num_hidden_layers=3, head_dim=16, moe_intermediate_size=40, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, n_shared_experts=1, first_k_dense_replace=1)),
+}  # fmt: skip
+
+PARITY_FAMILIES = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "lfm2", "cohere2",
+    "granite",
+)  # fmt: skip
+
+
+def names() -> list[str]:
+    return list(_ZOO)
+
+
+def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
+    """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
+    config_class, model_class, own = _ZOO[name]
+    config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
+    config.architectures = [model_class]
+    return config

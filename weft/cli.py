@@ -1,0 +1,242 @@
+"""`weft sft` and `weft verify`.
+
+The process that the user starts reads and checks the config without importing torch, so that a bad one is answered
+at once; then it runs the recipe, or starts ranks that run this same command line and join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from weft import __version__
+from weft.cluster.launch import SUCCESS, USER_ERROR, Body, guarded, joined, run
+from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
+from weft.cluster.options import SftOptions, VerifyOptions
+from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.errors import UserError
+
+# Commands of the design that exist when they work.
+NOT_YET = ("rl", "plan", "bench", "chat", "data", "rollouts", "report", "migrate")
+
+_PROGRAM_HELP = """\
+usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
+
+Post-train HuggingFace models with PyTorch FSDP2.
+
+commands:
+{commands}
+
+weft COMMAND --help lists the options; docs/config.md lists the keys. weft --version prints the version.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Checked and ready: what each rank runs, on how many ranks, and the command line that starts one."""
+
+    body: Body
+    world: int
+    words: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its help, its parser, and what makes a job of the parsed arguments and the whole command line."""
+
+    summary: str
+    parser: Callable[[], argparse.ArgumentParser]
+    prepare: Callable[[argparse.Namespace, Sequence[str]], Job]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, with a hint where an override was written as an option."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        dashed = next((word for word in message.split() if word.startswith("--") and "." in word), None)
+        if dashed is not None:
+            key = dashed.lstrip("-")
+            hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
+        raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. Returns the exit status: 0 done, 1 failed, 2 something the user can mend."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_program_help())
+        return SUCCESS if words else USER_ERROR
+    if words[0] == "--version":
+        print(f"weft {__version__}")
+        return SUCCESS
+    debug = "--debug" in words
+    jobs: list[Job] = []
+
+    def prepare() -> None:
+        jobs.append(_prepare(words))
+
+    status = guarded(prepare, debug)
+    if status != SUCCESS:
+        return status
+    return run(jobs[0].body, [sys.executable, "-m", "weft", *jobs[0].words], jobs[0].world, debug)
+
+
+def _prepare(words: Sequence[str]) -> Job:
+    command = COMMANDS.get(words[0])
+    if command is None:
+        raise UserError(_unknown_command(words[0]))
+    return command.prepare(command.parser().parse_intermixed_args(words[1:]), words)
+
+
+def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    config = _load(arguments)
+    if arguments.parameters and not arguments.dry_run:
+        raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
+    world = _world(arguments, config)
+    options = SftOptions(
+        device=arguments.device,
+        world=world,
+        dry_run=arguments.dry_run,
+        parameters=arguments.parameters,
+        debug=arguments.debug,
+    )
+
+    def body() -> None:
+        from weft.recipes import sft
+
+        if not options.dry_run or _rank() == 0:
+            sft.run(config, options)
+
+    return Job(body, 1 if options.dry_run else world, words)  # in a dry run one process describes all ranks
+
+
+def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    config = _load(arguments)
+    if arguments.layers is not None and arguments.layers < 1:
+        raise UserError(f"--layers is {arguments.layers}; it must be 1 or more.")
+    if not joined() and arguments.nproc is None:
+        config, words = _fit_to_machine(config, arguments, words)
+    world = _world(arguments, config)
+    options = VerifyOptions(
+        device=arguments.device,
+        world=world,
+        layers=arguments.layers,
+        plant=arguments.plant,
+        debug=arguments.debug,
+    )
+
+    def body() -> bool:
+        from weft.recipes import verify
+
+        return verify.run(config, options)
+
+    return Job(body, world, words)
+
+
+def _load(arguments: argparse.Namespace) -> SftConfig:
+    overrides = [word for word in arguments.config if _is_override(word)]
+    files = [word for word in arguments.config if not _is_override(word)]
+    return load_config(files, overrides)
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not Path(word).is_file()
+
+
+def _world(arguments: argparse.Namespace, config: SftConfig) -> int:
+    """Ranks of the whole run, after checking that the mesh fits them and they fit the machine."""
+    if joined():
+        world = int(os.environ["WORLD_SIZE"])
+        if arguments.nproc not in (None, world):
+            raise UserError(
+                f"--nproc {arguments.nproc}, but the environment says WORLD_SIZE={world}: under torchrun leave --nproc "
+                "out; else unset RANK and WORLD_SIZE."
+            )
+    else:
+        world = arguments.nproc or accelerator_count(arguments.device) or 1
+    sizes = resolve_mesh(config.mesh, world)
+    check_reshard(config, sizes)
+    if not joined() and not getattr(arguments, "dry_run", False):
+        check_ranks_fit(world, arguments.device)
+    return world
+
+
+def _fit_to_machine(
+    config: SftConfig, arguments: argparse.Namespace, words: Sequence[str]
+) -> tuple[SftConfig, Sequence[str]]:
+    """`weft verify` without --nproc: as many ranks as the mesh needs, its axes shrunk where the machine is small."""
+    accelerators = accelerator_count(arguments.device)
+    mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
+    for note in notes:
+        print(note)
+    sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard)
+    arguments.nproc = sizes.world
+    overrides = [f"mesh.dp_replicate={sizes.dp_replicate}", f"mesh.dp_shard={sizes.dp_shard}"]
+    return replace(config, mesh=mesh), [*words, *overrides]
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes: 1 or more")
+    return int(text)
+
+
+def _parser(name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"weft {name}", description=summary, allow_abbrev=False)
+    parser.add_argument(
+        "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
+    )
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, else 1)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def _sft_parser() -> argparse.ArgumentParser:
+    parser = _parser("sft", COMMANDS["sft"].summary)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
+    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    return parser
+
+
+def _verify_parser() -> argparse.ArgumentParser:
+    parser = _parser("verify", COMMANDS["verify"].summary)
+    parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
+    parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
+    return parser
+
+
+COMMANDS = {
+    "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
+}
+
+
+def _program_help() -> str:
+    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    return _PROGRAM_HELP.format(commands="\n".join(lines)).rstrip()
+
+
+def _unknown_command(name: str) -> str:
+    known = ", ".join(COMMANDS)
+    if name in NOT_YET:
+        return f"weft {name} is not in this version yet; the commands are {known}."
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    if close:
+        return f"weft {name}: no such command; did you mean weft {close[0]}?"
+    if "=" in name or Path(name).suffix in (".yaml", ".yml"):
+        return f"weft {name}: say what to do first, as in `weft sft {name}`; the commands are {known}."
+    return f"weft {name}: no such command; the commands are {known}."

@@ -1,0 +1,47 @@
+"""What this machine offers: cores that may be used, and accelerators."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weft.cluster.options import Device
+from weft.errors import UserError
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use: its affinity, and the container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(cores, quota) if quota is not None else cores)
+
+
+def accelerator_count(device: Device) -> int:
+    """Accelerators that ranks of this machine may take; 0 means that they run on CPU. Imports torch."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and count == 0:
+        raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu, or install a CUDA torch.")
+    return count
+
+
+def check_ranks_fit(ranks: int, device: Device) -> None:
+    """UserError where so many ranks would have to share accelerators."""
+    count = accelerator_count(device)
+    if count and ranks > count:
+        raise UserError(
+            f"{ranks} ranks, but this machine has {count} accelerator{'s' if count > 1 else ''}: "
+            f"use --nproc {count} or less, or --device cpu."
+        )
+
+
+def _cgroup_quota() -> int | None:
+    """Whole cores of a container's CPU quota (cgroup v2), at least 1; None without one."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None

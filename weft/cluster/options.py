@@ -1,0 +1,34 @@
+"""What the command line says beside the config. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions:
+    """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
+
+    dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
+    one line per parameter.
+    """
+
+    device: Device = "auto"
+    world: int = 1
+    dry_run: bool = False
+    parameters: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """`weft verify`. layers: verify a copy of the model cut to so many layers. plant: name of a bug to plant."""
+
+    device: Device = "auto"
+    world: int = 1
+    layers: int | None = None
+    plant: str | None = None
+    debug: bool = False

@@ -1,0 +1,124 @@
+"""One rank: its device, its threads and its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from weft.cluster.machine import cpu_cores
+from weft.cluster.options import Device
+from weft.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place among all. As a context manager it leaves the process group at its end.
+
+    owner: whether join() made the process group; one that was there before stays.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    owner: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.rank == 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may sit in a collective: tearing down here could hang, or make them fail
+        # before this rank has reported. The process ends right after, and takes its group with it.
+        if self.owner and (error is None or self.world == 1):
+            leave()
+
+
+def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
+    """Take this rank's device and join the process group of all ranks.
+
+    The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
+    alone, without any port. timeout: seconds that a collective waits before it raises. A process group that exists
+    already is used as it is.
+    """
+    if dist.is_initialized():
+        return _present(device)
+    environment = _rank_environment(os.environ)
+    local_rank = _local_rank(environment[0]) if environment else 0
+    chosen = choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    device_id = chosen if chosen.type == "cuda" else None
+    wait = timedelta(seconds=timeout)
+    if environment is None:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(cpu_cores())
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, device_id=device_id)
+        return Ranks(0, 1, 0, chosen)
+    dist.init_process_group(backend, timeout=wait, device_id=device_id)
+    rank, world = environment
+    return Ranks(rank, world, local_rank, chosen)
+
+
+def pretend(world: int, device: Device = "cpu") -> Ranks:
+    """Rank 0 of `world` ranks that do not exist: shapes and meshes are those of the real run, nothing is sent."""
+    assert not dist.is_initialized(), "a pretended process group needs a process of its own"
+    dist.init_process_group("fake", rank=0, world_size=world)
+    return Ranks(0, world, 0, choose_device(device, 0))
+
+
+def leave() -> None:
+    """Leave the process group; all ranks do so after their last collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(device: Device, local_rank: int) -> torch.device:
+    """The device of a rank: its own accelerator where there is one, unless CPU is asked for."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} has no CUDA device: torch sees {count} here; start at most that many ranks on "
+            "this machine, or use --device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _present(device: Device) -> Ranks:
+    rank = dist.get_rank()
+    local_rank = _local_rank(rank)
+    return Ranks(rank, dist.get_world_size(), local_rank, choose_device(device, local_rank), owner=False)
+
+
+def _local_rank(rank: int) -> int:
+    """LOCAL_RANK, or where a launcher leaves it out, the rank's turn on machines with equally many accelerators."""
+    return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+
+
+def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """(rank, world) of torchrun's variables, or None where there are none."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with torchrun, or unset RANK and "
+            "WORLD_SIZE to let weft start its own ranks."
+        )
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -1,0 +1,41 @@
+"""Typed, strict configs. Imports no torch."""
+
+from __future__ import annotations
+
+from weft.config.checks import check_config
+from weft.config.load import load_config
+from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
+from weft.config.render import to_dict, to_yaml
+from weft.config.schema import (
+    DataConfig,
+    FsdpConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    SftConfig,
+    StepConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "FsdpConfig",
+    "MeshConfig",
+    "MeshSizes",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SftConfig",
+    "StepConfig",
+    "TrainConfig",
+    "check_config",
+    "check_reshard",
+    "load_config",
+    "resolve_mesh",
+    "shrink_mesh",
+    "to_dict",
+    "to_yaml",
+]

@@ -1,0 +1,168 @@
+"""Checks of a config that need neither torch nor a model: ranges, and keys that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.keys import get, schema_keys
+from weft.config.yaml12 import show
+
+# (key, partner): the partner replaces the key, whose default yields when only the partner is set.
+EXCLUSIVE = (
+    ("step.documents", "step.tokens"),
+    ("train.epochs", "train.steps"),
+    ("schedule.warmup_ratio", "schedule.warmup_steps"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inert:
+    """A key that has no effect in some configs: there it is refused, and left out of the resolved config."""
+
+    key: str
+    when: Callable[[Any], bool]
+    because: str
+
+
+INERT = (
+    Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
+    Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
+    Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
+    Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
+    Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
+    Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
+    Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
+)
+UNSETTABLE = tuple(rule.key for rule in INERT)
+
+Test = Callable[[Any], bool]
+_POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
+_NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
+_AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
+_AT_LEAST_2: tuple[Test, str] = (lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
+_SHARE: tuple[Test, str] = (lambda v: 0 <= v <= 1, "between 0 and 1")
+_BELOW_1: tuple[Test, str] = (lambda v: 0 <= v < 1, "0 or more and below 1")
+_AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
+
+RANGES: dict[str, tuple[Test, str]] = {
+    "mesh.dp_replicate": _AXIS,
+    "mesh.dp_shard": _AXIS,
+    "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
+    "data.max_length": _AT_LEAST_2,
+    "step.documents": _AT_LEAST_1,
+    "step.tokens": _AT_LEAST_2,
+    "step.max_tokens_per_device": _AT_LEAST_2,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.betas": (lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
+    "optimizer.eps": _POSITIVE,
+    "optimizer.momentum": _BELOW_1,
+    "optimizer.max_grad_norm": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "schedule.warmup_ratio": _SHARE,
+    "schedule.warmup_steps": _NOT_NEGATIVE,
+    "schedule.min_lr_ratio": _SHARE,
+    "schedule.decay_ratio": _SHARE,
+    "train.steps": _AT_LEAST_1,
+    "train.epochs": _AT_LEAST_1,
+    "train.seed": _NOT_NEGATIVE,
+    "train.timeout": _POSITIVE,
+    "train.max_nonfinite": _AT_LEAST_1,
+}
+
+
+def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
+    """The problems of a typed config, each a message. `explicit`: where each key that the user set was written."""
+    where = explicit or {}
+    problems = _ranges(config, where)
+    problems += _exclusive(config, where)
+    problems += [
+        f"{where[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
+        for rule in INERT
+        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where)
+    ]
+    return problems + [_at(where, key) + text for key, text in _combinations(config)]
+
+
+def inert_keys(config: Any) -> set[str]:
+    """Keys that this config does not read."""
+    return {rule.key for rule in INERT if rule.when(config)}
+
+
+def _ranges(config: Any, where: Mapping[str, str]) -> list[str]:
+    problems = []
+    for name, (holds, requirement) in RANGES.items():
+        value = get(config, name)
+        if value is not None and not holds(value):
+            default = schema_keys(type(config))[name].default
+            problems.append(
+                f"{_at(where, name)}{name} is {_show(value)}; it must be {requirement} (default: {_show(default)})."
+            )
+    return problems
+
+
+def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
+    problems = []
+    for key, partner in EXCLUSIVE:
+        if key in where and partner in where:
+            problems.append(
+                f"{key} ({where[key]}) and {partner} ({where[partner]}) are both set: "
+                f"{partner} replaces {key}; keep one, and set the other to null."
+            )
+            continue
+        if _nullable(config, key) and (get(config, key) is None) == (get(config, partner) is None):
+            state = "neither is" if get(config, key) is None else "both are"
+            problems.append(f"of {key} and {partner} {state} set: set exactly one, the other null.")
+    return problems
+
+
+def _combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, message) for values that do not go together."""
+    longest, row = config.data.max_length, config.step.max_tokens_per_device
+    if longest is not None and longest > row:
+        yield (
+            "data.max_length",
+            f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
+            f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
+        )
+    tokens = config.step.tokens
+    if tokens is not None and longest is not None and longest > tokens:
+        yield (
+            "step.tokens",
+            f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
+            f"set step.tokens={longest} or more.",
+        )
+    yield from _schedule_combinations(config.schedule, config.train.steps)
+
+
+def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:
+    warmup = schedule.warmup_steps
+    if warmup is not None and steps is not None and warmup > steps:
+        yield (
+            "schedule.warmup_steps",
+            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the peak would never be reached; "
+            f"set schedule.warmup_steps={steps} or less.",
+        )
+    shares = schedule.warmup_ratio + schedule.decay_ratio
+    if schedule.name == "wsd" and warmup is None and shares > 1:
+        yield (
+            "schedule.decay_ratio",
+            f"schedule.warmup_ratio + schedule.decay_ratio is {shares:g}, more than all steps: lower one.",
+        )
+
+
+def _show(value: Any) -> str:
+    return show(list(value) if isinstance(value, tuple) else value)
+
+
+def _pair_is_reported(key: str, where: Mapping[str, str]) -> bool:
+    return any(key == default and partner in where for default, partner in EXCLUSIVE)
+
+
+def _nullable(config: Any, name: str) -> bool:
+    return type(None) in getattr(schema_keys(type(config))[name].type, "__args__", ())
+
+
+def _at(where: Mapping[str, str], name: str) -> str:
+    return f"{where[name]}: " if name in where else ""

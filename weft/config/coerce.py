@@ -1,0 +1,104 @@
+"""Values of YAML into the types of the schema, strictly: nothing is rounded, parsed or guessed.
+
+An integer is accepted where a number is asked for; otherwise a value has the type or it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from weft.config.yaml12 import Node, show
+
+_YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
+class MismatchError(Exception):
+    """The value does not have the type; the message says what to write instead, or is empty."""
+
+
+def coerce(node: Node, hint: Any) -> Any:
+    """The value of `node` as a `hint`. Raises MismatchError."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _coerce_union(node, get_args(hint))
+    if origin is Literal:
+        return _coerce_literal(node, get_args(hint))
+    if origin is tuple:
+        return _coerce_tuple(node, get_args(hint))
+    return _coerce_scalar(node, hint)
+
+
+def describe(hint: Any) -> str:
+    """A type in words: `an integer or null`, `one of adamw, sgd`."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in get_args(hint))
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
+    if origin is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}[hint]
+
+
+def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
+    hints = []
+    # null before str: `run.dir=null` on the command line means null, not a folder of that name
+    for member in sorted(members, key=lambda member: member is not type(None)):
+        try:
+            return coerce(node, member)
+        except MismatchError as error:
+            hints.append(str(error))
+    raise MismatchError(next((hint for hint in hints if hint), ""))
+
+
+def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
+    text = node.raw if node.raw is not None and not isinstance(node.value, str) else node.value
+    for choice in choices:
+        if text == choice and type(text) is type(choice):
+            return choice
+    raise MismatchError("")
+
+
+def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(node.value, list):
+        raise MismatchError("")
+    if len(node.value) != len(members):
+        raise MismatchError(f"it has {len(node.value)} values")
+    return tuple(coerce(Node(value, node.where), hint) for value, hint in zip(node.value, members, strict=True))
+
+
+def _coerce_scalar(node: Node, hint: type) -> Any:
+    value = node.value
+    if hint is str and not isinstance(value, str) and node.raw is not None:
+        return node.raw  # the shell has eaten the quotes: `data.path=2024` is a path
+    if hint is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise MismatchError("it must be finite")
+        return float(value)
+    if type(value) is hint:
+        return value
+    raise MismatchError(_advice(value, hint))
+
+
+def _advice(value: Any, hint: type) -> str:
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if hint is bool and isinstance(value, str) and value.lower() in _YAML_1_1_WORDS:
+        return f"write {_YAML_1_1_WORDS[value.lower()]}"
+    if hint is bool and type(value) is int and value in (0, 1):
+        return f"write {str(bool(value)).lower()}"
+    if hint in (int, float) and isinstance(value, str):
+        return _unquoted(value, hint)
+    if hint is str and value is not None and not isinstance(value, list | dict):
+        return f'write "{show(value)}" in quotes'
+    return ""
+
+
+def _unquoted(text: str, hint: type) -> str:
+    try:
+        number = hint(text.replace(",", ""))
+    except ValueError:
+        return ""
+    return f"write {show(number)}"

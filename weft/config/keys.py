@@ -1,0 +1,53 @@
+"""The schema as a flat table of dotted keys."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a schema: dotted name, type, default (MISSING where it is required) and meaning."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def sections(schema: type) -> dict[str, type]:
+    """Section name -> dataclass, in the order of the schema."""
+    hints = typing.get_type_hints(schema)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+def schema_keys(schema: type) -> dict[str, Key]:
+    """Dotted name -> Key of every key in every section, in the order of the schema."""
+    table: dict[str, Key] = {}
+    for section, section_type in sections(schema).items():
+        hints = typing.get_type_hints(section_type)
+        for spec in fields(section_type):
+            name = f"{section}.{spec.name}"
+            table[name] = Key(name, hints[spec.name], _default(spec), str(spec.metadata.get("help", "")))
+    return table
+
+
+def get(config: Any, name: str) -> Any:
+    """The value of a dotted key."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _default(spec: Field[Any]) -> Any:
+    return spec.default_factory() if spec.default_factory is not MISSING else spec.default

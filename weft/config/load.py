@@ -1,0 +1,190 @@
+"""Files and overrides into one checked config: read, merge, settle, coerce, check.
+
+Every message names the key, its value and where it was written, and says what to set instead; all problems of one
+stage are reported together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft.config.aliases import NOT_YET_VALUES
+from weft.config.checks import EXCLUSIVE, UNSETTABLE, check_config
+from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.keys import Key, schema_keys, sections
+from weft.config.paths import check_paths, near_names
+from weft.config.schema import SftConfig
+from weft.config.unknown import unknown_key
+from weft.config.yaml12 import Node, read_file, read_value, show
+from weft.errors import UserError
+
+Schema = TypeVar("Schema")
+
+COMMAND_LINE = "command line"
+PATH_KEYS = ("model.path", "data.path", "run.dir")
+MOST_PROBLEMS = 10
+
+
+def load_config(files: Sequence[str], overrides: Sequence[str], schema: type[Schema] = SftConfig) -> Schema:  # type: ignore[assignment]
+    """The config that `files` (merged left to right) and `overrides` (`a.b=c`, later wins) describe.
+
+    Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and
+    the local files that it names exist.
+    """
+    tree = Node({}, COMMAND_LINE)
+    for path in files:
+        _merge(tree, _read(path))
+    for override in overrides:
+        _merge(tree, parse_override(override))
+    explicit = _settle(tree, schema)
+    config = _build(tree, schema)
+    _raise_if(check_config(config, explicit) or check_paths(config, explicit))
+    return config
+
+
+def parse_override(text: str) -> Node:
+    """`a.b=c` as a tree."""
+    name, equals, value = text.partition("=")
+    parts = name.split(".")
+    if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise UserError(
+            f"{COMMAND_LINE}: `{text}` is not an override: write section.key=value, as in optimizer.lr=1e-5"
+        )
+    node = read_value(value, COMMAND_LINE)
+    for part in reversed(parts):
+        node = Node({part: node}, COMMAND_LINE)
+    return node
+
+
+def _read(path: str) -> Node:
+    file = Path(path).expanduser()
+    if file.is_file():
+        return _expand_dotted(read_file(path))
+    if file.is_dir():
+        raise UserError(f"{path}: is a folder; name a YAML file in it.")
+    if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml")):
+        raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
+    raise UserError(f"{path}: no such config file.{near_names(file)}")
+
+
+def _expand_dotted(tree: Node) -> Node:
+    """`optimizer.lr: 1` at the top of a file means what it means on the command line."""
+    expanded = Node({}, tree.where)
+    for name, child in tree.value.items():
+        node = child
+        for part in reversed(name.split(".")[1:]):
+            node = Node({part: node}, child.where)
+        _merge(expanded, Node({name.split(".")[0]: node}, child.where))
+    return expanded
+
+
+def _merge(into: Node, other: Node) -> None:
+    for name, node in other.value.items():
+        present = into.value.get(name)
+        if present is not None and present.is_section and node.is_section:
+            _merge(present, node)
+        elif not (present is not None and present.is_section and node.value is None):
+            into.value[name] = node  # an empty section (all its keys commented out) changes nothing
+
+
+def _settle(tree: Node, schema: type) -> dict[str, str]:
+    """Drop keys that are unset by null, let a default yield to its exclusive partner; name -> where of the rest."""
+    for name in UNSETTABLE:
+        node = _find(tree, name)
+        if node is not None and node.value is None and not _accepts_null(schema_keys(schema).get(name)):
+            section, _, leaf = name.partition(".")
+            del tree.value[section].value[leaf]
+    for default_key, other_key in EXCLUSIVE:
+        other = _find(tree, other_key)
+        if other is not None and other.value is not None and _find(tree, default_key) is None:
+            section, _, leaf = default_key.partition(".")
+            if _accepts_null(schema_keys(schema).get(default_key)):
+                tree.value[section].value[leaf] = Node(None, other.where)
+    names = (name for name in schema_keys(schema))
+    found = ((name, _find(tree, name)) for name in names)
+    return {name: node.where for name, node in found if node is not None and node.value is not None}
+
+
+def _find(tree: Node, name: str) -> Node | None:
+    section, _, leaf = name.partition(".")
+    node = tree.value.get(section)
+    return node.value.get(leaf) if node is not None and node.is_section else None
+
+
+def _accepts_null(key: Key | None) -> bool:
+    return key is not None and "null" in describe(key.type).split(" or ")
+
+
+def _build(tree: Node, schema: type[Schema]) -> Schema:
+    problems: list[str] = []
+    built: dict[str, Any] = {}
+    for name, node in tree.value.items():
+        if name not in sections(schema):
+            problems += unknown_key(name, node, schema)
+    for name, section_type in sections(schema).items():
+        values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems)
+        if not problems:
+            built[name] = section_type(**values)
+    _raise_if(problems)
+    return schema(**built)
+
+
+def _build_section(section: str, node: Node, schema: type, problems: list[str]) -> dict[str, Any]:
+    keys = {key.leaf: key for key in schema_keys(schema).values() if key.name.startswith(section + ".")}
+    if not node.is_section and node.value is not None:
+        names = " or ".join(f"{section}.{leaf}" for leaf in list(keys)[:2])
+        problems.append(f"{node.where}: {section} is a section, not a value ({show(node.value)}): set {names}.")
+        return {}
+    children: dict[str, Node] = node.value or {}
+    values: dict[str, Any] = {}
+    for leaf, child in children.items():
+        if leaf not in keys:
+            problems += unknown_key(f"{section}.{leaf}", child, schema)
+            continue
+        try:
+            values[leaf] = _expand_home(keys[leaf].name, coerce(_plain(child), keys[leaf].type))
+        except MismatchError as error:
+            problems.append(_mismatch(keys[leaf], child, str(error)))
+    for leaf, key in keys.items():
+        if key.required and leaf not in children:
+            problems.append(f"{key.name} is required: set {key.name}=... ({key.help.rstrip('.')}).")
+    return values
+
+
+def _plain(node: Node) -> Node:
+    """A mapping where a value is expected, as an ordinary dict."""
+    if not node.is_section:
+        return node
+    return Node({name: _plain(child).value for name, child in node.value.items()}, node.where, node.raw)
+
+
+def _mismatch(key: Key, node: Node, hint: str) -> str:
+    value = _plain(node).value
+    if (key.name, value) in NOT_YET_VALUES if isinstance(value, str) else False:
+        return f"{node.where}: {key.name}: {value} is not in this version yet: set it to {describe(key.type)}."
+    example = "" if hint or key.required else f" (default: {show_default(key)})"
+    advice = f": {hint}" if hint else example
+    return f"{node.where}: {key.name} must be {describe(key.type)}, not {show(value)}{advice}."
+
+
+def show_default(key: Key) -> str:
+    """The default of a key as one writes it in YAML."""
+    return show(list(key.default) if isinstance(key.default, tuple) else key.default)
+
+
+def _expand_home(name: str, value: Any) -> Any:
+    return str(Path(value).expanduser()) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
+
+
+def _raise_if(problems: list[str]) -> None:
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    shown = problems[:MOST_PROBLEMS]
+    if len(problems) > len(shown):
+        shown.append(f"... and {len(problems) - len(shown)} more")
+    raise UserError(f"{len(problems)} problems in the config:\n" + "\n".join(f"  {line}" for line in shown))

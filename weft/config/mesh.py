@@ -1,0 +1,96 @@
+"""Mesh sizes: -1 is inferred, and the product must be the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.config.schema import MeshConfig
+from weft.errors import UserError
+
+AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """The size of every mesh axis; nothing is left to infer."""
+
+    dp_replicate: int
+    dp_shard: int
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold different documents."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
+    """The sizes of `mesh` on `world` ranks. UserError unless they multiply to `world`."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    inferred = [axis for axis, size in sizes.items() if size == -1]
+    if len(inferred) > 1:
+        names = " and ".join(f"mesh.{axis}" for axis in inferred)
+        raise UserError(f"{names} are both -1: only one axis can be inferred; set mesh.{inferred[0]}=1.")
+    fixed = _product(sizes)
+    if inferred and world % fixed == 0:
+        sizes[inferred[0]] = world // fixed
+    elif fixed != world or inferred:
+        raise UserError(_product_message(sizes, fixed, world))
+    return MeshSizes(**sizes)
+
+
+def check_reshard(config: Any, sizes: MeshSizes) -> None:
+    """UserError unless an integer fsdp.reshard_after_forward divides the shards into smaller groups."""
+    group = config.fsdp.reshard_after_forward
+    if isinstance(group, bool) or (1 < group < sizes.dp_shard and sizes.dp_shard % group == 0):
+        return
+    divisors = [str(n) for n in range(2, sizes.dp_shard) if sizes.dp_shard % n == 0]
+    choices = ", ".join(["true", "false", *divisors])
+    raise UserError(
+        f"fsdp.reshard_after_forward is {group}, but with mesh.dp_shard = {sizes.dp_shard} it must be one of {choices}."
+    )
+
+
+def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:
+    """A mesh for `weft verify` on a machine that has fewer ranks than the config asks for.
+
+    machine: its accelerators, or cores. share: whether ranks may share one of them, as CPU ranks do. An axis larger
+    than the machine becomes 2; so does every axis where the product does not fit, unless ranks share. -1 becomes what
+    is left, at least 2 where ranks share. Returns the mesh, all sizes fixed, and a sentence for each axis that shrank.
+    """
+    sizes: dict[str, int] = {axis: getattr(mesh, axis) for axis in AXES}
+    shrunk = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
+    if not share and _product(shrunk) > machine:
+        shrunk = {axis: min(size, 2) for axis, size in shrunk.items()}
+    left = max(2 if share else 1, machine // _product(shrunk))
+    free = [axis for axis, size in sizes.items() if size == -1]
+    shrunk |= {axis: left if axis == free[-1] else 1 for axis in free}
+    notes = [
+        f"mesh.{axis} = {sizes[axis]} is more than this machine has ({machine}); verified with {shrunk[axis]}"
+        for axis in AXES
+        if sizes[axis] > shrunk[axis]
+    ]
+    return replace(mesh, **shrunk), notes
+
+
+def _product(sizes: dict[str, int]) -> int:
+    return math.prod(size for size in sizes.values() if size != -1)
+
+
+def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
+    product = " x ".join(f"mesh.{axis}" for axis in sizes)
+    values = " x ".join(str(size) for size in sizes.values())
+    if -1 in sizes.values():
+        axes = " x ".join(f"mesh.{axis}" for axis, size in sizes.items() if size != -1)
+        return (
+            f"{product} = {values}: {world} ranks are not a multiple of {axes} = {fixed}; "
+            f"set it to a divisor of {world}, or start a multiple of {fixed} ranks (--nproc)."
+        )
+    fits = f" or set mesh.dp_shard={world // sizes['dp_replicate']}" if world % sizes["dp_replicate"] == 0 else ""
+    return f"{product} = {values} = {fixed}, but there are {world} ranks: start {fixed} ranks (--nproc {fixed}){fits}."

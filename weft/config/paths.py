@@ -1,0 +1,69 @@
+"""Do the local files that a config names exist? Nothing is downloaded, and no file's content is read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def check_paths(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
+    """The problems of model.path and data.path, each a message."""
+    where = explicit or {}
+    found = [("data.path", _data_problem(config.data.path)), ("model.path", _model_problem(config))]
+    return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+def near_names(file: Path, folders: bool = False) -> str:
+    """' Did you mean a/b.yaml?' -- the names most like the missing one, in its folder; or nothing."""
+    if not file.parent.is_dir():
+        return f" The folder {file.parent} does not exist."
+    entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
+    names = [entry.name for entry in entries if entry.is_dir() == folders]
+    close = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
+    if not close and not folders:
+        close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]
+    return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
+
+
+def _data_problem(path: str) -> str:
+    file = Path(path)
+    if file.is_file():
+        return ""
+    if file.is_dir():
+        inside = sorted(entry.name for entry in file.iterdir() if entry.suffix in (".jsonl", ".json"))[:3]
+        hint = f": name one of {', '.join(str(file / name) for name in inside)}" if inside else ""
+        return f"data.path {path} is a folder; it must be one JSONL file{hint}."
+    return f"data.path {path} does not exist; it must be a local JSONL file.{near_names(file)}"
+
+
+def _model_problem(config: Any) -> str:
+    path = config.model.path
+    folder = Path(path)
+    if folder.is_dir():
+        return _folder_problem(folder, config.model.init)
+    if folder.is_file():
+        return f"model.path {path} is a file: name the folder that holds it."
+    if not _looks_like_a_path(path):
+        return ""  # a hub id; transformers resolves it, and says so where it cannot
+    return (
+        f"model.path {path} does not exist: name a folder that holds config.json, or a hub id such as "
+        f"Qwen/Qwen3-0.6B.{near_names(folder, folders=True)}"
+    )
+
+
+def _folder_problem(folder: Path, init: str) -> str:
+    if not (folder / "config.json").is_file():
+        return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
+    if init == "pretrained" and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return f"model.path {folder} holds no weights (*.safetensors): set model.init=random to train from scratch."
+    return ""
+
+
+def _looks_like_a_path(path: str) -> bool:
+    """Whether this cannot be a hub id (`name` or `org/name`), or its first folder exists here."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith((".", "~")):
+        return True
+    return "/" in path and Path(path).parts[0] != path and Path(Path(path).parts[0]).is_dir()

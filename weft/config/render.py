@@ -1,0 +1,28 @@
+"""A config back into plain data and YAML that load_config reads to the same config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from weft.config.checks import inert_keys
+from weft.config.keys import get, schema_keys
+from weft.config.yaml12 import Dumper
+
+
+def to_dict(config: Any) -> dict[str, dict[str, Any]]:
+    """section -> key -> value, for JSON or YAML. Keys that this config does not read are left out."""
+    rendered: dict[str, dict[str, Any]] = {}
+    unread = inert_keys(config)
+    for name in schema_keys(type(config)):
+        section, _, leaf = name.partition(".")
+        if name not in unread:
+            value = get(config, name)
+            rendered.setdefault(section, {})[leaf] = list(value) if isinstance(value, tuple) else value
+    return rendered
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved config as a YAML file, every default filled in."""
+    return str(yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,173 @@
+"""Every key that weft accepts, with its type, default and meaning. Imports no torch.
+
+A key is here only if something reads it: tests/test_config_effects.py maps every key to what it changes.
+`help` texts become docs/config.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+def key(help: str, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
+    """A config key: a dataclass field that carries its documentation. Without a default it is required."""
+    if default_factory is not MISSING:
+        return field(default_factory=default_factory, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model, as HuggingFace knows it, and how its layers are computed."""
+
+    path: str = key(
+        "A HuggingFace model directory or hub id; with `init: random`, a directory that holds at least config.json."
+    )
+    init: Literal["pretrained", "random"] = key(
+        "`pretrained` reads the weights; `random` draws them as transformers does for this architecture, "
+        "from train.seed.",
+        "pretrained",
+    )
+    attention: Literal["auto", "per_document", "varlen", "flex"] = key(
+        "Attention kernel; `auto` takes the fastest that is right for this model, dtype and device, "
+        "and the choice is printed.",
+        "auto",
+    )
+    recompute: Literal["none", "full"] = key(
+        "`full` keeps only each layer's input and runs the layer again in backward: less memory, "
+        "about a third more compute.",
+        "none",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the ranks are arranged. The product of the axes is the number of ranks."""
+
+    dp_replicate: int = key(
+        "Copies of the sharded model (HSDP): gradients are summed over them. -1: as many as the ranks allow.", 1
+    )
+    dp_shard: int = key(
+        "Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). "
+        "-1: as many as the ranks allow.",
+        -1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig:
+    """Precision and communication of the sharded model."""
+
+    param_dtype: Literal["auto", "bf16", "fp32"] = key(
+        "Dtype of compute and of gathered parameters. `auto`: bf16 on accelerators, fp32 on CPU.", "auto"
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
+    master_dtype: Literal["fp32", "bf16"] = key(
+        "Dtype of the weights that the optimizer steps, and of its state.", "fp32"
+    )
+    reshard_after_forward: bool | int = key(
+        "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
+        "an int: reshard to groups of that many ranks.",
+        True,
+    )
+    reduce: Literal["every", "scatter", "last"] = key(
+        "When gradients are reduced within a step: `every` micro-batch over all data ranks; `scatter` over dp_shard "
+        "each micro-batch and over dp_replicate at the last; `last`: only at the last (more memory, less traffic).",
+        "scatter",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The training documents."""
+
+    path: str = key("A JSONL file with `messages`, `prompt` and `completion`, or `text` in each line.")
+    shuffle: bool = key(
+        "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
+    )
+    max_length: int | None = key(
+        "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
+    )
+    long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What one optimizer step trains on, and how it is cut into micro-batches."""
+
+    documents: int | None = key("Documents in an optimizer step, over all ranks; null where step.tokens is set.", 64)
+    tokens: int | None = key(
+        "Instead of step.documents: a step takes documents until one more would exceed this many tokens, "
+        "over all ranks.",
+        None,
+    )
+    max_tokens_per_device: int = key(
+        "Tokens of one forward on one rank; a step is cut into as many micro-batches as this needs.", 8192
+    )
+    shapes: Literal["free", "buckets", "fixed"] = key(
+        "Row lengths: `free` as the documents give them, `buckets` rounded up to one of a few, "
+        "`fixed` always step.max_tokens_per_device.",
+        "free",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    name: Literal["adamw", "sgd"] = key("AdamW (decoupled decay) or SGD.", "adamw")
+    lr: float = key("Peak learning rate.", 1.0e-5)
+    weight_decay: float = key(
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.1
+    )
+    betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
+    eps: float = key("AdamW's epsilon.", 1.0e-8)
+    momentum: float = key("SGD's momentum.", 0.0)
+    max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("Shape of the learning rate after warm-up.", "cosine")
+    warmup_ratio: float = key("Warm-up steps as a share of all steps (rounded up).", 0.03)
+    warmup_steps: int | None = key("Warm-up steps; instead of warmup_ratio.", None)
+    min_lr_ratio: float = key("Learning rate of the last step, as a share of the peak.", 0.1)
+    decay_ratio: float = key("wsd: share of all steps in which the rate decays.", 0.1)
+    decay: Literal["linear", "cosine", "1-sqrt"] = key("wsd: shape of that decay.", "linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long to train, and what ends a run early."""
+
+    steps: int | None = key("Optimizer steps; instead of train.epochs.", None)
+    epochs: int | None = key("Passes over the data; null where train.steps is set.", 1)
+    seed: int = key("Seed of initial weights and of the data order.", 0)
+    timeout: float = key("Seconds a collective may wait for the other ranks before the run ends with an error.", 600.0)
+    max_nonfinite: int = key("End the run after this many steps in a row whose loss or gradient is not finite.", 3)
+    deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run writes."""
+
+    dir: str | None = key("Where the run writes; null: runs/NAME-DATE.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """`weft sft`: one section per concern."""
+
+    model: ModelConfig
+    data: DataConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)

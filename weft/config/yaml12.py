@@ -1,0 +1,152 @@
+"""YAML 1.2 with positions: `1e-5` is a number, `yes` and `on` are strings, a key twice is an error.
+
+PyYAML reads YAML 1.1, where `1e-5` is a string and `no` is false; both have cost people training runs. Its parser
+is kept, its implicit types are replaced by those of YAML 1.2's core schema.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.errors import UserError
+
+
+@dataclass(slots=True)
+class Node:
+    """A value and where it was written.
+
+    value: a scalar, a list, or for a section a dict[str, Node]. where: "sft.yaml:12" or "command line".
+    raw: what the user typed, for values from the command line.
+    """
+
+    value: Any
+    where: str
+    raw: str | None = None
+
+    @property
+    def is_section(self) -> bool:
+        return isinstance(self.value, dict)
+
+
+_CORE_SCHEMA = (
+    ("tag:yaml.org,2002:null", r"(?:null|Null|NULL|~|)", ["n", "N", "~", ""]),
+    ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
+        list("-+.0123456789"),
+    ),
+)
+
+
+class Loader(yaml.SafeLoader):
+    """yaml.SafeLoader with the types of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own registry, replaced and not extended
+
+
+class Dumper(yaml.SafeDumper):
+    """yaml.SafeDumper that quotes what `Loader` would not read back as a string."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as in Loader
+
+
+for _tag, _pattern, _first in _CORE_SCHEMA:
+    Loader.add_implicit_resolver(_tag, re.compile(rf"^{_pattern}$"), _first)
+    Dumper.add_implicit_resolver(_tag, re.compile(rf"^{_pattern}$"), _first)
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0) if text.startswith(("0x", "0o")) else int(text)
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    text = repr(value)
+    if text in ("inf", "-inf", "nan"):
+        text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[text]
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+Dumper.add_representer(float, _represent_float)
+
+
+def read_file(path: str) -> Node:
+    """The file as a tree of Nodes. UserError with file:line for what is not YAML, or not a mapping of sections."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a config file: {error}") from error
+    try:
+        node = _parse(text, path)
+    except yaml.YAMLError as error:
+        raise UserError(_syntax_message(error, path)) from error
+    if node is None or node.value is None:
+        return Node({}, path)
+    if not node.is_section:
+        raise UserError(f"{node.where}: expected sections such as `model:` and `data:`, found {show(node.value)}.")
+    return node
+
+
+def read_value(text: str, where: str) -> Node:
+    """The value of a command-line override; text that is not YAML is taken as a string."""
+    try:
+        node = _parse(text, where, lines=False)
+    except yaml.YAMLError:
+        return Node(text, where, raw=text)
+    if node is None:
+        return Node(None, where, raw=text)
+    node.raw = text
+    return node
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML, on one line, for messages."""
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+    text = text.removesuffix("\n...\n").strip()
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parse(text: str, where: str, lines: bool = True) -> Node | None:
+    loader = Loader(text)
+    try:
+        root = loader.get_single_node()
+        return None if root is None else _convert(loader, root, where, lines)
+    finally:
+        loader.dispose()
+
+
+def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
+    where = f"{origin}:{node.start_mark.line + 1}" if lines else origin
+    if not isinstance(node, yaml.MappingNode):
+        return Node(loader.construct_object(node, deep=True), where)
+    children: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
+        key = str(key_node.value)
+        if key in children:
+            problem = f"`{key}` is set twice (first at {children[key].where}): keep one"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        children[key] = _convert(loader, value_node, origin, lines)
+        if lines:  # a block's own mark is its first child's line; the user looks for the key
+            children[key].where = f"{origin}:{key_node.start_mark.line + 1}"
+    return Node(children, where)
+
+
+def _syntax_message(error: yaml.YAMLError, path: str) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{path}: not valid YAML: {error}"
+    line = error.problem_mark.line + 1
+    problem = " ".join(part for part in (error.context, error.problem) if part)
+    hint = " Indent with spaces." if r"'\t'" in problem else ""
+    if "mapping values are not allowed" in problem or "block mapping" in problem:
+        hint = " Indent the keys of a section alike, and quote a value that contains `: `."
+    return f"{path}:{line}: not valid YAML: {problem}.{hint}"

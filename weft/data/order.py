@@ -1,0 +1,106 @@
+"""Which documents each optimizer step takes: pure functions of lengths, seed and config, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order of n documents in an epoch: a permutation that depends on n, seed and epoch alone.
+
+    Documents are sorted by draws of random.Random.random, the one method whose sequence Python promises to keep on
+    every platform and in every version.
+    """
+    if not shuffle:
+        return list(range(n))
+    digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
+    draw = random.Random(int.from_bytes(digest, "big")).random
+    keys = [draw() for _ in range(n)]
+    return sorted(range(n), key=keys.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """number and epoch count from 1; documents: indices into the data, in order."""
+
+    number: int
+    epoch: int
+    documents: list[int]
+
+
+class Steps:
+    """The optimizer steps of a run. A step never straddles an epoch, so the last of an epoch may be short.
+
+    lengths: tokens of each document. Exactly one of documents (in a step) and tokens (a step takes documents until one
+    more would exceed so many; a longer document is a step of its own), and exactly one of epochs and steps (epochs
+    repeat as needed), is not None.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        documents: int | None,
+        tokens: int | None = None,
+        epochs: int | None,
+        steps: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        assert lengths, "no documents"
+        assert (documents is None) != (tokens is None) and (epochs is None) != (steps is None)
+        assert all(value is None or value >= 1 for value in (documents, tokens, epochs, steps))
+        self._lengths = lengths
+        self._documents = documents
+        self._tokens = tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._counts: list[int] = []  # steps of each epoch dealt so far
+        self.total = steps if steps is not None else sum(self._count(epoch + 1) for epoch in range(epochs or 0))
+
+    def __len__(self) -> int:
+        """How many optimizer steps the run has."""
+        return self.total
+
+    def __iter__(self) -> Iterator[Step]:
+        return self.starting_at(1)
+
+    def starting_at(self, number: int) -> Iterator[Step]:
+        """The steps from a number on, exactly as in an unbroken run; earlier epochs are counted, not dealt again."""
+        epoch, first = 1, 1
+        while first + self._count(epoch) <= number <= self.total:
+            first += self._count(epoch)
+            epoch += 1
+        while first <= self.total:
+            for i, documents in enumerate(self._deal(epoch)):
+                if number <= first + i <= self.total:
+                    yield Step(first + i, epoch, documents)
+            first += self._count(epoch)
+            epoch += 1
+
+    def _count(self, epoch: int) -> int:
+        if self._documents is not None:
+            return -(-len(self._lengths) // self._documents)
+        while len(self._counts) < epoch:
+            self._counts.append(sum(1 for _ in self._deal(len(self._counts) + 1)))
+        return self._counts[epoch - 1]
+
+    def _deal(self, epoch: int) -> Iterator[list[int]]:
+        order = epoch_order(len(self._lengths), self._seed, epoch, self._shuffle)
+        if self._documents is not None:
+            for start in range(0, len(order), self._documents):
+                yield order[start : start + self._documents]
+            return
+        assert self._tokens is not None
+        step: list[int] = []
+        tokens = 0
+        for i in order:
+            if step and tokens + self._lengths[i] > self._tokens:
+                yield step
+                step, tokens = [], 0
+            step.append(i)
+            tokens += self._lengths[i]
+        yield step

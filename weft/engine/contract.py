@@ -1,0 +1,26 @@
+"""The dtype contract (DESIGN 6): what is stored, computed, summed and stepped in, checked after the first step."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weft.engine.engine import Engine
+from weft.parallel.fsdp import observed_dtypes
+
+
+def check_contract(engine: Engine) -> None:
+    """Raise if the masters or the optimizer's state have another dtype than the table at start said."""
+    master = engine.precision.master
+    assert engine.optimizer is not None
+    for name, parameter in engine.module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != master:
+            raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != master:
+                raise RuntimeError(f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}")
+    promised = (engine.precision.compute, engine.precision.reduce)
+    for found in observed_dtypes(engine.module):
+        if found != promised:
+            raise RuntimeError(f"dtype contract broken: FSDP computes and reduces in {found}, not {promised}")

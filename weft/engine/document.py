@@ -1,0 +1,58 @@
+"""The vocabulary of a step: Document and its metadata. Rows are in row.py.
+
+T tokens of a document or row, N predictions of a row that somebody needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMeta:
+    """What the step plan needs to know of a document; cheap to share among ranks.
+
+    length: tokens. weight: sum of the loss weights of its predicted tokens (all but the first).
+    loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one group may be declared
+    inseparable. cost: estimated FLOPs of one forward, in any unit.
+    """
+
+    length: int
+    weight: float
+    loss_tokens: int
+    group: int | None = None
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One training sequence.
+
+    tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first token has no
+    prediction, so its weight is never used. positions: [T] or [3, T] int64, default 0..T-1.
+    arrays: further per-token values [T] (old logprobs, advantages), aligned with tokens.
+    source: where it came from, for messages ("chat.jsonl:12").
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    positions: Tensor | None = None
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    group: int | None = None
+    source: str = ""
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def meta(self, cost: float = 0.0) -> DocumentMeta:
+        predicted = self.weights[1:].double()
+        return DocumentMeta(
+            length=len(self),
+            weight=float(predicted.sum()),
+            loss_tokens=int(torch.count_nonzero(predicted)),
+            group=self.group,
+            cost=cost,
+        )

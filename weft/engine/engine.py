@@ -1,0 +1,230 @@
+"""The Engine: the one object that owns model and optimizer on a rank. Nothing outside this folder calls backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.cluster.process import Ranks
+from weft.config.mesh import resolve_mesh
+from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.engine.document import Document, DocumentMeta
+from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
+from weft.engine.plan import StepPlan, document_cost, plan_step
+from weft.engine.row import Row, build_row
+from weft.models.build import BuiltModel, build_model
+from weft.objectives.base import Batch, Objective, Terms
+from weft.observe.metrics import Sums
+from weft.parallel.fsdp import Unit, reduction
+from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.parallelize import Precision, parallelize
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """grad_norm: global, before clipping. skipped: the step was not finite, and nothing was updated."""
+
+    grad_norm: float
+    skipped: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
+
+    model: ModelConfig
+    mesh: MeshConfig = MeshConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    step: StepConfig = StepConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    seed: int = 0
+    deterministic: bool = False
+    purpose: Literal["train", "inference"] = "train"
+
+
+class Engine:
+    """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
+
+    def __init__(self, config: EngineConfig, ranks: Ranks, *, weights: bool = True) -> None:
+        """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more."""
+        torch.use_deterministic_algorithms(config.deterministic)
+        self.config, self.ranks, self.device = config, ranks, ranks.device
+        sizes = resolve_mesh(config.mesh, ranks.world)
+        self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
+        self.precision = Precision.of(config.fsdp, ranks.device)
+        storage = self.precision.master if config.purpose == "train" else self.precision.compute
+        self.built: BuiltModel = build_model(config.model, dtype=storage, seed=config.seed, weights=weights)
+        self.module = self.built.module
+        self.module.train(config.purpose == "train")
+        self.units: list[Unit] = parallelize(
+            self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
+        )
+        self.optimizer = None
+        if config.purpose == "train" and weights:
+            self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
+        self._nonfinite: str | None = None
+
+    # ------------------------------------------------------------ plan
+
+    def meta(self, document: Document) -> DocumentMeta:
+        """The document's metadata with its cost in this model."""
+        return document.meta(self.cost(len(document)))
+
+    def cost(self, length: int) -> float:
+        """Estimated FLOPs of a document of this length, forward and backward."""
+        return document_cost(length, linear=self.built.flops.linear, quadratic=self.built.flops.quadratic)
+
+    def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
+        """Deal a step's documents to rows; the same on every rank, from the same metadata.
+
+        budget: tokens of a row, instead of step.max_tokens_per_device.
+        """
+        return plan_step(
+            metadata,
+            ranks=self.mesh.data_ranks,
+            budget=budget or self.config.step.max_tokens_per_device,
+            layout=self.built.layout,
+            shapes=self.config.step.shapes,
+        )
+
+    def needs(self, plan: StepPlan) -> list[int]:
+        """The step's indices of the documents that this rank will be asked for."""
+        return sorted(index for row in plan.of_rank(self.mesh.data_rank) for index in row)
+
+    # ------------------------------------------------------------ forward and backward
+
+    def accumulate(
+        self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective
+    ) -> dict[str, float | None]:
+        """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
+
+        documents: at least those of `needs(plan)`, by index in the step. Gradients are sums over the step's tokens
+        divided once by `objective.normaliser(plan)`.
+        """
+        assert self.optimizer is not None, "this engine was opened for inference"
+        normaliser = objective.normaliser(plan)
+        sums, losses = Sums(), []
+        for micro in range(plan.micro_batches):
+            row = self._row(plan, micro, documents, objective.every_token)
+            with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
+                terms = self._forward(row, objective)
+                (terms.loss_sum / normaliser).backward()
+            losses.append(terms.loss_sum.detach())
+            for name, (total, weight) in terms.metrics.items():
+                sums.add(name, total, weight)
+        return self._reduce(plan, sums, losses)
+
+    def _reduce(self, plan: StepPlan, sums: Sums, losses: list[Tensor]) -> dict[str, float | None]:
+        """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards."""
+        finite = torch.stack(losses).isfinite()
+        sums.add("_nonfinite", (~finite).sum(), 1.0)
+        metrics = sums.reduce(self.mesh.data_group)
+        self._nonfinite = None
+        if metrics.pop("_nonfinite"):
+            self._nonfinite = self._name_nonfinite(plan, (~finite).nonzero().flatten().tolist())
+        return metrics
+
+    def _name_nonfinite(self, plan: StepPlan, micro_batches: list[int]) -> str:
+        """Where the loss was not finite: rank, micro-batch, documents of the step; the same text on every rank."""
+        rows = plan.of_rank(self.mesh.data_rank)
+        mine = [(self.ranks.rank, micro, rows[micro]) for micro in micro_batches]
+        gathered: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in range(self.ranks.world)]
+        dist.all_gather_object(gathered, mine)
+        places = [
+            f"rank {rank}, micro-batch {micro + 1}, documents {list(documents[:8])}{' ...' if len(documents) > 8 else ''}"
+            for per_rank in gathered
+            for rank, micro, documents in per_rank
+        ]
+        return "loss is not finite: " + "; ".join(places[:4])
+
+    def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
+        rank = self.mesh.data_rank
+        return build_row(
+            plan.rows[micro][rank], documents,
+            length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
+        )  # fmt: skip
+
+    def _forward(self, row: Row, objective: Objective) -> Terms:
+        readouts = self._read(row, objective.readouts)
+        return objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+
+    def _read(self, row: Row, what: frozenset[str]) -> dict[str, Tensor]:
+        bounds = row.bounds if self.built.uses_bounds else None
+        return self.module(  # type: ignore[no-any-return]
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what
+        )
+
+    # ------------------------------------------------------------ readouts
+
+    @torch.no_grad()
+    def readout(
+        self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
+    ) -> dict[int, dict[str, Tensor]]:
+        """Per-token quantities of this rank's documents: index -> name -> [T] fp32 on the CPU.
+
+        Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        out: dict[int, dict[str, Tensor]] = {}
+        for micro in range(plan.micro_batches):
+            row = self._row(plan, micro, documents, every_token=True)
+            values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
+            document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
+            for place, index in enumerate(row.documents):
+                own = document_N == place
+                empty = {name: torch.zeros(len(documents[index])) for name in what}
+                out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
+        self.module.train(was_training)
+        return out
+
+    # ------------------------------------------------------------ optimizer
+
+    def apply(self, lr: float) -> StepResult:
+        """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
+        assert self.optimizer is not None, "this engine was opened for inference"
+        norm = clip_gradients(self.module.named_parameters(), self.config.optimizer.max_grad_norm)
+        reason = self._nonfinite or ("" if math.isfinite(norm) else "gradient norm is not finite")
+        if not reason:
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+        self.drop_gradients()
+        return StepResult(norm, skipped=bool(reason), reason=reason)
+
+    # ------------------------------------------------------------ tensors
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace runtime name, whole tensor) of every parameter and persistent buffer, ties once per name.
+
+        Gathered one by one on all ranks; the tensor is on the rank's device in its stored dtype.
+        """
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            yield name, whole(tensor)
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradient accumulated so far."""
+        return global_norm(self.module.parameters())
+
+    def drop_gradients(self) -> None:
+        """Forget what has been accumulated."""
+        assert self.optimizer is not None, "this engine was opened for inference"
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """(name, whole gradient) of every parameter, None where nothing used it."""
+        for name, parameter in self.module.named_parameters():
+            yield name, None if parameter.grad is None else whole(parameter.grad)
+
+
+def whole(tensor: Tensor | nn.Parameter) -> Tensor:
+    """The full tensor behind a shard; collective."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -1,0 +1,170 @@
+"""The optimizer of a run, which parameters it decays, and clipping by the global gradient norm.
+
+Parameters are plain tensors or DTensors (FSDP2), on one mesh or several.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from weft.config.schema import OptimizerConfig
+from weft.observe.tables import OptimizerGroupRow
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+_BIAS = re.compile(r"(^|_)bias$", re.IGNORECASE)
+# An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
+_CPU_CHUNK = 1 << 16
+
+
+def decays(name: str, ndim: int) -> bool:
+    """Whether weight decay applies to the parameter `name` with `ndim` dimensions (the global ones of a DTensor).
+
+    Matrices, embeddings and fused experts decay. Vectors and scalars do not, nor do biases, norms, conv1d kernels and
+    A_log, whatever their shape: fused experts have biases of two dimensions, some norms have one row per head.
+    """
+    owner, leaf = (["", *name.split(".")])[-2:]
+    if ndim < 2 or leaf == "A_log" or _BIAS.search(leaf) or _NORM.search(owner):
+        return False
+    # A conv1d kernel has three dimensions; the word alone would catch GPT-2's Conv1D and the kernels of images.
+    return not ("conv" in owner.lower() and ndim == 3)
+
+
+def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD over the parameters that require a gradient.
+
+    Decayed and undecayed parameters are in groups of their own, and so are those of different meshes, because torch's
+    list kernels take one mesh at a time. State has the dtype and the sharding of its parameter. `set_learning_rate`
+    sets the rate before each step; a parameter without a gradient is skipped.
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays(name, parameter.ndim), mesh), []).append(parameter)
+    settings: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
+        for (decayed, _), parameters in groups.items()
+    ]
+    if config.name == "adamw":
+        # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
+        return torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # The fused SGD kernel has no rule for DTensors.
+    return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, foreach=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Makes `lr` the rate of the next step, for every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
+    """What is decayed and what is not, for the table at start; elements are counted over all ranks."""
+    rows = []
+    members = [(name, p) for name, p in named_parameters if p.requires_grad]
+    for decayed in (True, False):
+        group = [(name, p) for name, p in members if decays(name, p.ndim) == decayed]
+        rows.append(
+            OptimizerGroupRow(
+                name="decayed" if decayed else "not decayed",
+                weight_decay=config.weight_decay if decayed else 0.0,
+                parameters=len(group),
+                elements=sum(p.numel() for _, p in group),
+                examples=_kinds(name for name, _ in group),
+            )
+        )
+    return rows
+
+
+def _kinds(names: Iterable[str]) -> tuple[str, ...]:
+    """The names with layer numbers as `*`, each once, in order."""
+    return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+
+
+@torch.no_grad()
+def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) -> float:
+    """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
+
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None measures only. Gradients
+    whose norm is not finite are left as they are. Every rank of the meshes must call it with the same parameters.
+    """
+    parameters = [parameter for _, parameter in named_parameters]
+    norm = global_norm(parameters)
+    if max_norm is not None and math.isfinite(norm):
+        factor = max_norm / (norm + 1e-6)
+        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if factor < 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """L2 norm of all gradients together, each element of a sharded gradient counted once, the same on every rank.
+
+    Local sums of squares are added over the process groups of exactly those mesh axes on which a gradient is sharded:
+    one all-reduce for each such axis.
+    """
+    # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        local = shards.setdefault(_sharding_groups(parameter), [])
+        device = parameter.device
+        if parameter.grad is not None:
+            local.append(_local(parameter.grad))
+    if not shards:
+        return 0.0
+    keys = list(shards)
+    squares = torch.stack([_sum_of_squares(shards[key], device) for key in keys])
+    for group in dict.fromkeys(group for key in keys for group in key):
+        index = [i for i, key in enumerate(keys) if group in key]
+        part = squares[index]
+        dist.all_reduce(part, group=group)
+        squares[index] = part
+    return float(squares.sum().sqrt().item())
+
+
+def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups whose ranks hold different elements of this parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if parameter.grad is not None:
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == placements, parameter.grad
+    assert not any(isinstance(placement, Partial) for placement in placements), placements
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if not isinstance(placement, Replicate) and mesh.size(axis) > 1
+    )
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Scalar, fp64, on `device`: the squares of all elements added up, from norms in fp32 or better."""
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float64 if pieces[0].dtype == torch.float64 else torch.float32)
+    return torch.stack(norms).double().square().sum()
+
+
+def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+    if tensor.numel() == 0:
+        return ()
+    return tensor.reshape(-1).split(_CPU_CHUNK) if tensor.device.type == "cpu" else (tensor,)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,10 @@
+"""The one exception that users are meant to see."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user can mend: the message says what is wrong, where, and what to set instead.
+
+    The command line prints it without a traceback and exits with status 2.
+    """

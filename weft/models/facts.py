@@ -1,0 +1,90 @@
+"""Where the parts of a causal LM are: one rule that holds for every family of transformers 5.
+
+decoder = parent of the input embedding; base = the root's child on the way to it; layers = the decoder's ModuleList
+as long as the text config says; head = the output embedding; logits = transform(head(last_hidden_state)).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.errors import UserError
+from weft.ops.head import LogitTransform
+
+_FINAL_NORM = re.compile(r"^(?!.*embed).*(norm|ln_f|layernorm)|^embedding_norm$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names are paths in the HuggingFace root."""
+
+    model_type: str
+    base: str
+    decoder: str
+    embedding: str
+    layers: str
+    head: str
+    final_norm: str | None
+    transform: LogitTransform
+
+
+def find_facts(model: PreTrainedModel) -> Facts:
+    """Locate the parts; refuse, by name, a model that is built otherwise."""
+    names = {id(module): name for name, module in model.named_modules()}
+    config = model.config.get_text_config()
+    embedding = names.get(id(model.get_input_embeddings()))
+    head_module = model.get_output_embeddings()
+    if embedding is None or "." not in embedding or not isinstance(head_module, nn.Linear):
+        raise _refusal(model, "it has no token embedding inside a base model, or no linear head")
+    decoder = embedding.rsplit(".", 1)[0]
+    module = model.get_submodule(decoder)
+    count = config.num_hidden_layers
+    layers = [n for n, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    if len(layers) != 1:
+        raise _refusal(model, f"{decoder} has {len(layers)} lists of {count} layers, expected one")
+    return Facts(
+        model_type=config.model_type,
+        base=embedding.split(".", 1)[0],
+        decoder=decoder,
+        embedding=embedding,
+        layers=f"{decoder}.{layers[0]}",
+        head=names[id(head_module)],
+        final_norm=_final_norm(module, decoder),
+        transform=logit_transform(config),
+    )
+
+
+def _final_norm(decoder: nn.Module, path: str) -> str | None:
+    """The norm before the head: the decoder's own child whose parameters are all vectors, by name."""
+    found = [
+        name
+        for name, child in decoder.named_children()
+        if _FINAL_NORM.search(name) and any(True for _ in child.parameters()) and all(p.ndim == 1 for p in child.parameters())
+    ]
+    return f"{path}.{found[0]}" if len(found) == 1 else None
+
+
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """What the family does to head(hidden): soft-cap, division or multiplication. The start-up check has the last word."""
+    family = config.model_type
+    if family in ("gemma2", "gemma3_text", "gemma4_text"):
+        return LogitTransform(softcap=config.final_logit_softcapping)
+    if family == "recurrent_gemma":
+        return LogitTransform(softcap=config.logits_soft_cap)
+    if family in ("granite", "granitemoe", "granitemoehybrid"):
+        return LogitTransform(scale=1.0 / config.logits_scaling)
+    if family in ("cohere", "cohere2"):
+        return LogitTransform(scale=config.logit_scale)
+    if family == "falcon_h1":
+        return LogitTransform(scale=config.lm_head_multiplier)
+    return LogitTransform()
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> UserError:
+    return UserError(
+        f"model.path: weft cannot train {type(model).__name__} (model_type {model.config.model_type!r}): {reason}."
+    )

@@ -1,0 +1,10 @@
+"""falcon and bloom: attention of their own, outside transformers' interface.
+
+A name registered there is refused by falcon, and bloom runs under it without any causal mask, silently. Their eager
+code is causal, and right padding is exact, so documents are laid apart.
+"""
+
+from weft.models.families import Family, register
+
+for model_type in ("falcon", "bloom"):
+    register(model_type, Family(layout="apart", attention="eager"))

@@ -1,0 +1,26 @@
+"""stablelm and nemotron: decoder layers drop unknown arguments, but position_ids arrive; they restart per document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.ops.attention import ADAPTERS, Bounds
+
+
+def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Bounds | None]:
+    """Bounds from the zeros of position_ids [B, T]. Reads them on the host: one sync per call on an accelerator."""
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        return query, None
+    length = query.shape[2]
+    if positions.shape[0] > 1:
+        return query, Bounds((length,) * positions.shape[0], apart=True)
+    starts = [*(positions[0] == 0).nonzero().flatten().tolist(), length]
+    lengths = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+    return query, Bounds.packed(lengths, query.device)
+
+
+for model_type in ("stablelm", "nemotron"):
+    ADAPTERS[model_type] = bounds_from_positions

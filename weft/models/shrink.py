@@ -1,0 +1,90 @@
+"""A small copy of any config that keeps what can go wrong: every layer type, windows, chunks, experts, odd scalings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PretrainedConfig
+
+_WINDOW = 16  # every window and chunk of a small copy; check rows are longer
+_ORIGINAL_POSITIONS = 64
+_HEADS = 4
+_PERIODS = ("full_attention_interval", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers",
+            "sliding_window_pattern", "hybrid_layer_period")  # fmt: skip
+_SMALL = {
+    "intermediate_size": 128, "ffn_dim": 128, "n_inner": 128, "ffn_hidden_size": 128, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "vocab_size": 512, "vocab_size_per_layer_input": 512,
+    "q_lora_rank": 32, "kv_lora_rank": 16,
+}  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def fewer_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """A copy with about `layers` layers, more where it takes more to have one of each type. Widths stay."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    total = int(text.num_hidden_layers)
+    types = getattr(text, "layer_types", None)
+    periods = [value for name in _PERIODS if isinstance(value := getattr(text, name, None), int)]
+    if types:
+        kept = sorted({types.index(kind) for kind in types})
+        kept += [i for i in range(total) if i not in kept][: max(0, layers - len(kept))]
+    else:
+        kept = list(range(min(total, max([layers, *periods]))))
+    kept.sort()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == total and total > 1:
+            setattr(text, name, type(value)(value[i] for i in kept))
+    text.num_hidden_layers = len(kept)
+    if getattr(text, "first_k_dense_replace", 0) >= len(kept):
+        text.first_k_dense_replace = min(1, len(kept) - 1)
+    return small
+
+
+def narrow(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with small widths, few experts, a window of 16, and long-context rules that begin at 64 tokens."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    _narrow_heads(text)
+    for name, value in _SMALL.items():
+        _lower(text, name, value)
+    for name in _EXPERTS:
+        _lower(text, name, 8)
+    for name in ("sliding_window", "attention_chunk_size"):
+        _lower(text, name, _WINDOW)
+    for name in _TOKEN_IDS:
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 0)
+    _early_long_context(text)
+    return small
+
+
+def _lower(config: Any, name: str, ceiling: int) -> None:
+    value = getattr(config, name, None)
+    if isinstance(value, int) and not isinstance(value, bool) and value > ceiling:
+        setattr(config, name, ceiling)
+
+
+def _narrow_heads(text: Any) -> None:
+    """Four heads of at most the width they had; head counts keep the ratio of query to key heads."""
+    heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
+    if heads <= _HEADS:
+        return
+    width = getattr(text, "head_dim", None) or hidden // heads
+    kv = getattr(text, "num_key_value_heads", None)
+    text.num_attention_heads = _HEADS
+    if isinstance(kv, int):
+        text.num_key_value_heads = max(1, kv * _HEADS // heads)
+    text.hidden_size = _HEADS * int(width)
+
+
+def _early_long_context(text: Any) -> None:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for rope in nested:
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
+    if getattr(text, "original_max_position_embeddings", None):
+        text.original_max_position_embeddings = _ORIGINAL_POSITIONS

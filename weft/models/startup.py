@@ -1,0 +1,174 @@
+"""Checks before anything large is loaded: on a small copy with random weights, in fp32, on the CPU.
+
+1. The head and every layer reproduce HuggingFace's own eager forward of each document alone.
+2. Documents do not see each other: changing one leaves its neighbours' logits where they were.
+A family that passes packed is laid out packed; one that passes only right-padded, apart; others are refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.engine.row import Layout
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.families import family_of
+from weft.models.shrink import fewer_layers, narrow
+from weft.models.train_module import TrainModule
+from weft.ops import attention
+from weft.ops.attention import Bounds
+
+# Together longer than every window and chunk (16) of a small copy; one of them alone as well; one of a single token.
+LENGTHS = (37, 1, 23, 30)
+LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; the worst family measured is at 4e-6
+KNOWN_LAYER_TYPES = {
+    "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
+    "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Findings:
+    """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
+    attention_calls: calls per forward that saw the bounds. copy: what was checked, in words."""
+
+    layout: Layout
+    uses_bounds: bool
+    error: float
+    attention_calls: int
+    copy: str
+
+
+def implementation(config: PretrainedConfig, kernel: str) -> str:
+    """The attention implementation to load this architecture with."""
+    return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
+
+
+def examine(config: PretrainedConfig) -> Findings:
+    """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
+    attention.register()
+    text = config.get_text_config()
+    _check_layer_types(text)
+    family = family_of(text.model_type)
+    ours, theirs, copy = _small_copies(config)
+    documents = _documents(text_vocabulary(ours))
+    expected = [_alone(theirs, ids) for ids in documents]
+    layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
+    worst = float("inf")
+    for layout in layouts:
+        uses_bounds = family.attention is None and hf.accepts(ours.base, attention.BOUNDS_ARGUMENT)
+        if layout == "packed" and not uses_bounds:
+            continue
+        try:
+            calls, worst = _check_layout(ours, documents, expected, layout, uses_bounds)
+        except RuntimeError as error:  # bounds did not reach attention, or the family cannot run this layout
+            if layout == layouts[-1]:
+                raise _refusal(config, str(error)) from error
+            continue
+        if worst <= LOGIT_TOLERANCE:
+            return Findings(layout, uses_bounds, worst, calls, copy)
+    raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
+
+
+def text_vocabulary(module: TrainModule) -> int:
+    return int(module.head.weight.shape[0])
+
+
+def _check_layer_types(text: PretrainedConfig) -> None:
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
+    if unknown:
+        raise _refusal(text, f"weft does not know whether layers of type {', '.join(unknown)} keep documents apart")
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(
+        f"model.path: weft does not train model_type {config.get_text_config().model_type!r} "
+        f"({', '.join(config.architectures or ['no architecture named'])}): {reason}."
+    )
+
+
+def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
+    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
+    attempts = [
+        ("2 layers, narrow", lambda: narrow(fewer_layers(config, 2))),
+        ("all layers, narrow", lambda: narrow(config)),
+        ("2 layers", lambda: fewer_layers(config, 2)),
+    ]
+    failure: Exception | None = None
+    for words, make in attempts:
+        try:
+            small = make()
+            ours, theirs = (_build(make(), name) for name in (implementation(small, "per_document"), "eager"))
+            _alone(theirs, torch.arange(3))
+        except UserError:
+            raise
+        except Exception as error:  # a shape that this family cannot be shrunk to
+            failure = error
+            continue
+        theirs.load_state_dict(ours.state_dict())
+        return TrainModule(ours).eval(), theirs.eval(), words
+    raise _refusal(config, f"no small copy of it could be built ({failure})") from failure
+
+
+def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
+    model = hf.build_random(config, dtype=torch.float32, attention=name, seed=0).eval()
+    with torch.no_grad():  # weights that start at 0 or 1 would hide a mistake in what they multiply
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def _documents(vocabulary: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+
+
+@torch.no_grad()
+def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
+    """Each document's logits [T, V] from one row of this layout."""
+    lengths = [len(ids) for ids in documents]
+    if layout == "packed":
+        ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(n) for n in lengths])[None]
+        hidden = module.hidden(ids, positions, bounds)[0].split(lengths)
+    else:
+        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
+        hidden = [h[:n] for h, n in zip(module.hidden(ids, positions, bounds), lengths, strict=True)]  # type: ignore[assignment]
+    head = module.head
+    return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
+
+
+def _bounds(layout: Layout, uses_bounds: bool) -> Bounds | None:
+    if not uses_bounds:
+        return None
+    return Bounds(LENGTHS) if layout == "packed" else Bounds((max(LENGTHS),) * len(LENGTHS), apart=True)
+
+
+def _check_layout(
+    module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
+) -> tuple[int, float]:
+    """(attention calls that saw the bounds, worst difference to HuggingFace or to the unperturbed neighbours)."""
+    bounds = _bounds(layout, uses_bounds)
+    logits = logits_of(module, documents, layout, bounds)
+    scale = max(float(e.abs().max()) for e in expected)
+    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) / scale
+    for place in (0, 2):
+        changed = list(documents)
+        changed[place] = (documents[place] + 7) % text_vocabulary(module)
+        moved = logits_of(module, changed, layout, _bounds(layout, uses_bounds))
+        others = [i for i in range(len(documents)) if i != place]
+        worst = max(worst, max(float((moved[i] - logits[i]).abs().max()) for i in others) / scale)
+    return (0 if bounds is None else bounds.seen), worst
+
+

@@ -1,0 +1,92 @@
+"""TrainModule: the trained root. HuggingFace's base model, and a Head in place of the rest of the causal LM.
+
+Its children carry HuggingFace's names, so parameter names are those of the causal LM. B batch, T tokens of a row,
+H hidden width, V vocabulary, N predictions that somebody needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.models import hf
+from weft.models.facts import Facts, find_facts
+from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
+from weft.ops.head import LogitTransform, chunked_readouts
+
+
+class Head(nn.Module):
+    """Everything between the last hidden state and per-token readouts; never makes a [N, V] tensor."""
+
+    def __init__(self, linear: nn.Linear, transform: LogitTransform) -> None:
+        super().__init__()
+        self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
+        self.bias = linear.bias
+        self.transform = transform
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32."""
+        logprob, entropy = chunked_readouts(
+            hidden_NH.to(self.weight.dtype), self.weight, self.bias, targets_N, self.transform,
+            entropy="entropy" in readouts,
+        )  # fmt: skip
+        out = {"logprob": logprob}
+        if entropy is not None:
+            out["entropy"] = entropy
+        return out
+
+
+class TrainModule(nn.Module):
+    """fully_shard's root. `hf_model` stays beside it, unregistered, for facts and conversion rules only."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.facts: Facts = find_facts(model)
+        self.add_module(self.facts.base, model.get_submodule(self.facts.base))
+        linear = model.get_submodule(self.facts.head)
+        assert isinstance(linear, nn.Linear)
+        self.add_module(self.facts.head, Head(linear, self.facts.transform))
+        object.__setattr__(self, "hf_model", model)
+        self.takes_positions = hf.accepts(self.base, "position_ids")
+
+    hf_model: PreTrainedModel
+
+    @property
+    def base(self) -> nn.Module:
+        return self.get_submodule(self.facts.base)
+
+    @property
+    def head(self) -> Head:
+        head = self.get_submodule(self.facts.head)
+        assert isinstance(head, Head)
+        return head
+
+    @property
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """(name, decoder layer) in order."""
+        return [(f"{self.facts.layers}.{n}", m) for n, m in self.get_submodule(self.facts.layers).named_children()]
+
+    def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None) -> Tensor:
+        """Last hidden states [B, T, H]."""
+        extra: dict[str, object] = {} if bounds is None else {BOUNDS_ARGUMENT: bounds}
+        if self.takes_positions:
+            extra["position_ids"] = position_ids_BT
+        out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        bounds: Bounds | None,
+        selected_N: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+    ) -> dict[str, Tensor]:
+        """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else."""
+        hidden_BTH = self.hidden(input_ids_BT, position_ids_BT, bounds)
+        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts)  # type: ignore[no-any-return]

@@ -1,0 +1,57 @@
+"""What an objective is: a map from readouts to weighted sums over tokens.
+
+It never divides by what it sees: a rank sees only its own rows. The engine divides the sum by `normaliser(plan)`,
+computed from the whole step's plan, so that no cut of the step can change a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.engine.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The predictions of one row, as an objective sees them.
+
+    readouts: name -> [N] fp32, with gradients. weights_N, arrays: those of the predicted tokens. document_N: place of
+    each prediction's document in `documents`, the step's indices of the documents of this row.
+    """
+
+    readouts: dict[str, Tensor]
+    weights_N: Tensor
+    document_N: Tensor
+    documents: tuple[int, ...]
+    arrays: dict[str, Tensor]
+
+    def document_sum(self, values_N: Tensor) -> Tensor:
+        """Sum over each document's predictions, [documents]; differentiable, and complete on every mesh."""
+        out = torch.zeros(len(self.documents), dtype=values_N.dtype, device=values_N.device)
+        return out.index_add(0, self.document_N, values_N)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """loss_sum: scalar with gradient, not yet normalised. metrics: name -> (sum, weight), summed over the step."""
+
+    loss_sum: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """readouts: what the head has to compute. every_token: also of tokens whose weight is zero."""
+
+    readouts: frozenset[str]
+    every_token: bool
+
+    def normaliser(self, plan: StepPlan) -> float:
+        """What the whole step's loss sum is divided by; from the plan alone."""
+        ...
+
+    def __call__(self, batch: Batch) -> Terms: ...

@@ -1,0 +1,238 @@
+"""Attention that keeps documents apart: one function for every HuggingFace family, and the kernels behind it.
+
+Shapes: B batch, T tokens of a row, H query heads, K key heads (H a multiple of K), D head width, E value width.
+A row is packed (B = 1, documents end to end) or apart (documents right-padded, one per batch entry). Bounds travel
+as the forward argument `doc_bounds`; the row's own mask is never trusted, because HuggingFace's is wrong for some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BOUNDS_ARGUMENT = "doc_bounds"
+
+
+@dataclass(eq=False)
+class Bounds:
+    """Where the documents of a row begin and end.
+
+    lengths: tokens of each document. apart: one document per batch entry, right-padded, instead of end to end.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that want it there. seen: attention calls
+    that received these bounds, so that a check can count them. cache: what a kernel derives once per row.
+    """
+
+    lengths: tuple[int, ...]
+    apart: bool = False
+    cu_seqlens: Tensor | None = None
+    seen: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @staticmethod
+    def packed(lengths: tuple[int, ...], device: torch.device) -> Bounds:
+        """Bounds of a packed row; cumulative lengths go to the device only where a kernel reads them there."""
+        cumulative = None
+        if device.type != "cpu":
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            cumulative = ends.pin_memory().to(device, non_blocking=True)
+        return Bounds(lengths, cu_seqlens=cumulative)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: tensors as HuggingFace passes them, keys and values not repeated."""
+
+    query_BHTD: Tensor
+    key_BKTD: Tensor
+    value_BKTE: Tensor
+    bounds: Bounds
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks_H is None
+
+    def windowed(self, length: int) -> bool:
+        return self.window is not None and self.window < length
+
+
+# ---------------------------------------------------------------- kernels: each returns [B, H, T, E]
+
+
+def per_document(call: Call) -> Tensor:
+    """Each document by itself: the truth in fp32, and on CPU the fastest, because no work crosses documents."""
+    if call.bounds.apart:
+        return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
+    lengths = list(call.bounds.lengths)
+    parts = zip(*(x.split(lengths, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
+    return torch.cat([_one(call, q, k, v) for q, k, v in parts], dim=2)
+
+
+def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if call.plain and not call.windowed(q.shape[2]):
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=call.scaling)
+    return _explicit(call, q, k, v)
+
+
+def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    scores = q @ k.transpose(2, 3) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    hidden = distance < 0
+    if call.window is not None:
+        hidden = hidden | (distance >= call.window)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(hidden, float("-inf"))
+    if call.sinks_H is not None:
+        sinks = call.sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+def varlen(call: Call) -> Tensor:
+    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
+    cumulative, longest = _cumulative(call)
+    left = -1 if call.window is None else call.window - 1
+    out = varlen_attn(
+        query, key, value, cumulative, cumulative, longest, longest,
+        scale=call.scaling, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    batch = call.query_BHTD.shape[0]
+    return out[..., :width].unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _cumulative(call: Call) -> tuple[Tensor, int]:
+    """Cumulative lengths over the flattened batch; entries that are apart keep their padding as part of them."""
+    bounds = call.bounds
+    if not bounds.apart:
+        assert bounds.cu_seqlens is not None
+        return bounds.cu_seqlens, bounds.longest
+    batch, length = call.query_BHTD.shape[0], call.query_BHTD.shape[2]
+    if "cumulative" not in bounds.cache:
+        device = call.query_BHTD.device
+        bounds.cache["cumulative"] = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    return bounds.cache["cumulative"], length
+
+
+def flex(call: Call) -> Tensor:
+    """torch's flex attention (CUDA, compiled): soft-caps and sinks, which flash kernels do not know."""
+    from weft.ops.flex import flex_documents
+
+    return flex_documents(call)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and the calls it is right for."""
+
+    run: Callable[[Call], Tensor]
+    cuda_only: bool
+    needs_16_bit: bool
+    softcap_and_sinks: bool
+
+    def suits(self, call: Call) -> bool:
+        query = call.query_BHTD
+        return (
+            (query.is_cuda or not self.cuda_only)
+            and (query.dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
+            and (call.plain or self.softcap_and_sinks)
+        )
+
+
+# In order of preference: `auto` takes the first that suits the call.
+KERNELS: dict[str, Kernel] = {
+    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, softcap_and_sinks=False),
+    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True),
+    "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, softcap_and_sinks=True),
+}
+chosen: dict[str, set[str]] = {}  # kernel -> the kinds of call it served, for the line printed at start
+
+
+def choose(preference: str, call: Call) -> str:
+    """The kernel for this call: the one asked for, or the first that suits it."""
+    if preference == "auto":
+        return next(name for name, kernel in KERNELS.items() if kernel.suits(call))
+    if not KERNELS[preference].suits(call):
+        raise ValueError(
+            f"model.attention={preference} cannot serve a call with dtype {call.query_BHTD.dtype} on "
+            f"{call.query_BHTD.device.type}, softcap {call.softcap}, sinks {call.sinks_H is not None}. Set model.attention=auto."
+        )
+    return preference
+
+
+# ---------------------------------------------------------------- the function registered with transformers
+
+# model_type -> what to do to a call of a family that HuggingFace's arguments do not fully describe.
+Adapter = Callable[[nn.Module, Tensor, dict[str, Any]], tuple[Tensor, Bounds | None]]
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def attend(
+    preference: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: returns ([B, T, H, E], None). Raises where the bounds did not arrive."""
+    bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
+    adapter = ADAPTERS.get(getattr(getattr(module, "config", None), "model_type", ""))
+    if adapter is not None:
+        query, bounds = adapter(module, query, kwargs)
+    if bounds is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: document bounds did not reach attention, so documents would see each other. "
+            "This family is not supported packed; please report it."
+        )
+    bounds.seen += 1
+    scaling = kwargs.get("scaling")
+    call = Call(
+        query, key, value, bounds,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
+    )  # fmt: skip
+    name = choose(preference, call)
+    chosen.setdefault(name, set()).update(_traits(call))
+    return KERNELS[name].run(call).transpose(1, 2).contiguous(), None
+
+
+def _traits(call: Call) -> list[str]:
+    traits = {"window": call.window, "softcap": call.softcap, "sinks": call.sinks_H}
+    return [name for name, value in traits.items() if value is not None]
+
+
+def register() -> None:
+    """Register `weft_auto`, `weft_per_document`, ... with transformers. Safe to call again."""
+    from weft.models import hf
+
+    for preference in ("auto", *KERNELS):
+        hf.register_attention(f"weft_{preference}", partial(attend, preference))

@@ -1,0 +1,468 @@
+"""Log-probabilities and entropies from hidden states, without ever holding all logits.
+
+N predictions, H hidden width, V vocabulary. The logits are computed a tile at a time (some tokens x some of the
+vocabulary) and folded into a running log-sum-exp; backward computes each tile once more. The vocabulary is the outer
+loop: a slice of the weight's gradient is then finished and written once, instead of [V, H] being read and written
+for every chunk of tokens. Where the caller knows what gradient will come (supervised fine-tuning does), tiles hold
+the whole vocabulary of few tokens instead, and their gradients are computed at once, in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_MIB = 2**20
+# fp32 bytes of one tile of logits, and of the blocks that the elementwise work on it goes through: on a CPU a block
+# stays in the cache; on an accelerator fewer, larger kernels win.
+_TILE_BYTES = {"cpu": 64 * _MIB}
+_TILE_BYTES_ACCELERATOR = 512 * _MIB
+_BLOCK_BYTES = {"cpu": 2 * _MIB}
+_BLOCK_BYTES_ACCELERATOR = 128 * _MIB
+# A tile of t tokens and v columns reads (t + v) x H to do t x v x H work, so tiles near square are the best; there is
+# little to gain beyond this many tokens.
+_TILE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a family does to its logits: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be above 0, got {self.softcap}; say None for no softcap")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Transformed logits, out of place, for any shape."""
+        if self.softcap is None:
+            return logits if self.scale == 1.0 else logits * self.scale
+        return self.softcap * torch.tanh(logits * (self.scale / self.softcap))
+
+
+class _Scaling(NamedTuple):
+    """z = outer * tanh(inner * x) with a softcap, z = inner * x without (outer is None)."""
+
+    inner: float
+    outer: float | None
+
+    @classmethod
+    def of(cls, transform: LogitTransform, temperature: float) -> _Scaling:
+        if transform.softcap is None:
+            return cls(transform.scale / temperature, None)
+        return cls(transform.scale / transform.softcap, transform.softcap / temperature)
+
+
+def chunked_readouts(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    temperature: float = 1.0,
+    upstream: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target and, if asked for, the entropy of each prediction, in nats.
+
+    With z = transform(hidden @ weight.T + bias) / temperature: logprob = z[target] - logsumexp(z), entropy =
+    -sum(softmax(z) * log_softmax(z)). Products run in the weight's dtype, everything after them in fp32 (fp64 for
+    fp64 weights). Backward is exact for any upstream gradient of both, and gives zeros, not None, for N = 0.
+
+    hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN.
+    temperature: above 0. tile: (tokens, vocabulary) of logits to hold at a time, by default chosen by bytes.
+    upstream: [N], the gradient that logprob is going to receive, up to one factor. A hint that saves computing the
+    logits twice: where the true gradient turns out to be another, backward takes the usual way. Unused with entropy.
+    Returns (logprob [N], entropy [N] or None), fp32 (fp64 for fp64 weights).
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
+    assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
+    scaling = _Scaling.of(transform, temperature)
+    # fp16 gradients would underflow under a direction that knows nothing of the loss scale.
+    if entropy or weight.dtype == torch.float16 or not torch.is_grad_enabled():
+        upstream = None
+    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, upstream, scaling, entropy, tile)
+    return logprob, entropies
+
+
+def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
+    """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
+    elements = _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR) // 4
+    rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
+    columns = min(vocabulary, max(1, elements // max(1, rows)))
+    columns = -(-vocabulary // -(-vocabulary // columns))
+    return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
+
+
+class _Logits:
+    """Computes tiles of x (the logits times scaling.inner) into one buffer that all tiles share."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: _Scaling) -> None:
+        self.hidden, self.weight, self.bias, self.scaling = hidden, weight, bias, scaling
+        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._buffer = weight.new_empty(0)
+
+    def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
+        """(columns, their rows) of the tiles, by default near square."""
+        device = self.weight.device.type
+        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
+        for columns in _slices(len(self.weight), width):
+            yield columns, _slices(len(self.hidden), height)
+
+    def rows_of_all_columns(self) -> int:
+        """How many tokens a tile of the whole vocabulary may hold."""
+        budget = _TILE_BYTES.get(self.weight.device.type, _TILE_BYTES_ACCELERATOR)
+        return max(1, budget // (4 * len(self.weight)))
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype; valid until the next call."""
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        if self._buffer.numel() < len(hidden) * len(weight):
+            self._buffer = weight.new_empty(len(hidden) * len(weight))
+        out = self._buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+        inner = self.scaling.inner
+        if self.bias is None:
+            return torch.addmm(out, hidden, weight.T, beta=0, alpha=inner, out=out)
+        return torch.addmm(self.bias[columns], hidden, weight.T, beta=inner, alpha=inner, out=out)
+
+    def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The tile's rows, block by block, in fp32 or fp64: views of the tile where its dtype is that, else copies."""
+        budget = _BLOCK_BYTES.get(tile.device.type, _BLOCK_BYTES_ACCELERATOR)
+        for rows in _slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
+            yield rows, tile[rows].to(self.wide)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+class _Readouts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        upstream: Tensor | None,
+        scaling: _Scaling,
+        entropy: bool,
+        tile: tuple[int, int] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        needs = _Needs(*ctx.needs_input_grad[:3])
+        logits = _Logits(hidden.to(weight.dtype), weight, bias, scaling)
+        running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
+        if upstream is not None and any(needs):
+            gradients = _fold_and_differentiate(logits, targets, upstream, running, needs, tile)
+            ctx.anticipated = _Anticipated(upstream, gradients)
+        else:
+            ctx.anticipated = None
+            for columns, all_rows in logits.tiles(tile):
+                for rows in all_rows:
+                    _fold(logits, rows, columns, targets[rows], running)
+        ctx.save_for_backward(hidden, weight, bias, targets, running.lse, running.entropy)
+        ctx.scaling, ctx.tile = scaling, tile
+        return running.picked - running.lse, running.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        anticipated: _Anticipated | None = ctx.anticipated
+        ctx.anticipated = None  # its tensors are handed over, so a second backward computes afresh
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(lse)
+        gradients = anticipated.scaled_to(grad_logprob) if anticipated is not None else None
+        if gradients is None:
+            logits = _Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
+            upstream = _Upstream(grad_logprob, grad_entropy, lse, entropy)
+            gradients = _differentiate(logits, targets, upstream, _Needs(*ctx.needs_input_grad[:3]), ctx.tile)
+        narrow = (
+            x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
+        )
+        return *narrow, None, None, None, None, None
+
+
+class _Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the logits' inputs, [N, H], [V, H] and [V], where wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def start(cls, logits: _Logits, needs: _Needs, weight_dtype: torch.dtype) -> _Gradients:
+        """Zeros; the hidden states' and the bias's gradients are sums over many tiles, so wide."""
+        hidden, weight = logits.hidden, logits.weight
+        return cls(
+            torch.zeros_like(hidden, dtype=logits.wide) if needs.hidden else None,
+            torch.zeros_like(weight, dtype=weight_dtype) if needs.weight else None,
+            torch.zeros_like(weight[:, 0], dtype=logits.wide) if needs.bias else None,
+        )
+
+
+def _differentiate(
+    logits: _Logits, targets: Tensor, upstream: _Upstream, needs: _Needs, tile: tuple[int, int] | None
+) -> _Gradients:
+    """Exact gradients for any upstream gradient, computing each tile of logits once more."""
+    out = _Gradients.start(logits, needs, logits.weight.dtype)
+    for columns, all_rows in logits.tiles(tile):
+        total = _Sum(out.weight[columns], logits.wide) if out.weight is not None else None
+        for rows in all_rows:
+            grad = _gradient_of_tile(logits, rows, columns, targets[rows], upstream.rows(rows))
+            _spread(grad, logits, rows, columns, out)
+            if total is not None:
+                total.add(grad.T, logits.hidden[rows])
+        if total is not None:
+            total.finish()
+    return out
+
+
+def _spread(grad: Tensor, logits: _Logits, rows: slice, columns: slice, out: _Gradients) -> None:
+    """Adds a tile's gradient [t, v] to those of the hidden states and of the bias."""
+    if out.hidden is not None:
+        _add_product(out.hidden[rows], grad, logits.weight[columns])
+    if out.bias is not None:
+        out.bias[columns] += grad.sum(0, dtype=logits.wide)
+
+
+class _Anticipated:
+    """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
+
+    def __init__(self, direction: Tensor, gradients: _Gradients) -> None:
+        self.direction, self.gradients = direction, gradients
+
+    def scaled_to(self, actual: Tensor) -> _Gradients | None:
+        """The gradients for `actual` where it is a multiple of the direction, else None."""
+        direction, actual = self.direction.double(), actual.double()
+        square = direction.dot(direction)
+        factor = torch.where(square > 0, actual.dot(direction) / square, 0.0)
+        presumed = direction * factor
+        # Four roundings of fp32 may lie between the caller's direction and autograd's gradient.
+        matches = ((actual - presumed).abs() <= 5e-7 * presumed.abs()).all()
+        scale, good = torch.stack([factor, matches.double()]).tolist()  # one synchronisation
+        if not good:
+            return None
+        if scale != 1.0:
+            for gradient in self.gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return self.gradients
+
+
+def _fold_and_differentiate(
+    logits: _Logits,
+    targets: Tensor,
+    direction: Tensor,
+    running: _Running,
+    needs: _Needs,
+    tile: tuple[int, int] | None,
+) -> _Gradients:
+    """Running values and, from the same logits, gradients for this upstream gradient [N] of logprob."""
+    rows_per_tile = tile[0] if tile else logits.rows_of_all_columns()
+    one = rows_per_tile >= len(targets)
+    out = _Gradients.start(logits, needs, logits.weight.dtype if one else logits.wide)
+    columns = slice(0, len(logits.weight))
+    for rows in _slices(len(targets), rows_per_tile):
+        grad = _softmax_and_gradient(logits, rows, targets[rows], direction[rows], running)
+        _spread(grad, logits, rows, columns, out)
+        if out.weight is not None:
+            _add_product(out.weight, grad.T, logits.hidden[rows])
+    return out
+
+
+def _softmax_and_gradient(
+    logits: _Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running
+) -> Tensor:
+    """Fills in running values of these tokens; [t, V] gradient as of `_gradient_of_tile`."""
+    columns = slice(0, len(logits.weight))
+    tile = logits.tile(rows, columns)
+    here, local = _local_targets(targets, columns)
+    inner, outer = logits.scaling
+    lse, picked = running.lse[rows], running.picked[rows]
+    for block, z in logits.blocks(tile):
+        slope = None
+        if outer is not None:
+            slope = _tanh_slope_(z).mul_(inner * outer)
+            z.mul_(outer)
+        index = local[block, None]
+        picked[block] = torch.where(here[block], z.gather(1, index).squeeze(1), picked[block])
+        largest = z.amax(1, keepdim=True)
+        total = z.sub_(largest).exp_().sum(1, keepdim=True)
+        lse[block] = (total.log() + largest).squeeze(1)
+        g = direction[block, None] if outer is not None else direction[block, None] * inner
+        z.mul_(-g / total).scatter_add_(1, index, g * here[block, None])
+        if slope is not None:
+            z.mul_(slope)
+        if z.dtype != tile.dtype:
+            tile[block] = z
+    return tile
+
+
+class _Running(NamedTuple):
+    """What is known of each token from the columns seen so far, [N] each. picked: z of the target, NaN until seen."""
+
+    lse: Tensor
+    picked: Tensor
+    entropy: Tensor | None
+
+    @classmethod
+    def start(cls, tokens: int, device: torch.device, dtype: torch.dtype, entropy: bool) -> _Running:
+        def full(value: float) -> Tensor:
+            return torch.full((tokens,), value, device=device, dtype=dtype)
+
+        return cls(full(float("-inf")), full(float("nan")), full(0.0) if entropy else None)
+
+
+def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
+    """Takes one tile into the running values."""
+    tile = logits.tile(rows, columns)
+    here, local = _local_targets(targets, columns)
+    picked = running.picked[rows]
+    outer = logits.scaling.outer
+    for block, z in logits.blocks(tile):
+        if outer is not None:
+            z.tanh_().mul_(outer)
+        found = z.gather(1, local[block, None]).squeeze(1)
+        picked[block] = torch.where(here[block], found, picked[block])
+        if running.entropy is None:
+            lse, entropy = _log_sum_exp_(z), None
+        else:
+            lse, entropy = _log_sum_exp_and_entropy_(z)
+        _merge(running, slice(rows.start + block.start, rows.start + block.stop), lse, entropy)
+
+
+def _local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """([t] whether the target is one of these columns, [t] its index among them, or any valid one)."""
+    width = columns.stop - columns.start
+    local = targets - columns.start
+    return (local >= 0) & (local < width), local.clamp(0, width - 1)
+
+
+def _log_sum_exp_(z: Tensor) -> Tensor:
+    """[b] log-sum-exp of the rows of z [b, v], which is overwritten (torch.logsumexp is 5 x slower on a CPU)."""
+    largest = z.amax(1, keepdim=True)
+    return z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
+
+
+def _log_sum_exp_and_entropy_(z: Tensor) -> tuple[Tensor, Tensor]:
+    """([b] log-sum-exp, [b] entropy of the softmax) of the rows of z [b, v], which is overwritten.
+
+    With d = z - max z and s = sum exp d: lse = max z + log s, entropy = log s - sum(exp(d) * d) / s.
+    """
+    largest = z.amax(1, keepdim=True)
+    exponentials = z.sub_(largest).exp()
+    total = exponentials.sum(1)
+    mean = exponentials.mul_(z).sum(1).div_(total)
+    log_total = total.log_()
+    return log_total + largest.squeeze(1), log_total - mean
+
+
+def _merge(running: _Running, rows: slice, lse: Tensor, entropy: Tensor | None) -> None:
+    """Joins two parts of a softmax, by the chain rule of entropy: H = sum_i w_i (H_i - log w_i), w_i the parts' mass."""
+    before = running.lse[rows]
+    joint = torch.logaddexp(before, lse)
+    if entropy is not None:
+        assert running.entropy is not None
+        first, second = before - joint, lse - joint  # log w_i
+        earlier = torch.where(first.isneginf(), 0.0, first.exp() * (running.entropy[rows] - first))
+        running.entropy[rows] = earlier + second.exp() * (entropy - second)
+    running.lse[rows] = joint
+
+
+class _Upstream(NamedTuple):
+    """Upstream gradients and saved values, [N] each."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    value: Tensor | None
+
+    def rows(self, rows: slice) -> _Upstream:
+        return _Upstream(*(x if x is None else x[rows] for x in self))
+
+
+def _gradient_of_tile(logits: _Logits, rows: slice, columns: slice, targets: Tensor, upstream: _Upstream) -> Tensor:
+    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
+
+    With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
+    """
+    tile = logits.tile(rows, columns)
+    here, local = _local_targets(targets, columns)
+    inner, outer = logits.scaling
+    for block, z in logits.blocks(tile):
+        g = upstream.rows(block)
+        slope = None
+        if outer is not None:
+            slope = _tanh_slope_(z).mul_(outer * inner)
+            z.mul_(outer)
+        z.sub_(g.lse[:, None])
+        if g.entropy is None:
+            z.exp_().mul_(-g.logprob[:, None])
+        else:
+            assert g.value is not None
+            p = z.exp()
+            z.add_(g.value[:, None]).mul_(-g.entropy[:, None]).sub_(g.logprob[:, None]).mul_(p)
+        z.scatter_add_(1, local[block, None], (g.logprob * here[block])[:, None])
+        if slope is not None:
+            z.mul_(slope)
+        elif inner != 1.0:
+            z.mul_(inner)
+        if z.dtype != tile.dtype:
+            tile[block] = z
+    return tile
+
+
+def _tanh_slope_(x: Tensor) -> Tensor:
+    """1 - tanh(x)^2, the derivative of tanh; x becomes tanh(x)."""
+    return torch.square(x.tanh_()).neg_().add_(1.0)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be wider than a and b."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class _Sum:
+    """A sum of matrix products, kept in a wider dtype where the result's is narrow, written to `out` at the end."""
+
+    def __init__(self, out: Tensor, wide: torch.dtype) -> None:
+        self.out, self._first = out, True
+        self._total = out if out.dtype == wide else torch.zeros_like(out, dtype=wide)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if self._first and self._total is self.out:
+            torch.mm(a, b, out=self.out)
+        else:
+            _add_product(self._total, a, b)
+        self._first = False
+
+    def finish(self) -> None:
+        if self._first:
+            self.out.zero_()
+        elif self._total is not self.out:
+            self.out.copy_(self._total)

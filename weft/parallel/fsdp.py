@@ -1,0 +1,89 @@
+"""FSDP2 on the data axes: which modules form a unit, and how gradients are summed.
+
+FSDP's own averaging is off everywhere: the engine divides by the step's count, computed on the host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.config.schema import FsdpConfig
+from weft.models.train_module import TrainModule
+from weft.parallel.mesh import Mesh
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together. keep: stay gathered between forward and backward."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    keep: bool = False
+
+
+def find_units(module: TrainModule) -> list[Unit]:
+    """Each layer; the final norm with the head; the root holds what is left.
+
+    Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head,
+    and layers that are tied to one another (zamba2).
+    """
+    uses = Counter(id(p) for _, layer in module.layers for p in set(layer.parameters()))
+    units = [Unit(name, (layer,)) for name, layer in module.layers if all(uses[id(p)] == 1 for p in layer.parameters())]
+    facts, head = module.facts, module.head
+    embedding = module.get_submodule(facts.embedding)
+    if not any(head.weight is p for p in embedding.parameters()):
+        norm = () if facts.final_norm is None else (module.get_submodule(facts.final_norm),)
+        name = facts.head if facts.final_norm is None else f"{facts.final_norm} + {facts.head}"
+        units.append(Unit(name, (*norm, head), keep=True))
+    return units
+
+
+def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
+    """fully_shard every unit, then the root. Inputs are never cast: rotary tables and routers stay as they are."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
+    )
+    for unit in units:
+        target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+        reshard = False if unit.keep else config.reshard_after_forward
+        fully_shard(target, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=False)
+    for child in fsdp_modules(module):
+        # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
+        child.set_gradient_divide_factor(1.0)
+        child.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """Every FSDP unit's module, the root included."""
+    return (child for child in module.modules() if isinstance(child, FSDPModule))
+
+
+def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:
+    """(compute, reduce) dtype of every FSDP unit with parameters, as FSDP itself resolved them."""
+    found = set()
+    for child in fsdp_modules(module):
+        group = child._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            found |= {(p.param_dtype or p.orig_dtype, p.reduce_dtype or p.orig_dtype) for p in group.fsdp_params}
+    return found
+
+
+@contextmanager
+def reduction(module: nn.Module, when: Literal["every", "scatter", "last"], last: bool) -> Iterator[None]:
+    """Say, for the backward inside, whether gradients are reduced now or kept for the step's last micro-batch."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(last or when != "last")
+    module.set_requires_all_reduce(last or when == "every")
+    module.set_is_last_backward(last)
+    yield

@@ -1,0 +1,57 @@
+"""From a plain model to one that is cut over the mesh. Read top to bottom; the order matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.config.schema import FsdpConfig, ModelConfig
+from weft.models import hf
+from weft.models.train_module import TrainModule
+from weft.parallel.fsdp import DTYPES, Unit, find_units, shard
+from weft.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype contract: what is stored, computed with, summed in."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @staticmethod
+    def of(config: FsdpConfig, device: torch.device) -> Precision:
+        auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+        compute = auto if config.param_dtype == "auto" else DTYPES[config.param_dtype]
+        return Precision(DTYPES[config.master_dtype], compute, DTYPES[config.reduce_dtype])
+
+
+def parallelize(
+    module: TrainModule, mesh: Mesh, model: ModelConfig, fsdp: FsdpConfig, precision: Precision, device: torch.device
+) -> list[Unit]:
+    """Cut the model in place and return its FSDP units."""
+    # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
+    if model.recompute == "full":
+        hf.enable_recompute(module.hf_model)
+
+    # 2. Storage: one dtype for the masters; buffers keep theirs, because tables and router biases must stay fp32.
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(precision.master)
+
+    # 3. Data axes: FSDP2 or HSDP over whatever the other axes have left.
+    units = find_units(module)
+    shard(module, units, mesh, fsdp, precision.compute)
+
+    # 4. Buffers are not FSDP's: move them to where the compute is.
+    move_buffers(module, device)
+    return units
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.device.type != "meta":
+                owner._buffers[name] = buffer.to(device)

@@ -1,0 +1,32 @@
+"""Documents that are awkward on purpose, for checks that need no data of the user's."""
+
+from __future__ import annotations
+
+import random
+
+from weft.verification.reference import Document
+
+# One token, two tokens, lengths around small windows and chunks (16), primes; and more than any of them in a row.
+LENGTHS = (37, 1, 23, 30, 2, 61, 16, 17, 5)
+
+
+def awkward_steps(vocabulary: int, seed: int = 0, scale: float = 1.0) -> list[list[Document]]:
+    """Three steps: many documents with one that trains nothing; a single one (ranks without any); three uneven ones.
+
+    scale stretches the lengths, for models with long windows.
+    """
+    source = random.Random(seed)
+    many = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]
+    ids, mask = many[3]
+    many[3] = (ids, [0.0] * len(mask))
+    single = [_document(source, vocabulary, max(2, round(29 * scale)))]
+    three = [_document(source, vocabulary, max(2, round(n * scale))) for n in (53, 7, 19)]
+    return [many, single, three]
+
+
+def _document(source: random.Random, vocabulary: int, length: int) -> Document:
+    """Random tokens; like a chat, the first part is not trained, and weights are not all one."""
+    ids = [source.randrange(3, vocabulary) for _ in range(length)]
+    trained = source.randrange(0, max(1, length // 2))
+    weight = source.choice([1.0, 1.0, 0.5])
+    return ids, [0.0 if place < trained else weight for place in range(length)]

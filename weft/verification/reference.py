@@ -1,0 +1,128 @@
+"""The reference: what one plain process computes. Imports nothing of weft, on purpose; keep it short enough to believe.
+
+transformers' from_pretrained in fp32, eager, dropout off; one document at a time; its own shift, its own sum. A document
+is (ids, mask): token ids and the loss weight of each token as a target, as plain lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+Document = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What torch's AdamW or SGD is given; decay falls on matrices and embeddings only."""
+
+    name: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+
+class Reference:
+    """A plain model in one process. Tensors come back by transformers' parameter names."""
+
+    def __init__(self, path: str, device: str = "cpu") -> None:
+        config = transformers.AutoConfig.from_pretrained(path)
+        cls = getattr(transformers, config.architectures[0])
+        self.model: nn.Module = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval().to(device)
+        self.device = device
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """[T, V] of one document alone."""
+        tensor = torch.tensor([ids], device=self.device)
+        return self.model(input_ids=tensor, use_cache=False).logits[0].float()
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """log p of each token given those before it, and the entropy of that distribution; [T], entry 0 is 0."""
+        logprob = self.logits(ids).log_softmax(-1)[:-1]
+        targets = torch.tensor(ids[1:], device=self.device)
+        chosen = logprob.gather(1, targets[:, None])[:, 0]
+        entropy = -(logprob.exp() * logprob).sum(-1)
+        zero = torch.zeros(1, device=self.device)
+        return torch.cat([zero, chosen]).cpu(), torch.cat([zero, entropy]).cpu()
+
+    def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
+        """loss = sum(w ce) / sum(w) over all documents, and every parameter's gradient (absent where unused)."""
+        self.model.zero_grad(set_to_none=True)
+        total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
+        loss = 0.0
+        for ids, mask in documents:
+            if len(ids) > 1:
+                loss += self._backward(self.logits(ids)[None], [ids], [mask], total)
+        return loss, self._gradients()
+
+    def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
+        """The same, as right-padded batches of `size` with a mask: the reference's own rounding noise."""
+        self.model.zero_grad(set_to_none=True)
+        total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
+        for start in range(0, len(documents), size):
+            batch = documents[start : start + size]
+            longest = max(2, *(len(ids) for ids, _ in batch))
+            ids = [i + [0] * (longest - len(i)) for i, _ in batch]
+            masks = [m + [0.0] * (longest - len(m)) for _, m in batch]
+            seen = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
+            tensor = torch.tensor(ids, device=self.device)
+            logits = self.model(input_ids=tensor, attention_mask=seen, use_cache=False).logits.float()
+            self._backward(logits, ids, masks, total)
+        return self._gradients()
+
+    def _backward(self, logits: Tensor, ids: list[list[int]], masks: list[list[float]], total: float) -> float:
+        targets = torch.tensor(ids, device=self.device)[:, 1:]
+        weights = torch.tensor(masks, device=self.device)[:, 1:]
+        ce = -logits[:, :-1].log_softmax(-1).gather(2, targets[:, :, None])[:, :, 0]
+        loss = (ce * weights).sum() / total
+        loss.backward()
+        return float(loss)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every parameter."""
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def start(self, optimizer: Optimizer) -> None:
+        """Begin training with a fresh optimizer."""
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named if decays(n, p)], "weight_decay": optimizer.weight_decay},
+            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        ]
+        if optimizer.name == "sgd":
+            self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
+        self.clip = optimizer.max_grad_norm
+
+    def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
+        """One optimizer step: (loss, gradient norm before clipping); padded: see padded_gradients, loss is 0 then."""
+        assert self.optimizer is not None
+        loss, gradients = (0.0, self.padded_gradients(documents)) if padded else self.gradients(documents)
+        norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return loss, float(norm)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Matrices and embeddings; not biases, norms, 1-d convolutions or A_log, whatever their shape."""
+    last, module = name.split(".")[-1], name.split(".")[-2:][0]
+    if parameter.ndim < 2 or "bias" in last or last == "A_log":
+        return False
+    return not ("norm" in module or module.startswith("ln_") or ("conv" in module and parameter.ndim == 3))

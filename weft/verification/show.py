@@ -1,0 +1,45 @@
+"""The verdict as a table: what was compared, by how much it differs, what is allowed, and the reference's own noise."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.cluster.process import Ranks
+from weft.config.mesh import resolve_mesh
+from weft.config.schema import SftConfig
+from weft.verification.harness import Figure, Verdict
+from weft.verification.plants import Plant
+
+
+def print_verdict(verdict: Verdict, config: SftConfig, ranks: Ranks, subject: str, plant: Plant | None) -> None:
+    """Print the verdict on standard output; plain text where that is not a terminal."""
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    sizes = resolve_mesh(config.mesh, ranks.world)
+    console.print(f"model    {subject}")
+    console.print(f"mesh     dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} on {ranks.device.type}")
+    console.print("against  transformers alone: one process, fp32, eager attention, one document at a time")
+    if plant is not None:
+        console.print(f"planted  {plant.name}: {plant.summary} (hit {plant.hits} times)")
+    console.print(_table("check", verdict.figures))
+    console.print(_table("parameters whose gradients differ most", verdict.worst))
+    for remark in verdict.remarks:
+        console.print(remark)
+    if verdict.passed:
+        console.print("PASS: on this mesh, loss, gradients and weights are those of one plain process.")
+    else:
+        console.print(f"FAIL: over tolerance: {', '.join(verdict.failed)}.")
+
+
+def _table(title: str, figures: list[Figure]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
+    for name in ("differs by", "allowed", "noise"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_column("where", overflow="fold")
+    for figure in figures:
+        noise = "" if figure.noise is None else f"{figure.noise:.1e}"
+        mark = "ok" if figure.passed else "OVER"
+        table.add_row(figure.name, f"{figure.value:.1e}", f"{figure.tolerance:.1e}", noise, mark, figure.note)
+    return table
