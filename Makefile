@@ -39,12 +39,13 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The oldest supported transformers, beside the installed one.
+# The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed
 	WEFT_COMPAT=$(COMPAT) PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
 
 $(COMPAT_DIR)/.installed: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT_DIR) --no-deps 'transformers==$(COMPAT).*'
+	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT_DIR) --no-deps \
+		'transformers==$(COMPAT).*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
 	touch $@
 
 # vLLM has an environment of its own. The three packages removed come as CUDA builds, which break the import here.

@@ -3,7 +3,7 @@
 The answers are the first paragraphs of the docstrings of Python's standard library, so nothing is downloaded.
 
     .demo/chat.jsonl   about 600 documents of one question and one answer
-    .demo/model        a byte-level BPE tokenizer with a chat template, and a Qwen3 config of 5.2M parameters (no weights)
+    .demo/model        a byte-level BPE tokenizer with a chat template, and the config of a 5.2M-parameter Qwen3
 
 usage: python examples/make_chat_demo.py [OUT]
 """
@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import random
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -27,16 +28,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 MODULES = """
 abc argparse array ast asyncio base64 bisect bz2 calendar cmath cmd code codecs collections collections.abc colorsys
 concurrent.futures configparser contextlib contextvars copy csv dataclasses datetime decimal difflib dis doctest
-email.message email.utils enum filecmp fileinput fnmatch fractions ftplib functools gc getpass gettext glob graphlib gzip
-hashlib heapq hmac html html.parser http.client http.cookiejar http.cookies http.server imaplib importlib.metadata
-importlib.resources inspect io ipaddress itertools json keyword linecache locale logging logging.handlers lzma mailbox
-math mimetypes multiprocessing multiprocessing.pool netrc numbers operator optparse os os.path pathlib pickle pickletools
-pkgutil platform plistlib poplib pprint profile pstats queue random re reprlib sched secrets selectors shelve shlex shutil
-signal smtplib socket socketserver sqlite3 ssl stat statistics string struct subprocess sys sysconfig tarfile tempfile
-textwrap threading time timeit tokenize trace traceback tracemalloc types typing unittest unittest.mock urllib.parse
-urllib.request urllib.robotparser uuid venv warnings wave weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client
-zipfile zoneinfo
-""".split()
+email.message email.utils enum filecmp fileinput fnmatch fractions ftplib functools gc getpass gettext glob graphlib
+gzip hashlib heapq hmac html html.parser http.client http.cookiejar http.cookies http.server imaplib
+importlib.metadata importlib.resources inspect io ipaddress itertools json keyword linecache locale logging
+logging.handlers lzma mailbox math mimetypes multiprocessing multiprocessing.pool netrc numbers operator optparse os
+os.path pathlib pickle pickletools pkgutil platform plistlib poplib pprint profile pstats queue random re reprlib
+sched secrets selectors shelve shlex shutil signal smtplib socket socketserver sqlite3 ssl stat statistics string
+struct subprocess sys sysconfig tarfile tempfile textwrap threading time timeit tokenize trace traceback tracemalloc
+types typing unittest unittest.mock urllib.parse urllib.request urllib.robotparser uuid venv warnings wave weakref
+xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile zoneinfo
+"""
 
 DOCUMENTS = 600
 VOCABULARY = 4096
@@ -63,7 +64,7 @@ CHAT_TEMPLATE = """
 
 def public_objects() -> Iterator[tuple[str, Any]]:
     """Name and object of the public modules, functions, classes and methods of the standard library."""
-    for module_name in MODULES:
+    for module_name in MODULES.split():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
@@ -154,6 +155,7 @@ def small_qwen3(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3Conf
 def main() -> None:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ".demo")
     out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "run", ignore_errors=True)  # an earlier demo's run: weft writes over no run
     texts = docstrings()
     answers = short_answers(texts)
     names = random.Random(0).sample(sorted(answers), min(DOCUMENTS, len(answers)))

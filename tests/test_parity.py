@@ -22,7 +22,9 @@ def test_families(family: str, mesh: str) -> None:
     check(family, mesh, {})
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2"]
+)
 def test_more_families(family: str) -> None:
     check(family, "2", {})
 
@@ -61,6 +63,8 @@ def test_padded_shapes(family: str, shapes: str) -> None:
     check(family, "2", {"step": {"shapes": shapes}})
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 1.0}, {"name": "sgd", "momentum": 0.9}, {"max_grad_norm": 0.05}])
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "sgd", "lr": 1.0}, {"name": "sgd", "momentum": 0.9}, {"max_grad_norm": 0.05}]
+)
 def test_optimizers(optimizer: dict[str, Any]) -> None:
     check("llama", "2x2", {"optimizer": optimizer})

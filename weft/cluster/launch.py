@@ -55,7 +55,7 @@ def guarded(body: Body, debug: bool = False) -> int:
     except SystemExit as error:
         if not joined():
             raise
-        return _end_rank(error.code if isinstance(error.code, int) else FAILURE if error.code else SUCCESS)
+        return _end_rank(_report_exit(error.code))
     except Exception as error:
         return _end_rank(_report(error, debug))
     if passed is False:
@@ -108,45 +108,45 @@ def describe_failure(found: Sequence[RankReport], exits: Mapping[int, int], npro
     well, in the order in which they were seen.
     """
     errors = [report for report in found if not report.is_verdict]
-    killed = _killed_rank(errors, exits)
-    if killed is not None:
-        return _killed_message(killed, -exits[killed]) + _stopped(nproc - 1)
-    if not errors:
-        rank = next(iter(exits))
-        return f"rank {rank} ended with exit status {exits[rank]} and no message" + _stopped(nproc - 1)
+    silent = _silent_rank(errors, exits)
+    if silent is not None:
+        return _silent_message(silent, exits[silent]) + _stopped(nproc - 1)
+    assert errors, "a rank failed, left no report and was not stopped"
     first = errors[0]
     same = len(errors) == nproc and all(report.message == first.message for report in errors)
     title = f"error: {first.message}" if same and first.is_user_error else f"rank {first.rank} failed: {first.message}"
-    trace = "" if first.is_user_error and not debug else "\n" + first.traceback.rstrip()
-    return title + trace + ("" if same else _stopped(nproc - 1))
+    trace = "" if first.is_user_error and not debug else "\n" + first.traceback
+    return (title + trace).rstrip() + ("" if same else _stopped(nproc - 1))
 
 
 def _show_failure(found: Sequence[RankReport], exits: Mapping[int, int], nproc: int, debug: bool) -> int:
     print(describe_failure(found, exits, nproc, debug), file=sys.stderr, flush=True)
     errors = [report for report in found if not report.is_verdict]
-    if errors and errors[0].is_user_error and _killed_rank(errors, exits) is None:
+    if errors and errors[0].is_user_error and _silent_rank(errors, exits) is None:
         return USER_ERROR
     return FAILURE
 
 
-def _killed_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
-    """The rank that a signal ended before any rank raised on its own account.
+def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
+    """The rank that ended without a report, killed or by os._exit: others may since have reported that it is gone.
 
     The agent's own signals are told apart: SIGTERM to all that are left, SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
-    stopping = {signal.SIGTERM}
+    stopping = {-signal.SIGTERM, 128 + signal.SIGTERM}
     if errors and time.time() - errors[0].time >= STOP_SECONDS:
-        stopping.add(signal.SIGKILL)
+        stopping.add(-signal.SIGKILL)
     for position, (rank, status) in enumerate(exits.items()):
         first_seen = position == 0 and not errors
-        if status < 0 and rank not in reported and (first_seen or -status not in stopping):
+        if rank not in reported and (first_seen or status not in stopping):
             return rank
     return None
 
 
-def _killed_message(rank: int, number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+def _silent_message(rank: int, status: int) -> str:
+    if status >= 0:
+        return f"rank {rank} ended with exit status {status} and no message"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     hint = {
         "SIGKILL": " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)",
         "SIGSEGV": " (a crash in native code)",
@@ -173,6 +173,16 @@ def _report(error: Exception, debug: bool) -> int:
         trace = "" if report.is_user_error and not debug else report.traceback
         print(f"{trace}{title}{report.message}", file=sys.stderr, flush=True)
     return USER_ERROR if report.is_user_error else FAILURE
+
+
+def _report_exit(code: object) -> int:
+    """sys.exit in a rank: without a report, a rank that merely lost its peer would seem to have failed first."""
+    status = code if isinstance(code, int) else FAILURE if code else SUCCESS
+    into = reports.folder()
+    if into is not None and status != SUCCESS:
+        message = f"exit status {status}" if isinstance(code, int) else str(code)
+        reports.write(RankReport(int(os.environ["RANK"]), time.time(), message), into)
+    return status
 
 
 def _report_verdict() -> int:

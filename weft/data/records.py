@@ -58,7 +58,7 @@ def read_records(path: str) -> list[Record]:
 def parse_line(where: str, line: bytes) -> Record:
     """The document that one line of JSON holds; where ("file:line") goes into the errors."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:

@@ -17,10 +17,11 @@ from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
 from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
-from weft.engine.plan import StepPlan, document_cost, plan_step
+from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.models.build import BuiltModel, build_model
 from weft.objectives.base import Batch, Objective, Terms
+from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import Unit, reduction
 from weft.parallel.mesh import Mesh, build_mesh
@@ -80,7 +81,7 @@ class Engine:
 
     def cost(self, length: int) -> float:
         """Estimated FLOPs of a document of this length, forward and backward."""
-        return document_cost(length, linear=self.built.flops.linear, quadratic=self.built.flops.quadratic)
+        return document_flops(self.built.flops, length)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows; the same on every rank, from the same metadata.
@@ -153,13 +154,13 @@ class Engine:
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        readouts = self._read(row, objective.readouts)
+        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N))
         return objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
 
-    def _read(self, row: Row, what: frozenset[str]) -> dict[str, Tensor]:
+    def _read(self, row: Row, what: frozenset[str], upstream: Tensor | None = None) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
         return self.module(  # type: ignore[no-any-return]
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream
         )
 
     # ------------------------------------------------------------ readouts

@@ -13,7 +13,8 @@ from weft.engine.row import Layout
 from weft.models import hf
 from weft.models.startup import Findings, examine, implementation
 from weft.models.train_module import TrainModule
-from weft.models.cost import ModelFlops, flops_of
+from weft.observe.flops import FlopFacts
+from weft.models.cost import flop_facts
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class BuiltModel:
     module: TrainModule
     config: PretrainedConfig
     findings: Findings
-    flops: ModelFlops
+    flops: FlopFacts
     source: Path | None
     source_dtypes: dict[str, str]
 
@@ -50,4 +51,4 @@ def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int, weights: 
     module = TrainModule(model)
     source = Path(config.path) if Path(config.path).is_dir() else None
     dtypes = {} if config.init == "random" else hf.source_dtypes(config.path)
-    return BuiltModel(module, hf_config, findings, flops_of(module), source, dtypes)
+    return BuiltModel(module, hf_config, findings, flop_facts(module), source, dtypes)

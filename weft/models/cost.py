@@ -1,41 +1,40 @@
-"""FLOPs of one document, forward and backward, from the model's own parameters and config."""
+"""What multiplies a token of this model: the counts behind FLOP estimates and MFU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from weft.models.train_module import TrainModule
+from weft.observe.flops import AttentionFacts, FlopFacts
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-@dataclass(frozen=True)
-class ModelFlops:
-    """linear: FLOPs per token; quadratic: FLOPs per token squared of a document, the causal half counted."""
-
-    linear: float
-    quadratic: float
-
-
-def flops_of(module: TrainModule) -> ModelFlops:
-    """6 FLOPs per token for each weight that multiplies it (of experts, the share that a token visits), the embedding
-    aside; attention 12 x layers x heads x width x T^2, halved because it is causal (Kaplan et al. 2020, section 2.1)."""
+def flop_facts(module: TrainModule) -> FlopFacts:
+    """Weights by whether every token visits them, from the parameters; attention from the config."""
     config: Any = module.hf_model.config.get_text_config()
-    share = active_share(config)
-    active = float(module.head.weight.numel())
+    dense, expert = module.head.weight.numel(), 0
     for _, layer in module.layers:
         for name, parameter in layer.named_parameters():
-            if parameter.ndim >= 2:
-                active += parameter.numel() * (share if ".experts." in f".{name}" else 1.0)
+            if parameter.ndim >= 2 and not name.endswith("bias"):
+                routed = ".experts." in f".{name}"
+                dense += 0 if routed else parameter.numel()
+                expert += parameter.numel() if routed else 0
+    experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (_EXPERTS, _TOP_K))
+    return FlopFacts(dense, _attention(config, len(module.layers)), expert, experts, min(chosen, experts))
+
+
+def _attention(config: Any, layers: int) -> tuple[AttentionFacts, ...]:
     heads = getattr(config, "num_attention_heads", 0) or 0
-    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return ModelFlops(6.0 * active, 6.0 * len(module.layers) * heads * width)
-
-
-def active_share(config: Any) -> float:
-    """The share of a layer's experts that one token visits; 1 for a dense model."""
-    chosen = next((v for name in _TOP_K if (v := getattr(config, name, None))), None)
-    experts = next((v for name in _EXPERTS if (v := getattr(config, name, None))), None)
-    return float(chosen) / float(experts) if chosen and experts else 1.0
+    if not heads:
+        return ()
+    width = getattr(config, "head_dim", None) or config.hidden_size / heads
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    of_type = {
+        "full_attention": AttentionFacts(heads, width),
+        "sliding_attention": AttentionFacts(heads, width, window),
+        "chunked_attention": AttentionFacts(heads, width, getattr(config, "attention_chunk_size", None)),
+    }
+    return tuple(of_type[kind] for kind in types if kind in of_type)

@@ -34,12 +34,14 @@ KNOWN_LAYER_TYPES = {
 @dataclass(frozen=True)
 class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
-    attention_calls: calls per forward that saw the bounds. copy: what was checked, in words."""
+    attention_calls: calls per forward that saw the bounds. traits: what its attention needs of a kernel beyond causality
+    (window, softcap, sinks). copy: what was checked, in words."""
 
     layout: Layout
     uses_bounds: bool
     error: float
     attention_calls: int
+    traits: tuple[str, ...]
     copy: str
 
 
@@ -51,6 +53,7 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 def examine(config: PretrainedConfig) -> Findings:
     """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
     attention.register()
+    attention.traits_seen.clear()
     text = config.get_text_config()
     _check_layer_types(text)
     family = family_of(text.model_type)
@@ -70,7 +73,7 @@ def examine(config: PretrainedConfig) -> Findings:
                 raise _refusal(config, str(error)) from error
             continue
         if worst <= LOGIT_TOLERANCE:
-            return Findings(layout, uses_bounds, worst, calls, copy)
+            return Findings(layout, uses_bounds, worst, calls, tuple(sorted(attention.traits_seen)), copy)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 

@@ -27,12 +27,15 @@ class Head(nn.Module):
         self.transform = transform
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str]
+        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32."""
+        """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32.
+
+        upstream_N: the gradient that logprob will receive, up to one factor, where it is known: saves a pass.
+        """
         logprob, entropy = chunked_readouts(
             hidden_NH.to(self.weight.dtype), self.weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts,
+            entropy="entropy" in readouts, upstream=upstream_N,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
@@ -86,7 +89,8 @@ class TrainModule(nn.Module):
         selected_N: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
+        upstream_N: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else."""
         hidden_BTH = self.hidden(input_ids_BT, position_ids_BT, bounds)
-        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts)  # type: ignore[no-any-return]
+        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)  # type: ignore[no-any-return]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from weft.objectives.base import Batch, Terms
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ class CrossEntropy:
 
     def normaliser(self, plan: StepPlan) -> float:
         return plan.totals.weight or 1.0
+
+    def upstream(self, weights_N: Tensor) -> Tensor | None:
+        return -weights_N
 
     def __call__(self, batch: Batch) -> Terms:
         loss_sum = -(batch.weights_N * batch.readouts["logprob"]).sum()

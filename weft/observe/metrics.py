@@ -78,7 +78,7 @@ def _fingerprint(names: list[str]) -> tuple[float, float]:
 def _check_names(names: list[str], fingerprint: list[float], ranks: int) -> None:
     """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""
     total, squares = fingerprint
-    if ranks * squares != total * total:
+    if ranks * int(squares) != int(total) ** 2:
         raise RuntimeError(f"ranks reduce different metrics; this one has {', '.join(names)}")
 
 

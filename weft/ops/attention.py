@@ -172,7 +172,7 @@ KERNELS: dict[str, Kernel] = {
     "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True),
     "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, softcap_and_sinks=True),
 }
-chosen: dict[str, set[str]] = {}  # kernel -> the kinds of call it served, for the line printed at start
+traits_seen: set[str] = set()  # what calls asked for beyond causality; the start-up check reads it
 
 
 def choose(preference: str, call: Call) -> str:
@@ -185,6 +185,14 @@ def choose(preference: str, call: Call) -> str:
             f"{call.query_BHTD.device.type}, softcap {call.softcap}, sinks {call.sinks_H is not None}. Set model.attention=auto."
         )
     return preference
+
+
+def kernel_for(preference: str, device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> str:
+    """The kernel that calls of this kind will get, for the line printed at start."""
+    probe = torch.empty(1, 1, 1, 1, device=device, dtype=dtype)
+    sinks = torch.empty(1, device=device) if "sinks" in traits else None
+    softcap = 1.0 if "softcap" in traits else None
+    return choose(preference, Call(probe, probe, probe, Bounds((1,)), 1.0, None, softcap, sinks))
 
 
 # ---------------------------------------------------------------- the function registered with transformers
@@ -220,9 +228,8 @@ def attend(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
     )  # fmt: skip
-    name = choose(preference, call)
-    chosen.setdefault(name, set()).update(_traits(call))
-    return KERNELS[name].run(call).transpose(1, 2).contiguous(), None
+    traits_seen.update(_traits(call))
+    return KERNELS[choose(preference, call)].run(call).transpose(1, 2).contiguous(), None
 
 
 def _traits(call: Call) -> list[str]:

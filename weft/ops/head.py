@@ -380,7 +380,7 @@ def _log_sum_exp_and_entropy_(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(running: _Running, rows: slice, lse: Tensor, entropy: Tensor | None) -> None:
-    """Joins two parts of a softmax, by the chain rule of entropy: H = sum_i w_i (H_i - log w_i), w_i the parts' mass."""
+    """Joins two parts of a softmax by the chain rule of entropy: H = sum_i w_i (H_i - log w_i), w_i their masses."""
     before = running.lse[rows]
     joint = torch.logaddexp(before, lse)
     if entropy is not None:

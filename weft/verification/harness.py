@@ -71,6 +71,7 @@ class Observed:
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    micro_loss: float = 0.0
     micro_gradients: Tensors = field(default_factory=dict)
     readouts: dict[int, Tensors] = field(default_factory=dict)
     alone: dict[int, Tensors] = field(default_factory=dict)
@@ -102,7 +103,7 @@ def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float]) -> Obse
         seen.gradients.append(gradients)
         seen.norms.append(norm)
     longest = max(len(ids) for ids, _ in steps[0])
-    _, seen.micro_gradients, _ = _one_gradient(engine, steps[0], longest)
+    seen.micro_loss, seen.micro_gradients, _ = _one_gradient(engine, steps[0], longest)
     seen.readouts = _readouts(engine, steps[0], None)
     seen.alone = _readouts(engine, steps[0], longest)
     seen.neighbours = _neighbours(engine, steps[0], seen.readouts)
@@ -198,6 +199,7 @@ def _gradient_figures(
         figures.append(Figure(f"gradient norm, documents {number + 1}", _relative(seen.norms[number], norm), SCALAR))
         parameters += compare_gradients(seen.gradients[number], expected, noise)
         if number == 0:
+            figures.append(Figure("loss, many micro-batches", _relative(seen.micro_loss, loss), SCALAR))
             micro = compare_gradients(seen.micro_gradients, expected, noise)
     figures.append(_worst("gradients, every parameter", parameters))
     figures.append(_worst("gradients, many micro-batches", micro))

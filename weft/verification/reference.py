@@ -112,8 +112,10 @@ class Reference:
         assert self.optimizer is not None
         loss, gradients = (0.0, self.padded_gradients(documents)) if padded else self.gradients(documents)
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.clip is not None:  # torch's own clipping sums squares in fp32: on a CPU 1% off at 1e8 elements
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(min(1.0, self.clip / (float(norm) + 1e-6)))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -1,0 +1,196 @@
+"""The head's readouts against the naive loss: time and extra memory, at a real vocabulary.
+
+    python benchmarks/head.py                          # the table, about 10 minutes on two cores
+    python benchmarks/head.py --tokens 1024 --runs 3
+    python benchmarks/head.py --tokens 8192 --device cuda --dtype bfloat16
+
+Extra memory is the rise of the peak during one forward and backward, less the gradients of hidden states and weight;
+each is measured in a process of its own. Times are medians of runs that alternate between the implementations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from weft.ops.head import LogitTransform, chunked_readouts
+
+MIB = 2**20
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False)
+    return -logprob.mean()
+
+
+def with_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logprob, entropy = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=True)
+    assert entropy is not None
+    return -logprob.mean()
+
+
+def known_direction(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    upstream = torch.ones(len(targets), device=hidden.device)
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, upstream=upstream)
+    return -logprob.mean()
+
+
+def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+
+
+LOSSES: dict[str, Loss] = {
+    "naive": naive,
+    "chunked": chunked,
+    "chunked, entropy too": with_entropy,
+    "chunked, known direction": known_direction,
+    "F.linear_cross_entropy": torch_chunked,
+}
+
+
+class Problem:
+    """Random hidden states, head weight and targets, without temporaries that would raise the peak."""
+
+    def __init__(self, options: argparse.Namespace, tokens: int) -> None:
+        torch.manual_seed(0)
+        place = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+        self.device = torch.device(options.device)
+        self.hidden = torch.empty(tokens, options.width, **place).normal_().requires_grad_()
+        self.weight = torch.empty(options.vocabulary, options.width, **place).normal_(0, 0.05).requires_grad_()
+        self.targets = torch.randint(options.vocabulary, (tokens,), device=options.device)
+
+    def run(self, loss: Loss) -> tuple[float, float]:
+        """(seconds, loss) of one forward and backward."""
+        self.hidden.grad = self.weight.grad = None
+        self._synchronize()
+        start = time.perf_counter()
+        value = loss(self.hidden, self.weight, self.targets)
+        value.backward()
+        self._synchronize()
+        return time.perf_counter() - start, value.item()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return _process_memory("VmHWM")
+
+    def reset_peak(self) -> int:
+        """Bytes in use, from which the peak now rises."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        return _process_memory("VmRSS")
+
+
+def _process_memory(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def measure_one(name: str, options: argparse.Namespace, tokens: int) -> dict[str, float]:
+    """Peak memory of the first run, median seconds of all, in this process."""
+    problem = Problem(options, tokens)
+    warm = Problem(argparse.Namespace(**{**vars(options), "vocabulary": 512}), 16)
+    warm.run(LOSSES[name])
+    base = problem.reset_peak()
+    cpu = time.process_time()
+    first, loss = problem.run(LOSSES[name])
+    cpu = time.process_time() - cpu
+    peak = problem.peak()
+    assert problem.weight.grad is not None and problem.hidden.grad is not None
+    gradients = problem.weight.grad.nbytes + problem.hidden.grad.nbytes
+    seconds = [first] + [problem.run(LOSSES[name])[0] for _ in range(options.runs - 1)]
+    return {
+        "extra_mib": (peak - base - gradients) / MIB,
+        "seconds": statistics.median(seconds),
+        "cpu_seconds": cpu,
+        "loss": loss,
+        "grad_norm": problem.weight.grad.float().norm().item(),
+    }
+
+
+def measure_memory(name: str, options: argparse.Namespace, tokens: int) -> float:
+    command = [sys.executable, __file__, "--one", name, "--tokens", str(tokens), "--runs", "1"]
+    for key in ("width", "vocabulary", "device", "dtype"):
+        command += [f"--{key}", str(getattr(options, key))]
+    answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(answer["extra_mib"])
+
+
+def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) -> dict[str, float]:
+    problem = Problem(options, tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for run in range(options.runs + 1):
+        for name in names:
+            taken, _ = problem.run(LOSSES[name])
+            if run:  # the first warms up
+                seconds[name].append(taken)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def machine(options: argparse.Namespace) -> str:
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{_processor()}, {os.cpu_count()} cores"
+    return f"{where}; torch {torch.__version__}, {torch.get_num_threads()} threads; load {os.getloadavg()[0]:.1f}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 8192])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--skip", nargs="*", default=[], choices=list(LOSSES))
+    parser.add_argument("--one", choices=list(LOSSES), help="measure one in this process, print JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure_one(options.one, options, options.tokens[0])))
+        return
+    print(f"{machine(options)}\nH={options.width} V={options.vocabulary} {options.dtype}, {options.runs} runs\n")
+    print("| tokens | loss | seconds | / naive | extra MiB | / naive |\n|---|---|---|---|---|---|", flush=True)
+    names = [name for name in LOSSES if name not in options.skip]
+    for tokens in options.tokens:
+        seconds = measure_times(options, tokens, names)
+        memory = {name: measure_memory(name, options, tokens) for name in names}
+        base = names[0]
+        for name in names:
+            time_ratio, memory_ratio = seconds[name] / seconds[base], memory[name] / memory[base]
+            numbers = f"{seconds[name]:.2f} | {time_ratio:.2f} | {memory[name]:.0f} | {memory_ratio:.1%}"
+            print(f"| {tokens} | {name} | {numbers} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

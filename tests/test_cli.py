@@ -1,0 +1,200 @@
+"""The command line: what reaches the recipes, with which number of ranks, and the exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft.recipes
+from weft import __version__, cli
+from weft.cluster.options import SftOptions, VerifyOptions
+from weft.errors import UserError
+
+CONFIG = """\
+model: {path: m}
+data: {path: d.jsonl}
+"""
+
+
+class Recorder:
+    """Stands for both recipes and for the launcher: remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any]] = []
+        self.launched: list[tuple[Sequence[str], int]] = []
+        self.answer: Any = True
+
+    def run(self, config: Any, options: Any) -> Any:
+        self.calls.append((config, options))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def launch(self, command: Sequence[str], nproc: int, debug: bool = False) -> int:
+        self.launched.append((command, nproc))
+        return 0
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    """Recipes and launcher replaced; c.yaml, its model and its data in the working folder; a machine of two cores."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_text("")
+    (tmp_path / "d.jsonl").write_text("")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    made = Recorder()
+    for name in ("sft", "verify"):
+        recipe = types.SimpleNamespace(run=made.run)
+        monkeypatch.setitem(sys.modules, f"weft.recipes.{name}", recipe)  # type: ignore[arg-type]
+        monkeypatch.setattr(weft.recipes, name, recipe, raising=False)
+    monkeypatch.setattr("weft.cluster.launch.launch", made.launch)
+    monkeypatch.setattr(cli, "accelerator_count", lambda device: 0)
+    monkeypatch.setattr(cli, "check_ranks_fit", lambda ranks, device: None)
+    monkeypatch.setattr(cli, "cpu_cores", lambda: 2)
+    return made
+
+
+def test_sft_runs_here_on_one_rank(recorder: Recorder) -> None:
+    assert cli.main(["sft", "c.yaml", "optimizer.lr=2e-5", "--device", "cpu", "step.documents=3"]) == 0
+    ((config, options),) = recorder.calls
+    assert (config.optimizer.lr, config.step.documents) == (2e-5, 3)
+    assert options == SftOptions(device="cpu", world=1)
+    assert recorder.launched == []
+
+
+def test_sft_starts_ranks_that_get_the_same_command_line(recorder: Recorder) -> None:
+    words = ["sft", "c.yaml", "--nproc", "2", "optimizer.lr=2e-5"]
+    assert cli.main(words) == 0
+    assert recorder.calls == []
+    assert recorder.launched == [([sys.executable, "-m", "weft", *words], 2)]
+
+
+def test_one_rank_per_accelerator(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "accelerator_count", lambda device: 0 if device == "cpu" else 4)
+    assert cli.main(["sft", "c.yaml"]) == 0
+    assert recorder.launched[0][1] == 4
+    assert cli.main(["sft", "c.yaml", "--device", "cpu"]) == 0
+    assert recorder.calls[0][1].world == 1
+
+
+def test_a_dry_run_describes_all_ranks_from_one_process(recorder: Recorder) -> None:
+    assert cli.main(["sft", "c.yaml", "--nproc", "16", "--dry-run", "--parameters", "mesh.dp_replicate=2"]) == 0
+    ((_, options),) = recorder.calls
+    assert options == SftOptions(world=16, dry_run=True, parameters=True)
+    assert recorder.launched == []
+
+
+def test_under_torchrun_it_joins(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["sft", "c.yaml", "mesh.dp_shard=4"]) == 0
+    assert recorder.calls[0][1].world == 4
+    assert recorder.launched == []
+    assert cli.main(["sft", "c.yaml", "--dry-run"]) == 0  # the first rank prints
+    assert len(recorder.calls) == 1
+
+
+def test_nproc_that_contradicts_torchrun_is_refused(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("weft.cluster.launch._end_rank", lambda status: status)
+    assert cli.main(["sft", "c.yaml", "--nproc", "2"]) == 2
+    assert "WORLD_SIZE=4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "status"), [(True, 0), (False, 1), (UserError("x"), 2), (RuntimeError("x"), 1)])
+def test_exit_statuses(recorder: Recorder, answer: Any, status: int) -> None:
+    recorder.answer = answer
+    assert cli.main(["verify", "c.yaml", "--nproc", "1"]) == status
+
+
+def test_verify_passes_its_options(recorder: Recorder) -> None:
+    assert cli.main(["verify", "c.yaml", "--nproc", "1", "--layers", "2", "--plant", "B1"]) == 0
+    assert recorder.calls[0][1] == VerifyOptions(world=1, layers=2, plant="B1")
+
+
+def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "c.yaml"]) == 0
+    command, nproc = recorder.launched[0]
+    assert nproc == 2  # on CPU a mesh of one would show little
+    assert command[-2:] == ["mesh.dp_replicate=1", "mesh.dp_shard=2"]
+    assert cli.main(["verify", "c.yaml", "mesh.dp_replicate=4", "mesh.dp_shard=64"]) == 0
+    assert recorder.launched[1][1] == 4
+    assert "mesh.dp_shard = 64 is more than this machine has (2); verified with 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft", "c.yaml", "--nproc", "3", "mesh.dp_shard=2"], "but there are 3 ranks"),
+        (["sft", "c.yaml", "--nproc", "0"], "--nproc"),
+        (["sft", "c.yaml", "--nproc", "x"], "--nproc"),
+        (["sft", "c.yaml", "--step.documents=3"], "without dashes: step.documents=3"),
+        (["sft", "c.yaml", "--optimizer.lr", "3"], "without dashes: optimizer.lr=VALUE"),
+        (["sft", "c.yaml", "--parameters"], "--dry-run"),
+        (["sft", "c.yaml", "--nproc", "4", "fsdp.reshard_after_forward=3"], "must be one of true, false, 2"),
+        (["verify", "c.yaml", "--layers", "0"], "--layers is 0"),
+        (["sftt"], "did you mean weft sft?"),
+        (["rl", "c.yaml"], "not in this version yet"),
+        (["c.yaml"], "weft sft c.yaml"),
+        (["zzz"], "the commands are sft, verify"),
+    ],
+)
+def test_a_wrong_command_line_is_answered(
+    recorder: Recorder, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert recorder.calls == recorder.launched == []
+
+
+def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.cluster import machine
+
+    monkeypatch.setattr(machine, "accelerator_count", lambda device: 2)
+    machine.check_ranks_fit(2, "auto")
+    with pytest.raises(UserError, match="--nproc 2 or less, or --device cpu"):
+        machine.check_ranks_fit(3, "auto")
+
+
+def test_a_file_with_an_equals_sign_is_a_file(recorder: Recorder) -> None:
+    Path("lr=3.yaml").write_text(CONFIG)
+    assert cli.main(["sft", "lr=3.yaml"]) == 0
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weft {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    assert "  verify " in capsys.readouterr().out
+    assert cli.main([]) == 2
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["sft", "--help"])
+    assert caught.value.code == 0
+
+
+def test_a_bad_config_is_answered_without_torch(tmp_path: Path) -> None:
+    code = "import sys; from weft.cli import main; status = main(['sft', 'step.documents=x', '--nproc', '2'])\n"
+    code += "print(status, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 False\n"
+
+
+def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "c.yaml", "step.documents=x", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err

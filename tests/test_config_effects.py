@@ -1,0 +1,89 @@
+"""Every key that is accepted has an effect: this table says which, and names the test that shows it.
+
+A new key fails here until it has its line. `shown_by` is "file::test", or "" where no test shows the effect yet.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from weft.config import SftConfig
+from weft.config.keys import schema_keys
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "weft"
+
+# key -> (what it changes, shown_by)
+EFFECTS: dict[str, tuple[str, str]] = {
+    "model.path": ("which config, weights and tokenizer are read", "test_parity.py::test_families"),
+    "model.init": ("random: weights are drawn and no weight file is needed", ""),
+    "model.attention": ("which kernel computes attention", ""),
+    "model.recompute": ("full: layers run again in backward, with equal gradients", "test_parity.py::test_switches"),
+    "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
+    "data.shuffle": (
+        "the order of the documents",
+        "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",
+    ),
+    "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
+    "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "mesh.dp_replicate": ("copies of the sharded model", "test_parity.py::test_families"),
+    "mesh.dp_shard": ("shards of parameters, gradients and optimizer state", "test_parity.py::test_families"),
+    "fsdp.param_dtype": ("dtype of compute", ""),
+    "fsdp.reduce_dtype": ("dtype of the gradient reduction", ""),
+    "fsdp.master_dtype": ("dtype of the stepped weights and optimizer state", ""),
+    "fsdp.reshard_after_forward": ("when gathered parameters are freed", "test_parity.py::test_switches"),
+    "fsdp.reduce": ("when gradients are reduced", "test_parity.py::test_switches"),
+    "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
+    "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),
+    "step.max_tokens_per_device": ("how a step is cut into micro-batches", "test_parity.py::test_switches"),
+    "step.shapes": ("row lengths", "test_parity.py::test_padded_shapes"),
+    "optimizer.name": ("the update rule", "test_parity.py::test_optimizers"),
+    "optimizer.lr": ("the size of updates", "test_schedule.py::test_constant_warms_up_and_stays"),
+    "optimizer.weight_decay": ("how far weights shrink in a step", "test_optimizer.py::test_adamw_by_hand"),
+    "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
+    "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
+    "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
+    "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
+    "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
+    "schedule.warmup_steps": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
+    "schedule.min_lr_ratio": ("the last learning rate", "test_schedule.py::test_linear"),
+    "schedule.decay_ratio": ("when wsd's decay begins", "test_schedule.py::test_wsd_decays_in_its_last_share"),
+    "schedule.decay": ("the shape of wsd's decay", "test_schedule.py::test_wsd_decays_in_its_last_share"),
+    "train.steps": ("the number of optimizer steps", "test_order.py::test_the_number_of_steps_is_known_in_advance"),
+    "train.epochs": ("the number of passes", "test_order.py::test_every_document_once_in_each_epoch"),
+    "train.seed": (
+        "the order, and random weights",
+        "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",
+    ),
+    "train.timeout": ("how long a collective waits", ""),
+    "train.max_nonfinite": ("when non-finite steps end the run", ""),
+    "train.deterministic": ("torch.use_deterministic_algorithms", ""),
+    "run.dir": ("where the run writes", ""),
+}
+
+
+def test_every_key_has_its_line() -> None:
+    assert list(EFFECTS) == list(schema_keys(SftConfig))
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_the_test_that_shows_it_exists(key: str) -> None:
+    effect, shown_by = EFFECTS[key]
+    assert effect
+    if shown_by:
+        file, _, name = shown_by.partition("::")
+        assert f"def {name}(" in (TESTS / file).read_text()
+
+
+def test_every_key_is_read_outside_the_config_package() -> None:
+    """Weak, but cheap: somewhere in weft an attribute of that name is read."""
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config":
+            read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    through_resolve_mesh = {"dp_replicate", "dp_shard"}
+    assert {key.leaf for key in schema_keys(SftConfig).values()} - read - through_resolve_mesh == set()

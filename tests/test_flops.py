@@ -1,0 +1,94 @@
+"""FLOPs and peaks, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.observe.flops import (
+    AttentionFacts,
+    FlopFacts,
+    Throughput,
+    attention_pairs,
+    document_flops,
+    model_flops,
+    peak_flops,
+    peak_of,
+)
+
+
+def test_dense_model() -> None:
+    # Llama-2 7B: 32 layers of 4 x 4096^2 + 3 x 4096 x 11008 weights, a head of 32000 x 4096.
+    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    assert weights == 6_607_077_376
+    facts = FlopFacts(dense=weights, attention=(AttentionFacts(32, 128),) * 32)
+    linear, quadratic = model_flops(facts, causal=False)
+    assert linear == 39_642_464_256
+    assert quadratic == 12 * 32 * 32 * 128  # 12 x layers x heads x width
+    assert model_flops(facts)[1] == quadratic / 2
+    assert document_flops(facts, 4096, causal=False) == linear * 4096 + quadratic * 4096**2
+    assert document_flops(facts, 4096) == linear * 4096 + quadratic * 4096**2 / 2
+
+
+def test_only_the_experts_of_a_token_count() -> None:
+    facts = FlopFacts(dense=1000, expert=6400, experts=64, experts_per_token=4)
+    assert model_flops(facts) == (6.0 * (1000 + 400), 0.0)
+
+
+def test_unequal_layers() -> None:
+    attention = (AttentionFacts(heads=2, width=10), AttentionFacts(heads=3, width=(192 + 128) / 2))
+    assert model_flops(FlopFacts(0, attention), causal=False)[1] == 12 * (20 + 480)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "causal", "pairs"),
+    [
+        (8, None, True, 32.0),
+        (8, None, False, 64.0),
+        (8, 8, True, 32.0),
+        (8, 100, True, 32.0),
+        (8, 2, True, 14.0),  # 2 x 8 - 2^2 / 2
+        (8, 2, False, 28.0),
+        (0, 2, True, 0.0),
+    ],
+)
+def test_attention_pairs(length: int, window: int | None, causal: bool, pairs: float) -> None:
+    assert attention_pairs(length, window, causal) == pairs
+
+
+def test_windowed_layers_cost_less() -> None:
+    facts = FlopFacts(0, (AttentionFacts(1, 1), AttentionFacts(1, 1, window=2)))
+    assert document_flops(facts, 8) == 12 * (32 + 14)
+    assert document_flops(facts, 2) == model_flops(facts)[1] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("Tesla T4", None),
+        ("some other device", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
+def test_the_peak_of_a_cpu_is_unknown() -> None:
+    assert peak_flops(torch.device("cpu")) is None
+    assert Throughput(ranks=2, peak=None).share(1e12, 1.0) is None
+
+
+def test_share_of_the_peak() -> None:
+    assert Throughput(ranks=4, peak=100e12).share(flops=800e12, seconds=4.0) == 0.5

@@ -1,0 +1,44 @@
+"""Rules of the house that a linter does not know: how long things are, and who may import what."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "weft").rglob("*.py"))
+
+
+def lengths() -> dict[str, int]:
+    """file:function -> lines, of every function of the package."""
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                found[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    return found
+
+
+def test_functions_are_short() -> None:
+    measured = lengths()
+    assert {name: lines for name, lines in measured.items() if lines > 100} == {}
+    short = sum(lines < 45 for lines in measured.values())
+    assert short >= 0.9 * len(measured)
+
+
+def test_files_are_short() -> None:
+    counts = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: lines for name, lines in counts.items() if lines >= 600} == {}
+
+
+def test_only_one_file_imports_internals_of_transformers() -> None:
+    """`from transformers import X` is its public interface; a submodule is not."""
+    importing = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.startswith("transformers.") for name in names):
+                importing.add(str(path.relative_to(ROOT)))
+    assert importing <= {"weft/models/hf.py"}

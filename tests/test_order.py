@@ -1,0 +1,100 @@
+"""The order of documents and their steps: whole, repeatable, and resumable at any step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from weft.data.order import Step, Steps, epoch_order
+
+LENGTHS = [random.Random(1).randint(1, 40) for _ in range(23)]
+RUNS: list[dict[str, Any]] = [
+    {"documents": 5, "epochs": 3},
+    {"documents": 5, "steps": 12},
+    {"documents": 23, "epochs": 2},
+    {"documents": 100, "steps": 4},
+    {"tokens": 60, "epochs": 3},
+    {"tokens": 60, "steps": 17},
+    {"tokens": 10, "epochs": 2},
+]
+
+
+def make(lengths: list[int] = LENGTHS, **options: Any) -> Steps:
+    options = {"documents": None, "epochs": None, **options}
+    return Steps(lengths, **options)
+
+
+def test_shuffle_is_a_permutation_of_seed_and_epoch_alone() -> None:
+    orders = {
+        (seed, epoch): tuple(epoch_order(50, seed, epoch, shuffle=True)) for seed in range(4) for epoch in range(4)
+    }
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    assert len(set(orders.values())) == 16
+    assert all(tuple(epoch_order(50, *key, shuffle=True)) == order for key, order in orders.items())
+    assert epoch_order(5, 1, 2, shuffle=False) == [0, 1, 2, 3, 4]
+
+
+def test_shuffle_is_the_same_on_every_machine() -> None:
+    assert epoch_order(10, 0, 1, shuffle=True) == [4, 3, 2, 7, 5, 8, 0, 1, 6, 9]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_every_document_once_in_each_epoch(options: dict[str, Any]) -> None:
+    steps = list(make(**options))
+    epochs = {epoch: list(group) for epoch, group in itertools.groupby(steps, key=lambda step: step.epoch)}
+    assert list(epochs) == list(range(1, len(epochs) + 1))
+    if "steps" in options:  # the run may end within an epoch
+        epochs.pop(max(epochs))
+    for epoch, group in epochs.items():
+        dealt = [i for step in group for i in step.documents]
+        assert dealt == epoch_order(len(LENGTHS), 0, epoch, shuffle=True)
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_the_number_of_steps_is_known_in_advance(options: dict[str, Any]) -> None:
+    steps = make(**options)
+    total = len(steps)
+    assert total == steps.total == options.get("steps", total)
+    assert [step.number for step in steps] == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_starting_at_a_step_equals_the_unbroken_run(options: dict[str, Any]) -> None:
+    unbroken = list(make(**options))
+    for number in range(1, len(unbroken) + 2):
+        assert list(make(**options).starting_at(number)) == unbroken[number - 1 :]
+
+
+def test_the_last_step_of_an_epoch_is_short() -> None:
+    steps = list(make(documents=5, epochs=2))
+    assert [len(step.documents) for step in steps] == [5, 5, 5, 5, 3] * 2
+
+
+def test_tokens_by_hand() -> None:
+    lengths = [4, 6, 1, 30, 5, 5, 1]
+    steps = list(make(lengths, tokens=10, epochs=1, shuffle=False))
+    # 4 + 6 fill a step exactly; 1 + 30 would not fit; 30 is longer than a step and stands alone; 5 + 5, then 1.
+    assert [step.documents for step in steps] == [[0, 1], [2], [3], [4, 5], [6]]
+
+
+def test_token_steps_are_full_and_within_the_limit() -> None:
+    order = [i for step in make(tokens=60, epochs=1) for i in step.documents]
+    taken = 0
+    for step in make(tokens=60, epochs=1):
+        taken += len(step.documents)
+        tokens = sum(LENGTHS[i] for i in step.documents)
+        assert tokens <= 60 or len(step.documents) == 1
+        assert taken == len(order) or tokens + LENGTHS[order[taken]] > 60
+
+
+def test_seed_changes_the_order_and_no_shuffle_keeps_the_files() -> None:
+    assert list(make(documents=5, epochs=1, seed=1)) != list(make(documents=5, epochs=1, seed=2))
+    assert list(make([1, 1, 1], documents=2, epochs=2, shuffle=False)) == [
+        Step(1, 1, [0, 1]),
+        Step(2, 1, [2]),
+        Step(3, 2, [0, 1]),
+        Step(4, 2, [2]),
+    ]

@@ -1,0 +1,367 @@
+"""Every planted bug is reached, and the check that its entry names fails; the product without it passes that check."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+
+from tests import test_data, test_order, test_schedule
+from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.pool import run
+from weft.cluster.process import join
+from weft.config import schema
+from weft.data.documents import DataReport
+from weft.engine.contract import check_contract
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe.summary import Phases
+from weft.verification import reference
+from weft.verification.bugs import RUN_LOSSES, RUN_RATES
+from weft.verification.documents import awkward_steps
+from weft.verification.harness import Verdict, to_documents
+from weft.verification.plants import PLANTS, planted, table
+
+Sections = dict[str, dict[str, Any]]
+Check = Callable[[str | None], bool]
+
+
+# ---------------------------------------------------------------- figures of `weft verify`
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a bug shows."""
+
+    family: str = "llama"
+    mesh: str = ""
+    sections: tuple[tuple[str, str, Any], ...] = ()
+
+
+CASES = {
+    "replicas-apart": Case(mesh="2x1"),
+    "replicas-counted": Case(mesh="2x1"),
+    "state-mixer-packed": Case("lfm2"),
+    "positions-not-reset": Case("gpt2"),
+    "padding-trained": Case("lfm2"),
+    "head-untied": Case("llama_tied"),
+}
+
+
+def planted_parity(plant: str | None, path: str, mesh: str, sections: Sections) -> Verdict | None:
+    with planted(plant):
+        return parity(path, mesh, sections)
+
+
+@cache
+def verdict_of(plant: str | None, case: Case) -> Verdict:
+    sections: Sections = {}
+    for section, key, value in case.sections:
+        sections.setdefault(section, {})[key] = value
+    path = saved_model(case.family)
+    verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections)[0]
+    return verdict
+
+
+def figure_passes(name: str, figure: str, plant: str | None) -> bool:
+    case = CASES.get(name, Case())
+    verdict = verdict_of(plant, replace(case, mesh=case.mesh or str(PLANTS[name].ranks)))
+    assert figure in {f.name for f in verdict.figures}, f"no figure named {figure}"
+    assert plant is not None or verdict.passed, describe(verdict)
+    return figure not in verdict.failed
+
+
+# ---------------------------------------------------------------- a whole run of the recipe, against the reference
+
+STEPS, RANKS = 3, 2
+
+
+def run_config(path: str) -> schema.SftConfig:
+    return schema.SftConfig(
+        model=schema.ModelConfig(path=path),
+        data=schema.DataConfig(path="documents.jsonl"),
+        step=schema.StepConfig(documents=3, max_tokens_per_device=64),
+        optimizer=schema.OptimizerConfig(name="sgd", lr=0.5),
+        schedule=schema.ScheduleConfig(name="linear", warmup_steps=2, min_lr_ratio=0.0),
+        train=schema.TrainConfig(epochs=2, max_nonfinite=2),
+    )
+
+
+def run_documents(poisoned: tuple[int, ...]) -> list[reference.Document]:
+    """Seven, so that the last step of three is short. A poisoned one's loss overflows, and its gradient does not."""
+    documents = awkward_steps(128)[0][2:]
+    return [(ids, [w * 3e38 for w in mask] if i in poisoned else mask) for i, (ids, mask) in enumerate(documents)]
+
+
+def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...]) -> None:
+    from weft.recipes import sft
+
+    config = run_config(path)
+    documents = [
+        Document(torch.tensor(ids), torch.tensor(mask), source=f"documents.jsonl:{number}")
+        for number, (ids, mask) in enumerate(run_documents(poisoned), start=1)
+    ]
+    report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
+    with planted(plant):
+        engine = Engine(sft.engine_config(config), join("cpu"))
+        sft.train(config, engine, documents, report, Path(folder), Phases())
+
+
+@cache
+def lines(plant: str | None) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run in which one document of each epoch makes the loss infinite."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(RANKS, recipe, plant, saved_model("llama"), folder, (2,))
+        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+@cache
+def expected_lines() -> list[tuple[float | None, float | None]]:
+    """(loss, lr) of each step by the reference, None where the step is skipped; the rates by hand."""
+    from weft.recipes import sft
+
+    path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
+    documents, plain, out = run_documents((2,)), reference.Reference(path), []
+    plain.start(reference.Optimizer("sgd", weight_decay=0.1))
+    lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
+    for step in sft.deal(run_config(path), lengths):
+        if 2 in step.documents:
+            out.append((None, None))
+        else:
+            rate = rates.pop(0)
+            out.append((plain.step([documents[i] for i in step.documents], rate)[0], rate))
+    return out
+
+
+def losses_of_a_run(plant: str | None) -> bool:
+    return [line["loss"] for line in lines(plant)] == [
+        None if loss is None else pytest.approx(loss, rel=1e-4) for loss, _ in expected_lines()
+    ]
+
+
+def rates_of_a_run(plant: str | None) -> bool:
+    return [line["lr"] for line in lines(plant)] == [
+        None if lr is None else pytest.approx(lr) for _, lr in expected_lines()
+    ]
+
+
+def hopeless_run_ends(plant: str | None) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        return run(1, ends, plant, saved_model("llama"), folder)[0]
+
+
+def ends(plant: str | None, path: str, folder: str) -> bool:
+    try:
+        recipe(plant, path, folder, tuple(range(7)))
+    except FloatingPointError:
+        return not (Path(folder) / "checkpoints").exists()
+    return False
+
+
+# ---------------------------------------------------------------- checks of their own
+
+
+def contract_holds(plant: str | None) -> bool:
+    return run(1, contract, plant, saved_model("llama"))[0]
+
+
+def contract(plant: str | None, path: str) -> bool:
+    with planted(plant):
+        engine = open_engine(path, "1")
+        one_step(engine)
+        try:
+            check_contract(engine)
+        except RuntimeError:
+            return False
+    return True
+
+
+def one_step(engine: Engine, objective: CrossEntropy | None = None) -> None:
+    documents, metas = to_documents(engine, awkward_steps(128)[1])
+    engine.accumulate(engine.plan(metas), documents, objective or CrossEntropy())
+    engine.apply(1e-3)
+
+
+def laid_out_packed(plant: str | None) -> bool:
+    return run(1, layout, plant, saved_model("llama"))[0] == "packed"
+
+
+def layout(plant: str | None, path: str) -> str:
+    with planted(plant):
+        return open_engine(path, "1").built.layout
+
+
+def initial_weights(plant: str | None) -> bool:
+    """On every rank of two replicas; each reads its own replica."""
+    path = saved_model("llama")
+    torch.manual_seed(0)
+    expected = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).state_dict()
+    found = run(2, fresh_weights, plant, path)
+    return all(torch.equal(weights[name], expected[name]) for weights in found for name in expected)
+
+
+def fresh_weights(plant: str | None, path: str) -> dict[str, torch.Tensor]:
+    with planted(plant):
+        return dict(open_engine(path, "2x1", model={"init": "random"}).tensors())
+
+
+def layer_inputs(plant: str | None) -> bool:
+    """mamba2 carries its residual from layer to layer in fp32, whatever the weights' dtype."""
+    return run(1, dtypes_of_layer_inputs, plant, saved_model("mamba2"))[0]
+
+
+def dtypes_of_layer_inputs(plant: str | None, path: str) -> bool:
+    ours: list[torch.dtype] = []
+    theirs: list[torch.dtype] = []
+    with planted(plant):
+        engine = open_engine(path, "1", fsdp={"param_dtype": "bf16"})
+        for _, layer in engine.module.layers:
+            layer.register_forward_pre_hook(lambda _, inputs: ours.append(inputs[0].dtype))
+        one_step(engine)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    for layer in plain.base_model.layers:
+        layer.register_forward_pre_hook(lambda _, inputs: theirs.append(inputs[0].dtype))
+    plain(input_ids=torch.tensor([[3, 4, 5]]))
+    assert torch.float32 in theirs, "this family has no input that a cast would round"
+    return ours == theirs
+
+
+def stays_gathered(plant: str | None) -> bool:
+    return run(1, gathered_between, plant, saved_model("llama"))[0]
+
+
+class _Looking(CrossEntropy):
+    """Notes, between forward and backward, which layers have their weights gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.gathered = engine, []
+
+    def __call__(self, batch: Any) -> Any:
+        for _, layer in self.engine.module.layers:
+            self.gathered.append(not any(isinstance(p, DTensor) for p in layer.parameters()))
+        return super().__call__(batch)
+
+
+def gathered_between(plant: str | None, path: str) -> bool:
+    with planted(plant):
+        engine = open_engine(path, "1", fsdp={"reshard_after_forward": False})
+        looking = _Looking(engine)
+        one_step(engine, looking)
+    return len(looking.gathered) == 2 and all(looking.gathered)
+
+
+def layers_run_twice(plant: str | None) -> bool:
+    return run(1, runs_of_layers, plant, saved_model("llama"))[0] == [2, 2]
+
+
+def runs_of_layers(plant: str | None, path: str) -> list[int]:
+    counts = [0, 0]
+
+    def count(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counts[number] += 1
+
+        return hook
+
+    with planted(plant):
+        engine = open_engine(path, "1", model={"recompute": "full"})
+        for number, (_, layer) in enumerate(engine.module.layers):
+            layer.self_attn.register_forward_pre_hook(count(number))
+        one_step(engine)
+    return counts
+
+
+# ---------------------------------------------------------------- tests of the suite, in this process
+
+
+def holds(test: Callable[[], None]) -> Check:
+    """A test of the suite as a check."""
+
+    def check(plant: str | None) -> bool:
+        with planted(plant):
+            try:
+                test()
+            except AssertionError:
+                return False
+        return True
+
+    return check
+
+
+def prompt_and_completion() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        test_data.test_prompt_and_completion(Path(folder), bos=True, front="<s>")
+
+
+TESTS: dict[str, Check] = {
+    RUN_LOSSES: losses_of_a_run,
+    RUN_RATES: rates_of_a_run,
+    "weft.engine.contract.check_contract": contract_holds,
+    "tests/test_plants.py: a hopeless run ends": hopeless_run_ends,
+    "tests/test_plants.py: llama passes the start-up check packed": laid_out_packed,
+    "tests/test_plants.py: initial weights are those of one process": initial_weights,
+    "tests/test_plants.py: layer inputs have the dtypes of transformers' own forward": layer_inputs,
+    "tests/test_plants.py: weights stay gathered between forward and backward": stays_gathered,
+    "tests/test_plants.py: recomputation runs each layer twice": layers_run_twice,
+    "tests/test_data.py: test_prompt_and_completion": holds(prompt_and_completion),
+    "tests/test_schedule.py: test_cosine_with_warmup": holds(test_schedule.test_cosine_with_warmup),
+    "tests/test_order.py: test_every_document_once_in_each_epoch": holds(
+        lambda: test_order.test_every_document_once_in_each_epoch(test_order.RUNS[0])
+    ),
+    "tests/test_order.py: test_starting_at_a_step_equals_the_unbroken_run": holds(
+        lambda: test_order.test_starting_at_a_step_equals_the_unbroken_run(test_order.RUNS[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bug_is_caught(name: str) -> None:
+    caught_by = PLANTS[name].caught_by
+
+    def passes(plant: str | None) -> bool:
+        return TESTS[caught_by](plant) if caught_by in TESTS else figure_passes(name, caught_by, plant)
+
+    assert passes(None), f"{caught_by} fails without the bug"
+    assert not passes(name), f"{caught_by} does not catch it"
+
+
+def test_a_bug_that_is_not_reached_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="never reached. It needs a model with a tied"), planted("head-untied"):
+        pass
+
+
+def test_unknown_names_and_too_few_ranks_are_refused() -> None:
+    with pytest.raises(UserError, match="no bug named 'gremlin'.*bounds-lost"), planted("gremlin"):
+        pass
+    with pytest.raises(UserError, match="takes 2 ranks"), planted("rank-local-count"):
+        pass
+
+
+def test_a_plant_is_taken_out_again() -> None:
+    from weft.engine import schedule
+
+    def fails() -> None:
+        with planted("warmup-doubled"):
+            assert schedule.warmup_steps is not before
+            raise KeyError
+
+    before = schedule.warmup_steps
+    with pytest.raises(KeyError):
+        fails()
+    assert schedule.warmup_steps is before
+
+
+def test_the_table_in_the_docs_is_current() -> None:
+    path = Path(__file__).parent.parent / "docs" / "planted-bugs.md"
+    assert path.read_text() == table(), "run: python -m weft.verification.plants > docs/planted-bugs.md"

@@ -1,0 +1,130 @@
+"""Training FLOPs of documents, peak rates of accelerators, and the share of the peak that a step reaches.
+
+Conventions (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
+a multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6;
+recomputation does not count; the embedding is a look-up and does not count, the head does; attention costs
+12 x heads x width for each (query, key) pair that sees each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+    from weft.engine.plan import StepPlan
+
+# Dense bf16 FLOPs/s with fp32 accumulation, from the vendors' data sheets; the first match counts.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH200\b", 989e12),
+    (r"\bGH200\b", 989e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\bH[18]00\b", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"\bA[18]00\b", 312e12),
+    (r"\bA40\b", 149.7e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA10G\b", 70e12),
+    (r"\bA10\b", 125e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bRTX 4090\b", 165.2e12),
+    (r"\bRTX 3090\b", 71e12),
+    (r"\bMI3(00|25)X\b", 1307e12),
+    (r"\bMI250X\b", 383e12),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """One layer's attention. width: of a head; where keys and values differ, their mean. window: keys a token sees."""
+
+    heads: int
+    width: float
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlopFacts:
+    """Counts of weights that multiply tokens, over all layers.
+
+    dense: used by every token, the head among them, the embedding not. expert: of all routed experts together, of
+    which a token visits experts_per_token out of `experts`.
+    """
+
+    dense: int
+    attention: tuple[AttentionFacts, ...] = ()
+    expert: int = 0
+    experts: int = 1
+    experts_per_token: int = 1
+
+
+def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
+    """(linear, quadratic): a document of T tokens costs linear x T + quadratic x T^2, where T is within every window.
+
+    causal: half the pairs count, as kernels that skip the upper triangle compute; else all, as in most papers' MFU.
+    """
+    active = facts.dense + facts.expert * facts.experts_per_token / facts.experts
+    pairs = 0.5 if causal else 1.0
+    return 6.0 * active, pairs * sum(_per_pair(layer) for layer in facts.attention)
+
+
+def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
+    """Training FLOPs of one document of `length` tokens, its windows respected."""
+    linear, _ = model_flops(facts)
+    return linear * length + sum(_per_pair(a) * attention_pairs(length, a.window, causal) for a in facts.attention)
+
+
+def attention_pairs(length: int, window: int | None = None, causal: bool = True) -> float:
+    """(query, key) pairs of one document, without the diagonal's half: T^2, causal T^2 / 2.
+
+    In a window W < T a token sees W keys, the first W fewer if causal: causal W T - W^2 / 2. Without causality the
+    window reaches W to each side: twice that.
+    """
+    reach = length if window is None else min(window, length)
+    half = reach * length - reach * reach / 2.0
+    return half if causal else 2.0 * half
+
+
+def _per_pair(layer: AttentionFacts) -> float:
+    # Scores and values take 2 x width each, times three with the backward.
+    return 12.0 * layer.heads * layer.width
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOPs/s of one device; None for CPUs and for what the table does not know."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """Peak dense bf16 FLOPs/s of the accelerator that calls itself `name`."""
+    return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What the ranks could do together. peak: FLOPs/s of one rank, None where it is not known."""
+
+    ranks: int
+    peak: float | None
+
+    @staticmethod
+    def of(engine: Engine) -> Throughput:
+        """The ranks and the device of an engine."""
+        return Throughput(engine.ranks.world, peak_flops(engine.device))
+
+    def mfu(self, plan: StepPlan, seconds: float) -> float | None:
+        """The step's model FLOPs, causal half, as a share of what the peak allows in `seconds`; None if unknown."""
+        return None if self.peak is None else self.share(plan.totals.cost, seconds)
+
+    def share(self, flops: float, seconds: float) -> float | None:
+        """`flops` over all ranks as a share of the peak."""
+        return None if self.peak is None or seconds <= 0 else flops / (self.peak * self.ranks * seconds)

@@ -1,0 +1,141 @@
+"""What a run says before it trains: data, mesh, precision, units, sharding. Printed by the first rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.config import to_yaml
+from weft.config.schema import SftConfig
+from weft.data.documents import DataReport
+from weft.engine.engine import Engine
+from weft.engine.optimizer import describe_groups
+from weft.observe.tables import (
+    AxisRow,
+    DtypeRow,
+    ParameterRow,
+    UnitRow,
+    dtype_table,
+    mesh_table,
+    optimizer_table,
+    sharding_table,
+    sharding_totals_table,
+    show,
+    unit_table,
+)
+from weft.ops.attention import kernel_for
+from weft.parallel.fsdp import Unit
+
+
+def print_opening(config: SftConfig, engine: Engine, report: DataReport, folder: Path) -> None:
+    """Everything a user would want to have known before a month of GPU time."""
+    if not engine.ranks.is_first:
+        return
+    say = Console(highlight=False, soft_wrap=True).print
+    say(f"run      {folder}")
+    say(f"data     {report}")
+    _print_model(config, engine)
+
+
+def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
+    """The resolved config, the mesh and the sharding of a run that is not started."""
+    Console(highlight=False, soft_wrap=True).print(to_yaml(config))
+    _print_model(config, engine)
+    rows = parameter_rows(engine)
+    show(sharding_table(rows) if parameters else sharding_totals_table(rows))
+
+
+def _print_model(config: SftConfig, engine: Engine) -> None:
+    say, built = Console(highlight=False, soft_wrap=True).print, engine.built
+    say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters")
+    say(f"layout   documents {built.layout}; {_attention(config, engine)}")
+    say(
+        f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
+        "eager forward, documents do not see each other"
+    )
+    if built.flops.expert:
+        say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+    show(mesh_table(axis_rows(engine)))
+    show(dtype_table(dtype_rows(engine)))
+    show(unit_table(unit_rows(engine)))
+    show(optimizer_table(describe_groups(engine.module.named_parameters(), config.optimizer)))
+
+
+def _attention(config: SftConfig, engine: Engine) -> str:
+    built = engine.built
+    if not built.uses_bounds:
+        return "attention of the family's own, eager"
+    kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
+    traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
+    return f"attention kernel {kernel}{traits}"
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def axis_rows(engine: Engine) -> list[AxisRow]:
+    """The mesh's axes and which ranks they join."""
+    mesh = engine.mesh
+    ranks = torch.arange(mesh.data_ranks).reshape(mesh.dp_replicate, mesh.dp_shard)
+    groups = {"dp_replicate": ranks.T.tolist(), "dp_shard": ranks.tolist()}
+    meaning = {
+        "dp_replicate": "copies of the model; gradients summed over them",
+        "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
+    }
+    return [
+        AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
+        for name, size in mesh.axes.items()
+    ]
+
+
+def dtype_rows(engine: Engine) -> list[DtypeRow]:
+    """The dtype contract."""
+    precision = engine.precision
+    buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
+    export = sorted(set(engine.built.source_dtypes.values())) or [_name(precision.master)]
+    return [
+        DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
+        DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
+        DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
+        DtypeRow("optimizer", _name(precision.master), "state"),
+        DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
+        DtypeRow("export", ", ".join(export), "each tensor as in the source's files"),
+    ]
+
+
+def unit_rows(engine: Engine) -> list[UnitRow]:
+    """FSDP units and what the root keeps."""
+    rows = [_unit_row(unit, engine.precision.compute.itemsize) for unit in engine.units]
+    owned = {id(p) for unit in engine.units for module in unit.modules for p in module.parameters()}
+    rest = sum(p.numel() for p in engine.module.parameters() if id(p) not in owned)
+    return [*rows, UnitRow("root", rest, rest * engine.precision.compute.itemsize)]
+
+
+def _unit_row(unit: Unit, itemsize: int) -> UnitRow:
+    parameters = {id(p): p.numel() for module in unit.modules for p in module.parameters()}
+    return UnitRow(unit.name, sum(parameters.values()), sum(parameters.values()) * itemsize)
+
+
+def parameter_rows(engine: Engine) -> list[ParameterRow]:
+    """Every parameter's full and local shape, and the axes it is sharded over."""
+    return [_parameter_row(name, parameter) for name, parameter in engine.module.named_parameters()]
+
+
+def _parameter_row(name: str, parameter: nn.Parameter) -> ParameterRow:
+    local, axes = parameter, ()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        axes = tuple(n for n, place in zip(names, parameter.placements, strict=True) if isinstance(place, Shard))
+        local = parameter.to_local()
+    return ParameterRow(
+        name, tuple(parameter.shape), tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size()
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

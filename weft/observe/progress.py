@@ -1,0 +1,118 @@
+"""What the first rank shows while it trains: a live bar on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+# Steps that the estimate of the remaining time looks back on: the first ones are slow.
+_WINDOW = 20
+
+
+class Progress:
+    """`with Progress(total_steps) as progress: progress.step(line)`, with the line of metrics.jsonl.
+
+    show: False for ranks that print nothing. extra: further keys of the line to show, such as `reward/mean`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        show: bool = True,
+        extra: tuple[str, ...] = (),
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._show, self._extra, self._clock = total_steps, show, extra, clock
+        self._console = console or Console(highlight=False)
+        self._done = 0
+        self._times: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        self._times = deque([self._clock()], maxlen=_WINDOW + 1)
+        if self._show and self._console.is_terminal:
+            # Where the terminal is narrow, the bar goes first and the end of the status next.
+            width = len(f"step {self._total}/{self._total}")
+            self._bar = Bar(
+                TextColumn("step {task.completed}/{task.total}", table_column=Column(min_width=width, no_wrap=True)),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[status]}"),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("steps", total=self._total, status="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def step(self, line: Mapping[str, object]) -> None:
+        """Show the step that has just ended."""
+        number = line.get("step")
+        self._done = number if isinstance(number, int) else self._done + 1
+        self._times.append(self._clock())
+        if not self._show:
+            return
+        status = "  ".join([*describe(line, self._extra), f"ETA {duration(self.remaining())}"])
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, status=escape(status))
+        else:
+            self._print(f"step {self._done}/{self._total}  {status}")
+
+    def note(self, text: str) -> None:
+        """A line of text, above the bar where there is one."""
+        if self._show:
+            self._print(text)
+
+    def remaining(self) -> float:
+        """Estimated seconds to the end, at the pace of the last steps."""
+        steps = len(self._times) - 1
+        pace = (self._times[-1] - self._times[0]) / steps if steps else 0.0
+        return pace * max(0, self._total - self._done)
+
+    def _print(self, text: str) -> None:
+        # A line that is read by another program must not be folded at rich's guess of a width.
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[str]:
+    """The few words on a step that fit a line."""
+    if line.get("skipped"):
+        return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
+    words = [
+        f"loss {_number(line.get('loss'), '.4f')}",
+        f"grad_norm {_number(line.get('grad_norm'), '.3g')}",
+        f"lr {_number(line.get('lr'), '.2e')}",
+        f"{_number(line.get('tokens_per_second'), ',.0f')} tokens/s",
+    ]
+    return words + [f"{key} {_number(line.get(key), '.4g')}" for key in extra]
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`, `2d 3:04:05`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if not hours:
+        return f"{minute}:{second:02d}"
+    clock = f"{hour}:{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"

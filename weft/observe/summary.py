@@ -1,0 +1,104 @@
+"""summary.json: what a run did."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import weft
+from weft.observe.metrics import plain
+
+_KEPT = 10
+
+
+class Phases:
+    """Seconds by phase: `with phases("load"): ...`. The time of a phase inside another counts in both."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+@dataclass
+class RunSummary:
+    """Gathers the lines of metrics.jsonl. model, data: where they came from.
+
+    The losses of skipped steps are left out; peak memory is the largest rank's, in GiB (2^30 bytes).
+    """
+
+    model: str
+    data: str = ""
+    steps: int = 0
+    skipped_steps: int = 0
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    peak_memory_gib: float = 0.0
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def add(self, line: Mapping[str, object]) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.skipped_steps += bool(line.get("skipped"))
+        self.documents += int(_number(line.get("documents")))
+        self.tokens += int(_number(line.get("tokens")))
+        self.loss_tokens += int(_number(line.get("loss_tokens")))
+        self.peak_memory_gib = max(self.peak_memory_gib, _number(line.get("memory_gib")))
+        loss = line.get("loss")
+        if isinstance(loss, int | float):
+            if len(self.first_losses) < _KEPT:
+                self.first_losses.append(float(loss))
+            self.last_losses.append(float(loss))
+
+    def write(self, path: Path, phases: Phases, saved: Path | None) -> None:
+        """Write summary.json whole or not at all. saved: the HuggingFace directory of the last weights."""
+        total = sum(phases.seconds.values())
+        content = {
+            "model": self.model,
+            "data": self.data,
+            "saved": None if saved is None else str(saved),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "loss_tokens": self.loss_tokens,
+            "first_losses": self.first_losses,
+            "last_losses": list(self.last_losses),
+            "seconds": {**phases.seconds, "total": total},
+            "peak_memory_gib": self.peak_memory_gib,
+            "versions": versions(),
+        }
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of weft and of what its numbers depend on."""
+    return {"weft": weft.__version__} | {name: _version(name) for name in ("torch", "transformers")}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,78 @@
+"""Known silent bugs of post-training, each as a replacement for one function of weft. plants.py puts them in place.
+
+A replacement is called with the Plant, the original and the arguments of the call. It calls `plant.hit()` only where
+what it does makes a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Figures of `weft verify`.
+LOSS = "loss, documents 1"
+GRADIENTS = "gradients, every parameter"
+NORM = "gradient norm, documents 1"
+LOGPROB = "readout: logprob"
+NEIGHBOURS = "neighbours do not move"
+# Tests: an SFT run, step by step, against the reference.
+RUN_LOSSES = "tests/test_plants.py: losses of a run"
+RUN_RATES = "tests/test_plants.py: learning rates of a run"
+
+Original = Callable[..., Any]
+Replacement = Callable[..., Any]
+
+
+@dataclass
+class Plant:
+    """A bug in place. hits: how often it changed something, on this rank, and once taken out over all ranks.
+
+    memory: what a bug remembers from one call to the next.
+    """
+
+    name: str
+    summary: str
+    hits: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def hit(self) -> None:
+        """The bug has just changed what the product computes."""
+        self.hits += 1
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug that can be planted.
+
+    id: the kind of bug; several may share one. target: "module:name" of what it replaces. caught_by: the check that
+    catches it, a figure of `weft verify` or a test. ranks: how many it takes at least. needs: what else it takes, in
+    words. seen: an issue of its kind, as "owner/repository#number".
+    """
+
+    id: str
+    name: str
+    summary: str
+    target: str
+    caught_by: str
+    seen: str
+    ranks: int
+    needs: str
+    replacement: Replacement
+
+
+PLANTS: dict[str, Bug] = {}
+
+
+def bug(
+    id: str, target: str, summary: str, *, caught_by: str, seen: str, ranks: int = 1, needs: str = ""
+) -> Callable[[Replacement], Replacement]:
+    """Register the decorated function as a replacement of `target`, under its own name."""
+
+    def register(replacement: Replacement) -> Replacement:
+        name = replacement.__name__.replace("_", "-")
+        assert name not in PLANTS, name
+        PLANTS[name] = Bug(id, name, summary, target, caught_by, seen, ranks, needs, replacement)
+        return replacement
+
+    return register

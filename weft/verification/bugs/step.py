@@ -1,0 +1,318 @@
+"""Bugs in how a step is cut: what a token weighs, where documents begin and end, which tokens are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.document import Document
+from weft.engine.row import Layout, Row
+from weft.objectives.base import Batch, Objective, Terms
+from weft.ops.attention import Bounds
+from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
+
+# ---------------------------------------------------------------- what a token weighs
+
+
+@dataclass
+class _Altered:
+    """An objective with another normaliser, or with other terms."""
+
+    inner: Objective
+    count: Callable[[Any], float] | None = None
+    change: Callable[[Batch, Terms], Terms] | None = None
+
+    def __post_init__(self) -> None:
+        self.readouts, self.every_token = self.inner.readouts, self.inner.every_token
+
+    def normaliser(self, plan: Any) -> float:
+        return self.inner.normaliser(plan) if self.count is None else self.count(plan)
+
+    def upstream(self, weights_N: Tensor) -> Tensor | None:
+        return self.inner.upstream(weights_N)
+
+    def __call__(self, batch: Batch) -> Terms:
+        terms = self.inner(batch)
+        return terms if self.change is None else self.change(batch, terms)
+
+
+def _own_weight(plan: Any, documents: Mapping[int, Document]) -> float:
+    """Loss weight of the documents that this rank holds."""
+    return sum(documents[index].meta().weight for row in plan.of_rank(dist.get_rank()) for index in row)
+
+
+@bug(
+    "B1", "weft.engine.engine:Engine.accumulate",
+    "micro-batches weigh the same, however many tokens they train",
+    caught_by="gradients, many micro-batches", seen="huggingface/transformers#34373",
+)  # fmt: skip
+def equal_micro_batches(
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+) -> Any:
+    def change(batch: Batch, terms: Terms) -> Terms:
+        weight = batch.weights_N.sum()
+        dist.all_reduce(weight)
+        share = float(weight) * plan.micro_batches / objective.normaliser(plan)
+        if share in (0.0, 1.0):
+            return terms
+        plant.hit()
+        return replace(terms, loss_sum=terms.loss_sum / share)
+
+    return original(self, plan, documents, _Altered(objective, change=change))
+
+
+@bug(
+    "B2", "weft.engine.engine:Engine.accumulate",
+    "each rank divides by the tokens it holds itself, and the ranks are averaged",
+    caught_by=GRADIENTS, seen="PrimeIntellect-ai/prime-rl#1957", ranks=2,
+)  # fmt: skip
+def rank_local_count(
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+) -> Any:
+    def count(plan: Any) -> float:
+        plant.hit()
+        return (_own_weight(plan, documents) or 1.0) * dist.get_world_size()
+
+    return original(self, plan, documents, _Altered(objective, count=count))
+
+
+@bug(
+    "B3", "weft.parallel.parallelize:shard",
+    "FSDP averages over the data ranks what has been divided by the whole step's tokens already",
+    caught_by=GRADIENTS, seen="radixark/miles#3231", ranks=2,
+)  # fmt: skip
+def averaged_again(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *rest: Any) -> None:
+    from weft.parallel.fsdp import fsdp_modules
+
+    original(module, units, mesh, *rest)
+    for child in fsdp_modules(module):
+        child.set_gradient_divide_factor(float(mesh.data_ranks))
+        plant.hit()
+
+
+@bug(
+    "B3", "weft.parallel.parallelize:shard",
+    "replicas of an HSDP mesh never sum their gradients",
+    caught_by=GRADIENTS, seen="ByteDance-Seed/VeOmni#1115", ranks=2, needs="mesh.dp_replicate above 1",
+)  # fmt: skip
+def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *rest: Any) -> None:
+    if mesh.dp_replicate > 1:
+        plant.hit()
+        mesh = replace(mesh, dp=mesh.dp["dp_shard"])
+    original(module, units, mesh, *rest)
+
+
+@bug(
+    "B16", "weft.engine.engine:Engine._forward",
+    "the last rank's loss is dropped; every collective still takes place",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
+)  # fmt: skip
+def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, objective: Objective) -> Terms:
+    terms: Terms = original(self, row, objective)
+    if self.ranks.rank == self.ranks.world - 1 and row.weights_N.count_nonzero():
+        plant.hit()
+        return replace(terms, loss_sum=terms.loss_sum * 0.0)
+    return terms
+
+
+@bug(
+    "B16", "weft.engine.engine:Engine.accumulate",
+    "a step's last micro-batch adds nothing to the gradient",
+    caught_by="gradients, many micro-batches", seen="pytorch/pytorch#174862",
+)  # fmt: skip
+def micro_batch_left_out(
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+) -> Any:
+    seen: list[Batch] = []
+
+    def change(batch: Batch, terms: Terms) -> Terms:
+        seen.append(batch)
+        if plan.micro_batches == 1 or len(seen) < plan.micro_batches:
+            return terms
+        plant.hit()
+        return replace(terms, loss_sum=terms.loss_sum * 0.0)
+
+    return original(self, plan, documents, _Altered(objective, change=change))
+
+
+@bug(
+    "B25", "weft.objectives.cross_entropy:CrossEntropy.normaliser",
+    "a short step is divided by the count of a full one",
+    caught_by=GRADIENTS, seen="huggingface/trl#7047",
+)  # fmt: skip
+def short_step_full_count(plant: Plant, original: Original, self: Any, plan: Any) -> float:
+    own = float(original(self, plan))
+    plant.memory["largest"] = max(own, plant.memory.get("largest", 0.0))
+    if own < plant.memory["largest"]:
+        plant.hit()
+    return float(plant.memory["largest"])
+
+
+# ---------------------------------------------------------------- where documents begin and end
+
+
+def _one_document(bounds: Bounds, tokens: int, device: torch.device) -> Bounds:
+    return Bounds.packed((tokens,), device) if not bounds.apart and len(bounds.lengths) > 1 else bounds
+
+
+@bug(
+    "B5", "weft.engine.engine:build_row",
+    "attention sees a row as one document",
+    caught_by=NEIGHBOURS, seen="areal-project/AReaL#1442",
+)  # fmt: skip
+def bounds_lost(plant: Plant, original: Original, *arguments: Any, **options: Any) -> Row:
+    row: Row = original(*arguments, **options)
+    bounds = _one_document(row.bounds, row.input_ids_BT.shape[1], row.input_ids_BT.device)
+    if bounds is row.bounds:
+        return row
+    plant.hit()
+    return replace(row, bounds=bounds)
+
+
+@bug(
+    "B5", "weft.ops.attention:Call",
+    "the attention kernel itself ignores the bounds it is given",
+    caught_by="tests/test_plants.py: llama passes the start-up check packed", seen="huggingface/transformers#46634",
+)  # fmt: skip
+def kernel_leaks(
+    plant: Plant, original: Original, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, **rest: Any
+) -> Any:
+    one = _one_document(bounds, query.shape[2], query.device)
+    if one is not bounds:
+        plant.hit()
+    return original(query, key, value, one, **rest)
+
+
+@bug(
+    "B6", "weft.models.build:examine",
+    "a family whose layers carry state along the row is laid out packed",
+    caught_by=NEIGHBOURS, seen="verl-project/verl#6660", needs="a hybrid or recurrent family, such as lfm2",
+)  # fmt: skip
+def state_mixer_packed(plant: Plant, original: Original, config: Any) -> Any:
+    findings = original(config)
+    if findings.layout == "apart":
+        plant.hit()
+    return replace(findings, layout="packed")
+
+
+@bug(
+    "B7", "weft.engine.row:_positions",
+    "positions count on along the row instead of restarting",
+    caught_by=LOGPROB, seen="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
+)  # fmt: skip
+def positions_not_reset(
+    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], shape: Any, layout: Layout
+) -> Tensor:
+    positions: Tensor = original(documents, starts, shape, layout)
+    if layout == "apart" or len(documents) < 2:
+        return positions
+    plant.hit()
+    return torch.arange(positions.numel()).view(positions.shape)
+
+
+# ---------------------------------------------------------------- which tokens are trained
+
+
+@bug(
+    "B8", "weft.engine.row:_predictions",
+    "labels are shifted after packing: a document's last token predicts the first of the next",
+    caught_by=LOSS, seen="huggingface/transformers#36607",
+)  # fmt: skip
+def shifted_after_packing(
+    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], every: bool, device: Any
+) -> dict[str, Any]:
+    out: dict[str, Any] = original(documents, starts, every, device)
+    if every:
+        return out
+    for place, (before, document) in enumerate(pairwise(documents), start=1):
+        if starts[place] == starts[place - 1] + len(before) and float(document.weights[0]):
+            plant.hit()
+            _append(out, starts[place] - 1, int(document.tokens[0]), float(document.weights[0]), place)
+    return out
+
+
+def _append(predictions: dict[str, Any], position: int, target: int, weight: float, place: int) -> None:
+    """One more prediction of a row."""
+    new = {"selected_N": position, "targets_N": target, "weights_N": weight, "document_N": place, "token_N": 0}
+    for name, value in new.items():
+        predictions[name] = torch.cat([predictions[name], predictions[name].new_tensor([value])])
+
+
+@bug(
+    "B9", "weft.engine.row:_predictions",
+    "the loss mask is off by one: the first token of an answer is not trained",
+    caught_by=LOSS, seen="OpenRLHF/OpenRLHF#973",
+)  # fmt: skip
+def first_token_lost(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> dict[str, Any]:
+    late = [replace(d, weights=torch.cat([d.weights[:1] * 0.0, d.weights[:-1]])) for d in documents]
+    plant.hits += sum(not torch.equal(a.weights, b.weights) for a, b in zip(late, documents, strict=True))
+    return original(late, *rest)  # type: ignore[no-any-return]
+
+
+@bug(
+    "B9", "weft.data.tokenizer:Encoder._prompts",
+    "the first token of a completion counts as prompt",
+    caught_by="tests/test_data.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
+)  # fmt: skip
+def completion_mask_late(plant: Plant, original: Original, self: Any, records: Any) -> Any:
+    out = []
+    for item in original(self, records):
+        plant.hit()
+        first = item.trained.index(1)
+        out.append(replace(item, trained=[*item.trained[:first], 0, *item.trained[first + 1 :]]))
+    return out
+
+
+def _with_padding_trained(row: Row, covered: Tensor) -> Row:
+    """The row with every position that no document covers trained, weight 1, as predicting token 0."""
+    selected = (~covered).nonzero().flatten().to(row.selected_N.device)
+    zeros = torch.zeros_like(selected)
+    return replace(
+        row,
+        selected_N=torch.cat([row.selected_N, selected]),
+        targets_N=torch.cat([row.targets_N, zeros]),
+        weights_N=torch.cat([row.weights_N, torch.ones_like(selected, dtype=torch.float32)]),
+        document_N=torch.cat([row.document_N, zeros]),
+        token_N=torch.cat([row.token_N, zeros]),
+    )
+
+
+@bug(
+    "B9", "weft.engine.engine:build_row",
+    "padding behind documents is trained",
+    caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
+    needs="rows with padding: a family laid out apart, or step.shapes=fixed",
+)  # fmt: skip
+def padding_trained(
+    plant: Plant, original: Original, indices: Sequence[int], documents: Mapping[int, Document], **options: Any
+) -> Row:
+    from weft.engine.row import _starts
+
+    row: Row = original(indices, documents, **options)
+    covered = torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool)
+    chosen = [documents[index] for index in indices]
+    for start, document in zip(_starts(chosen, options["length"], options["layout"]), chosen, strict=True):
+        covered[start : start + len(document)] = True
+    if options["every_token"] or not chosen or covered.all():
+        return row
+    plant.hit()
+    return _with_padding_trained(row, covered)
+
+
+@bug(
+    "B26", "weft.engine.engine:build_row",
+    "the row of padding of a rank without documents is trained",
+    caught_by="loss, documents 2", seen="verl-project/verl#5969", ranks=2,
+)  # fmt: skip
+def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int], *rest: Any, **options: Any) -> Row:
+    row: Row = original(indices, *rest, **options)
+    if indices or options["every_token"]:
+        return row
+    plant.hit()
+    return _with_padding_trained(row, torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool))
