@@ -64,6 +64,4 @@ def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> Verdict
 
 def describe(verdict: Verdict) -> str:
     """What failed, for an assertion message."""
-    return "; ".join(
-        f"{f.name}: {f.value:.1e} > {f.tolerance:.1e} {f.note}" for f in verdict.figures if not f.passed
-    )
+    return "; ".join(f"{f.name}: {f.value:.1e} > {f.tolerance:.1e} {f.note}" for f in verdict.figures if not f.passed)

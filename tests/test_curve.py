@@ -1,4 +1,4 @@
-"""Ten steps: loss and gradient norm stay within 1e-4 of the reference while the loss moves and clipping comes and goes."""
+"""Ten steps: loss and gradient norm within 1e-4 of the reference while the loss moves and clipping comes and goes."""
 
 from __future__ import annotations
 

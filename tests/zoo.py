@@ -20,7 +20,8 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama_tied": ("LlamaConfig", "LlamaForCausalLM", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16, tie_word_embeddings=True)),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(
-        head_dim=16, query_pre_attn_scalar=24, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
+        head_dim=16, query_pre_attn_scalar=24, sliding_window=16, attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0)),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
         num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
@@ -32,17 +33,17 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         head_dim=16, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
         tie_word_embeddings=False)),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(
-        num_hidden_layers=3, num_key_value_heads=4, first_k_dense_replace=1, moe_intermediate_size=40, n_routed_experts=8,
-        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, q_lora_rank=24, kv_lora_rank=16,
-        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)),
+        num_hidden_layers=3, num_key_value_heads=4, first_k_dense_replace=1, moe_intermediate_size=40,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, q_lora_rank=24,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", dict(tie_word_embeddings=False)),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(
         sliding_window=16, logit_scale=0.25, layer_types=["sliding_attention", "full_attention"])),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(
         num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=16)),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
-        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
+        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=40, shared_expert_intermediate_size=40)),
     "falcon": ("FalconConfig", "FalconForCausalLM", dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2)),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
@@ -57,8 +58,8 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0)),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16)),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", dict(
-        num_hidden_layers=3, head_dim=16, moe_intermediate_size=40, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, n_shared_experts=1, first_k_dense_replace=1)),
+        num_hidden_layers=3, head_dim=16, moe_intermediate_size=40, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)),
 }  # fmt: skip
 
 PARITY_FAMILIES = (

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from weft.engine.engine import Engine
 from weft.models import hf
@@ -68,7 +69,7 @@ def _write(engine: Engine, tensors: dict[str, Tensor], target: Path) -> None:
     os.replace(partial, target)
 
 
-def _retied(tensors: dict[str, Tensor], model: hf.PreTrainedModel) -> dict[str, Tensor]:
+def _retied(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """Tied names as one tensor again, which is how the conversion rules know what to write once."""
     for name, owner in hf.tied_parameters(model).items():
         if name in tensors and owner in tensors:

@@ -19,7 +19,9 @@ def check_contract(engine: Engine) -> None:
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             local = value.to_local() if isinstance(value, DTensor) else value
             if key != "step" and isinstance(local, torch.Tensor) and local.dtype != master:
-                raise RuntimeError(f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}")
+                raise RuntimeError(
+                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}"
+                )
     promised = (engine.precision.compute, engine.precision.reduce)
     for found in observed_dtypes(engine.module):
         if found != promised:

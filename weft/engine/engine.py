@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -42,10 +42,10 @@ class EngineConfig:
     """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
 
     model: ModelConfig
-    mesh: MeshConfig = MeshConfig()
-    fsdp: FsdpConfig = FsdpConfig()
-    step: StepConfig = StepConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     seed: int = 0
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
@@ -140,7 +140,7 @@ class Engine:
         gathered: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in range(self.ranks.world)]
         dist.all_gather_object(gathered, mine)
         places = [
-            f"rank {rank}, micro-batch {micro + 1}, documents {list(documents[:8])}{' ...' if len(documents) > 8 else ''}"
+            f"rank {rank}, micro-batch {micro + 1}, documents {', '.join(map(str, documents[:8]))}"
             for per_rank in gathered
             for rank, micro, documents in per_rank
         ]

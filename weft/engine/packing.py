@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-T = TypeVar("T")
 Ints = NDArray[np.int64]
 
 # Refinement stops here: the rest is below what an estimate of FLOPs can tell.
 _GOOD_ENOUGH = 0.99
-# It looks at up to so many exchanges at a time, and makes up to so many.
-_MOST_GIVEN, _MOST_TAKEN, _MOST_EXCHANGES = 64, 1024, 128
+# It looks at up to so many documents to give and to take at a time, and so many times.
+_MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 32, 512, 150
 
 
 def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
@@ -82,51 +80,68 @@ class _Refinement:
     def __init__(
         self, rows: list[list[int]], tokens: Sequence[int], costs: Sequence[int], ranks: int, capacity: int
     ) -> None:
-        self.rows, self.ranks, self.capacity = rows, ranks, capacity
-        # One document of nothing stands for giving without taking.
+        self.ranks, self.capacity = ranks, capacity
+        # One document of nothing, the last, stands for giving without taking.
         self.tokens = np.array([*tokens, 0], dtype=np.int64)
         self.costs = np.array([*costs, 0], dtype=np.int64)
-        self.total = sum(costs)
-        self.largest = max(costs)
+        self.row_of = np.zeros(len(costs), dtype=np.int64)
+        for row, indices in enumerate(rows):
+            self.row_of[indices] = row
+        self.row_costs, self.row_tokens = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+        np.add.at(self.row_costs, self.row_of, self.costs[:-1])
+        np.add.at(self.row_tokens, self.row_of, self.tokens[:-1])
+        self.bound = max(sum(costs) / ranks, max(costs))
 
     def run(self) -> list[list[int]]:
-        for _ in range(_MOST_EXCHANGES):
-            self._sort()
-            leaders = self.row_costs[:: self.ranks]
-            bound = max(self.total / self.ranks, self.largest)
-            if self.ranks == 1 or bound >= _GOOD_ENOUGH * int(leaders.sum()):
-                break
-            if not any(self._improve(batch) for batch in range(len(leaders))):
-                break
         self._sort()
-        return self.rows
+        tries = _MOST_TRIES if self.ranks > 1 else 0
+        batch = failures = 0
+        while tries > 0 and failures < len(self._leaders()) and not self._good():
+            tries -= 1
+            if self._improve(batch):
+                failures = 0
+                self._sort()
+            else:
+                failures += 1
+                batch = (batch + 1) % len(self._leaders())
+        rows: list[list[int]] = [[] for _ in self.row_costs]
+        for index, row in enumerate(self.row_of.tolist()):
+            rows[row].append(index)
+        return rows
+
+    def _leaders(self) -> Ints:
+        """Cost of each micro-batch: that of its dearest row."""
+        return self.row_costs[:: self.ranks]
+
+    def _good(self) -> bool:
+        return self.bound >= _GOOD_ENOUGH * int(self._leaders().sum())
 
     def _sort(self) -> None:
-        cost_of = [sum(int(self.costs[i]) for i in row) for row in self.rows]
-        order = sorted(range(len(self.rows)), key=lambda r: (-cost_of[r], self.rows[r][:1]))
-        self.rows = [self.rows[r] for r in order]
-        self.row_costs: Ints = np.array([cost_of[r] for r in order], dtype=np.int64)
-        self.row_tokens: Ints = np.array([int(self.tokens[row].sum()) for row in self.rows], dtype=np.int64)
+        """Numbers the rows by falling cost."""
+        order = np.argsort(-self.row_costs, kind="stable")
+        self.row_costs, self.row_tokens = self.row_costs[order], self.row_tokens[order]
+        self.row_of = np.argsort(order, kind="stable")[self.row_of]
 
     def _improve(self, batch: int) -> bool:
         """Makes the best exchange that lowers the cost of this micro-batch's dearest row, if one lowers the time."""
         leader = batch * self.ranks
-        given = np.array(_thin(self.rows[leader], _MOST_GIVEN), dtype=np.int64)
-        others = [(i, r) for r, row in enumerate(self.rows) if r != leader for i in row]
-        others = _thin(others, _MOST_TAKEN) + [(-1, r) for r in range(len(self.rows)) if r != leader]
-        if not len(given) or not others:
+        given = _thin(np.flatnonzero(self.row_of == leader), _MOST_GIVEN)
+        taken = _thin(np.flatnonzero(self.row_of != leader), _MOST_TAKEN)
+        if not len(given):
             return False
-        taken, row = np.array(others, dtype=np.int64).T
-        shift = self.costs[given][:, None] - self.costs[taken][None, :]
-        gain = self._gain(leader, shift, row)
-        moved = self.tokens[given][:, None] - self.tokens[taken][None, :]
-        fits = (self.row_tokens[row] + moved <= self.capacity) & (self.row_tokens[leader] - moved <= self.capacity)
-        gain[~fits] = 0
+        rows = np.arange(len(self.row_costs), dtype=np.int64)
+        rows = rows[rows != leader]
+        row = np.concatenate([self.row_of[taken], rows])
+        taken = np.concatenate([taken, np.full(len(rows), -1, dtype=np.int64)])
+        shift = self.costs[given][:, None] - self.costs[taken]
+        moved = self.tokens[given][:, None] - self.tokens[taken]
+        fits = (moved <= self.capacity - self.row_tokens[row]) & (moved >= self.row_tokens[leader] - self.capacity)
+        gain = np.where(fits & (shift > 0), self._gain(leader, shift, row), 0)
         best = int(gain.max())
         if best <= 0:
             return False
         # Of those that gain the most, the one that takes most from the dearest row.
-        place = int(np.where(gain == best, shift, -1).argmax())
+        place = int(np.where(gain == best, shift, 0).argmax())
         give, take = divmod(place, len(taken))
         self._exchange(leader, int(row[take]), int(given[give]), int(taken[take]))
         return True
@@ -134,23 +149,22 @@ class _Refinement:
     def _gain(self, leader: int, shift: Ints, row: Ints) -> Ints:
         """[given, taken] by how much the time falls when `shift` of cost goes from the leader to `row`."""
         costs, ranks = self.row_costs, self.ranks
-        second = costs[leader + 1]
-        lowered = np.maximum(costs[leader] - shift, second)
-        raised = costs[row] + shift
-        leaders = costs[(row // ranks) * ranks]
+        fall = np.minimum(shift, costs[leader] - costs[leader + 1])
+        # A row of the same micro-batch may rise to a little below the leader, one of another to its own leader.
         same = row // ranks == leader // ranks
-        within = costs[leader] - np.maximum(lowered, raised)
-        across = (costs[leader] - lowered) - np.maximum(raised - leaders, 0)
-        return np.where(shift > 0, np.where(same, within, across), 0)
+        ceiling = np.where(same, costs[leader], costs[(row // ranks) * ranks])
+        rise = shift - (ceiling - costs[row])
+        return np.where(same, np.minimum(fall, -rise), fall - np.maximum(rise, 0))
 
     def _exchange(self, leader: int, row: int, give: int, take: int) -> None:
-        self.rows[leader].remove(give)
-        self.rows[row].append(give)
-        if take >= 0:
-            self.rows[row].remove(take)
-            self.rows[leader].append(take)
+        for index, source, target in ((give, leader, row), (take, row, leader)):
+            if index >= 0:
+                self.row_of[index] = target
+            for sums, values in ((self.row_costs, self.costs), (self.row_tokens, self.tokens)):
+                sums[source] -= values[index]
+                sums[target] += values[index]
 
 
-def _thin(items: list[T], most: int) -> list[T]:
+def _thin(items: Ints, most: int) -> Ints:
     """At most `most` of them, evenly spread."""
     return items if len(items) <= most else items[:: -(-len(items) // most)]

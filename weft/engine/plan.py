@@ -88,7 +88,9 @@ class StepPlan:
     def utilisation(self) -> float:
         """Mean over max FLOPs of the ranks, micro-batch by micro-batch: the share of time that ranks do not wait."""
         cost = _costs(self.documents)
-        return sum(cost) / max(self.ranks * _time([list(row) for micro in self.rows for row in micro], cost, self.ranks), 1e-30)
+        return sum(cost) / max(
+            self.ranks * _time([list(row) for micro in self.rows for row in micro], cost, self.ranks), 1e-30
+        )
 
     def fingerprint(self) -> str:
         """A short hash of the whole plan, for ranks to compare."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -100,9 +100,13 @@ def _positions(documents: Sequence[Document], starts: Sequence[int], shape: tupl
     return positions.view(shape)
 
 
-def _predictions(documents: Sequence[Document], starts: Sequence[int], every_token: bool, device: torch.device) -> dict:  # type: ignore[type-arg]
+def _predictions(
+    documents: Sequence[Document], starts: Sequence[int], every_token: bool, device: torch.device
+) -> dict[str, Any]:
     """Shift within each document: position t predicts token t + 1, and the last position nothing."""
-    columns: dict[str, list[Tensor]] = {n: [] for n in ("selected_N", "targets_N", "weights_N", "document_N", "token_N")}
+    columns: dict[str, list[Tensor]] = {
+        n: [] for n in ("selected_N", "targets_N", "weights_N", "document_N", "token_N")
+    }
     names = documents[0].arrays.keys() if documents else ()
     arrays: dict[str, list[Tensor]] = {name: [] for name in names}
     for place, (start, document) in enumerate(zip(starts, documents, strict=True)):
@@ -116,7 +120,7 @@ def _predictions(documents: Sequence[Document], starts: Sequence[int], every_tok
         for name in arrays:
             arrays[name].append(document.arrays[name][1:][wanted])
     empty = {"weights_N": torch.zeros(0)}
-    joined: dict[str, object] = {
+    joined: dict[str, Any] = {
         name: _to(torch.cat(parts) if parts else empty.get(name, torch.zeros(0, dtype=torch.int64)), device)
         for name, parts in columns.items()
     }

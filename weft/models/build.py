@@ -11,10 +11,10 @@ from transformers import PretrainedConfig
 from weft.config.schema import ModelConfig
 from weft.engine.row import Layout
 from weft.models import hf
+from weft.models.cost import flop_facts
 from weft.models.startup import Findings, examine, implementation
 from weft.models.train_module import TrainModule
 from weft.observe.flops import FlopFacts
-from weft.models.cost import flop_facts
 
 
 @dataclass(frozen=True)

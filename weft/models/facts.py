@@ -63,13 +63,15 @@ def _final_norm(decoder: nn.Module, path: str) -> str | None:
     found = [
         name
         for name, child in decoder.named_children()
-        if _FINAL_NORM.search(name) and any(True for _ in child.parameters()) and all(p.ndim == 1 for p in child.parameters())
+        if _FINAL_NORM.search(name)
+        and any(True for _ in child.parameters())
+        and all(p.ndim == 1 for p in child.parameters())
     ]
     return f"{path}.{found[0]}" if len(found) == 1 else None
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What the family does to head(hidden): soft-cap, division or multiplication. The start-up check has the last word."""
+    """What the family does to head(hidden): soft-cap, division or factor. The start-up check has the last word."""
     family = config.model_type
     if family in ("gemma2", "gemma3_text", "gemma4_text"):
         return LogitTransform(softcap=config.final_logit_softcapping)

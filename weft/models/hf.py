@@ -29,6 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from weft.errors import UserError
 
+# weft says itself what it loads and checks; transformers' bars and advice would drown it.
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
 # Regularisers that would make the loss depend on the cut: 0 unless asked for.
 _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
 

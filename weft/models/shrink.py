@@ -14,8 +14,8 @@ _PERIODS = ("full_attention_interval", "attn_layer_period", "expert_layer_period
             "sliding_window_pattern", "hybrid_layer_period")  # fmt: skip
 _SMALL = {
     "intermediate_size": 128, "ffn_dim": 128, "n_inner": 128, "ffn_hidden_size": 128, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "vocab_size": 512, "vocab_size_per_layer_input": 512,
-    "q_lora_rank": 32, "kv_lora_rank": 16,
+    "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,    "q_lora_rank": 32, "kv_lora_rank": 16,
 }  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")

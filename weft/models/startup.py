@@ -34,8 +34,8 @@ KNOWN_LAYER_TYPES = {
 @dataclass(frozen=True)
 class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
-    attention_calls: calls per forward that saw the bounds. traits: what its attention needs of a kernel beyond causality
-    (window, softcap, sinks). copy: what was checked, in words."""
+    attention_calls: calls per forward that saw the bounds. traits: what its attention needs of a kernel beyond
+    causality (window, softcap, sinks). copy: what was checked, in words."""
 
     layout: Layout
     uses_bounds: bool
@@ -173,5 +173,3 @@ def _check_layout(
         others = [i for i in range(len(documents)) if i != place]
         worst = max(worst, max(float((moved[i] - logits[i]).abs().max()) for i in others) / scale)
     return (0 if bounds is None else bounds.seen), worst
-
-

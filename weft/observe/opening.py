@@ -51,7 +51,9 @@ def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> Non
 
 def _print_model(config: SftConfig, engine: Engine) -> None:
     say, built = Console(highlight=False, soft_wrap=True).print, engine.built
-    say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters")
+    say(
+        f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters"
+    )
     say(f"layout   documents {built.layout}; {_attention(config, engine)}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "

@@ -49,7 +49,7 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroupRow:
-    """Parameters that the optimizer treats alike. elements: over all ranks. examples: names, layer numbers as `*`."""
+    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names."""
 
     name: str
     weight_decay: float

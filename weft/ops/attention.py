@@ -182,7 +182,8 @@ def choose(preference: str, call: Call) -> str:
     if not KERNELS[preference].suits(call):
         raise ValueError(
             f"model.attention={preference} cannot serve a call with dtype {call.query_BHTD.dtype} on "
-            f"{call.query_BHTD.device.type}, softcap {call.softcap}, sinks {call.sinks_H is not None}. Set model.attention=auto."
+            f"{call.query_BHTD.device.type}, softcap {call.softcap}, sinks {call.sinks_H is not None}. "
+            "Set model.attention=auto."
         )
     return preference
 

@@ -179,4 +179,3 @@ class Recorder:
         """Write summary.json beside the resolved config."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from weft.config.schema import OptimizerConfig, SftConfig
 from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.shrink import fewer_layers
+from weft.parallel.parallelize import Precision
 from weft.recipes.sft import engine_config
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Step, Verdict, compare_once, verify
@@ -52,13 +54,13 @@ def run(config: SftConfig, options: VerifyOptions) -> bool:
         return answer[0]
 
 
-def check(config: SftConfig, subject: Subject, steps: list[Step], ranks: Ranks) -> Verdict | None:
+def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ranks) -> Verdict | None:
     """The verdict in fp32, with the figures of the configured dtype as remarks; on the first rank."""
     exact = verified_config(config, subject.path)
     verdict = verify(Engine(engine_config(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
-    configured = Engine(engine_config(replace(exact, fsdp=config.fsdp)), ranks)
-    if configured.precision.compute == torch.float32 and configured.precision.reduce == torch.float32:
+    if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
+    configured = Engine(engine_config(replace(exact, fsdp=config.fsdp)), ranks)
     remark = compare_once(configured, subject.path, steps[0])
     return None if verdict is None else replace(verdict, remarks=[*verdict.remarks, remark])
 
@@ -94,7 +96,9 @@ def choose_subject(config: SftConfig, options: VerifyOptions, ranks: Ranks, fold
     dist.broadcast_object_list(shared, src=0)
     if ranks.local_rank == 0:
         shape.architectures = [hf.model_class(shape).__name__]
-        hf.build_random(shape, dtype=torch.float32, attention="eager", seed=config.train.seed).save_pretrained(shared[0])
+        hf.build_random(shape, dtype=torch.float32, attention="eager", seed=config.train.seed).save_pretrained(
+            shared[0]
+        )
     dist.barrier()
     return Subject(shared[0], words)
 

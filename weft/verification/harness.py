@@ -109,9 +109,9 @@ def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float]) -> Obse
     seen.neighbours = _neighbours(engine, steps[0], seen.readouts)
     for step, lr in zip(steps, lrs, strict=True):
         documents, metas = to_documents(engine, step)
-        loss = engine.accumulate(engine.plan(metas), documents, CrossEntropy())["loss"]
+        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         result = engine.apply(lr)
-        seen.trained.append((loss or 0.0, result.grad_norm))
+        seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
     return seen
 
@@ -174,9 +174,7 @@ def _readout_figures(seen: Observed, plain: reference.Reference, step: Step) -> 
         for name, expected in zip(worst, plain.logprobs(ids), strict=True):
             scale = max(1.0, float(expected.abs().max()))
             worst[name] = _larger(worst[name], float((seen.readouts[index][name] - expected).abs().max()) / scale)
-    alone = max(
-        float((seen.alone[i]["logprob"] - seen.readouts[i]["logprob"]).abs().max()) for i in range(len(step))
-    )
+    alone = max(float((seen.alone[i]["logprob"] - seen.readouts[i]["logprob"]).abs().max()) for i in range(len(step)))
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
@@ -332,6 +330,6 @@ def compare_once(engine: Engine, path: str, step: Step) -> str:
     expected_loss, expected = plain.gradients(step)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
     return (
-        f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; rounding, no verdict): "
+        f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; no verdict): "
         f"loss differs by {_relative(loss, expected_loss):.1e}, the worst gradient by {worst.value:.1e} ({worst.name})"
     )

@@ -1,7 +1,7 @@
-"""The reference: what one plain process computes. Imports nothing of weft, on purpose; keep it short enough to believe.
+"""The reference: what one plain process computes. Imports nothing of weft, on purpose; short enough to believe.
 
-transformers' from_pretrained in fp32, eager, dropout off; one document at a time; its own shift, its own sum. A document
-is (ids, mask): token ids and the loss weight of each token as a target, as plain lists.
+transformers' from_pretrained in fp32, eager, dropout off; one document at a time; its own shift, its own sum. A
+document is (ids, mask): token ids and the loss weight of each token as a target, as plain lists.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Reference:
         ce = -logits[:, :-1].log_softmax(-1).gather(2, targets[:, :, None])[:, :, 0]
         loss = (ce * weights).sum() / total
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def _gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}

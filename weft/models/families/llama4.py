@@ -32,7 +32,7 @@ def _chunked(bounds: Bounds, size: int, device: torch.device) -> Bounds:
 
 
 def _temperature_ratio(module: nn.Module, bounds: Bounds, query: Tensor) -> Tensor:
-    """f(document position) / f(row position), f(p) = log1p(floor((p + 1) / floor_scale)) attn_scale + 1; [1, 1, T, 1]."""
+    """[1, 1, T, 1] f(document position) / f(row position), f(p) = log1p(floor((p + 1) / floor_scale)) attn_scale + 1"""
     row = torch.arange(query.shape[2], device=query.device)
     document = torch.cat([torch.arange(n, device=query.device) for n in bounds.lengths])
     scale: Any = module.attn_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, An
     if positions.shape[0] > 1:
         return query, Bounds((length,) * positions.shape[0], apart=True)
     starts = [*(positions[0] == 0).nonzero().flatten().tolist(), length]
-    lengths = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+    lengths = tuple(end - start for start, end in pairwise(starts))
     return query, Bounds.packed(lengths, query.device)
 
 
