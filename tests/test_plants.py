@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -84,8 +85,6 @@ def figure_passes(name: str, figure: str, plant: str | None) -> bool:
 
 # ---------------------------------------------------------------- a whole run of the recipe, against the reference
 
-STEPS, RANKS = 3, 2
-
 
 def run_config(path: str) -> schema.SftConfig:
     return schema.SftConfig(
@@ -99,12 +98,13 @@ def run_config(path: str) -> schema.SftConfig:
 
 
 def run_documents(poisoned: tuple[int, ...]) -> list[reference.Document]:
-    """Seven, so that the last step of three is short. A poisoned one's loss overflows, and its gradient does not."""
+    """Seven, so that the last step of three is short. The loss of a poisoned one overflows."""
     documents = awkward_steps(128)[0][2:]
     return [(ids, [w * 3e38 for w in mask] if i in poisoned else mask) for i, (ids, mask) in enumerate(documents)]
 
 
 def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...]) -> None:
+    """`weft sft` behind its data, to its last step or until it gives up."""
     from weft.recipes import sft
 
     config = run_config(path)
@@ -115,14 +115,15 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
-        sft.train(config, engine, documents, report, Path(folder), Phases())
+        with suppress(FloatingPointError):
+            sft.train(config, engine, documents, report, Path(folder), Phases())
 
 
 @cache
 def lines(plant: str | None) -> list[dict[str, Any]]:
     """metrics.jsonl of a run in which one document of each epoch makes the loss infinite."""
     with tempfile.TemporaryDirectory() as folder:
-        run(RANKS, recipe, plant, saved_model("llama"), folder, (2,))
+        run(2, recipe, plant, saved_model("llama"), folder, (2,))
         return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -157,16 +158,10 @@ def rates_of_a_run(plant: str | None) -> bool:
 
 
 def hopeless_run_ends(plant: str | None) -> bool:
+    """A run of nothing but poisoned documents stops, and saves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        return run(1, ends, plant, saved_model("llama"), folder)[0]
-
-
-def ends(plant: str | None, path: str, folder: str) -> bool:
-    try:
-        recipe(plant, path, folder, tuple(range(7)))
-    except FloatingPointError:
+        run(1, recipe, plant, saved_model("llama"), folder, tuple(range(7)))
         return not (Path(folder) / "checkpoints").exists()
-    return False
 
 
 # ---------------------------------------------------------------- checks of their own

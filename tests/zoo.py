@@ -43,8 +43,8 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=16)),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
         head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=40, shared_expert_intermediate_size=40)),
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=40)),
     "falcon": ("FalconConfig", "FalconForCausalLM", dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2)),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
         num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16, expand=2)),

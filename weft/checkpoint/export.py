@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,30 +46,43 @@ def save_step(engine: Engine, checkpoints: Path, step: int) -> Path:
     return target
 
 
-def save_huggingface(engine: Engine, target: Path) -> None:
-    """Write the model as a HuggingFace directory; collective. The first rank holds the whole model while it writes."""
+def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write the model as a HuggingFace directory; collective. The first rank holds the whole model while it writes.
+
+    shard_bytes: the largest weight file; one tensor that is larger has a file of its own.
+    """
     tensors = {}
     for name, tensor in engine.tensors():
         if engine.ranks.is_first:
             tensors[name] = tensor.cpu()
     if engine.ranks.is_first:
-        _write(engine, tensors, target)
+        _write(engine, tensors, target, shard_bytes)
     dist.barrier()
 
 
-def _write(engine: Engine, tensors: dict[str, Tensor], target: Path) -> None:
+def _write(engine: Engine, tensors: dict[str, Tensor], target: Path, shard_bytes: int) -> None:
+    """Everything is written beside the target first, over what a killed save may have left there."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    built = engine.built
-    on_disk = hf.to_disk_layout(built.module.hf_model, _retied(tensors, built.module.hf_model))
-    cast = cast_to_source(on_disk, built.source_dtypes)
-    save_torch_state_dict(cast, partial, max_shard_size=_SHARD_BYTES, metadata={"format": "pt"})
+    model = engine.built.module.hf_model
+    on_disk = hf.to_disk_layout(model, _retied(tensors, model))
+    cast = cast_to_source(on_disk, engine.built.source_dtypes)
+    save_torch_state_dict(cast, partial, max_shard_size=shard_bytes, metadata={"format": "pt"})
     _write_config(engine, cast, partial)
-    if built.source is not None:
-        copy_companions(built.source, partial)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
+    if engine.built.source is not None:
+        copy_companions(engine.built.source, partial)
+    _commit(partial, target)
+
+
+def _commit(partial: Path, target: Path) -> None:
+    """Put a whole folder in its place. One that is there already makes way only now, by a rename."""
+    replaced = target.with_name(target.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(partial, target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _retied(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
@@ -78,22 +94,52 @@ def _retied(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Ten
 
 
 def cast_to_source(tensors: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Each tensor in the dtype that the source's files have for its name; unchanged where they do not have it."""
-    return {
-        name: (tensor.to(SAFETENSORS_DTYPES[dtypes[name]]) if name in dtypes else tensor).contiguous()
-        for name, tensor in tensors.items()
-    }
+    """Each tensor in the dtype that the source's files have for its name.
+
+    A name that they do not have (a prefix that this model's class writes and they lack, the other name of a tied
+    weight) gets the dtype of most of them; without files nothing is cast.
+    """
+    usual = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else None
+    out = {}
+    for name, tensor in tensors.items():
+        wanted = dtypes.get(name, usual if tensor.is_floating_point() else None)
+        out[name] = (tensor if wanted is None else tensor.to(SAFETENSORS_DTYPES[wanted])).contiguous()
+    return out
 
 
 def _write_config(engine: Engine, tensors: Mapping[str, Tensor], target: Path) -> None:
-    """The source's own config, dropout included, with the dtype that most of the written weights have."""
-    config = hf.read_config(engine.config.model.path)
-    config.architectures = [type(engine.built.module.hf_model).__name__.removeprefix("FSDP")]
-    sizes: dict[torch.dtype, int] = {}
+    """The source's config.json as it was read, except for what the written weights say.
+
+    Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
+    the end of a training run, where an old config.json holds generation settings.
+    """
+    raw, _ = PretrainedConfig.get_config_dict(engine.config.model.path)
+    raw = {key: value for key, value in raw.items() if key != "_commit_hash"}
+    model = engine.built.module.hf_model
+    raw["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
+        # The source's head differed from its embedding, so that they were loaded, and trained, apart.
+        raw["tie_word_embeddings"] = False
+    raw.setdefault("torch_dtype" if "torch_dtype" in raw else "dtype", None)
+    _set_dtype(raw, str(_most_common_dtype(tensors)).removeprefix("torch."))
+    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """By number of elements."""
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
-    config.dtype = max(sizes, key=lambda dtype: sizes[dtype])
-    config.save_pretrained(target)
+        sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """In the config and its sub-configs, under the key that each has."""
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            config[key] = dtype
+        elif isinstance(value, dict) and "model_type" in value:
+            _set_dtype(value, dtype)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ Ints = NDArray[np.int64]
 # Refinement stops here: the rest is below what an estimate of FLOPs can tell.
 _GOOD_ENOUGH = 0.99
 # It looks at up to so many documents to give and to take at a time, and so many times.
-_MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 32, 512, 150
+_MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 24, 256, 100
 
 
 def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
@@ -34,7 +35,43 @@ def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: i
         rows = rows or _deal_to_fullest(by_length, tokens, count * ranks, capacity)
         if rows is not None:
             return _Refinement(rows, tokens, costs, ranks, capacity).run()
-        count += 1
+        count += 1  # also the end of it: with a row for each document, all fit
+
+
+def pack_apart(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
+    """m x ranks rows of like documents, for which count x largest width <= capacity; m the smallest possible.
+
+    A row costs count x its dearest document, because all are padded to the widest. Rows are runs of the documents
+    sorted by width; of all such cuts into m x ranks rows, one whose dearest row is cheapest.
+    """
+    order = sorted(range(len(widths)), key=lambda i: (-widths[i], -costs[i], i))
+    wide = [widths[i] for i in order]
+    # The dearest among a document and all narrower ones, so that the first of a run is its dearest.
+    dear = list(accumulate((costs[i] for i in reversed(order)), max))[::-1]
+    fewest = len(_cut(wide, dear, capacity, limit=len(order) * max(dear)))
+    n = -(-fewest // ranks) * ranks
+    low, high = max(dear), len(order) * max(dear)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(wide, dear, capacity, middle)) <= n:
+            high = middle
+        else:
+            low = middle + 1
+    cuts = _cut(wide, dear, capacity, low)
+    rows = [sorted(order[start:stop]) for start, stop in cuts]
+    cost_of = {start: (stop - start) * dear[start] for start, stop in cuts}
+    ordered = sorted(range(len(rows)), key=lambda r: (-cost_of[cuts[r][0]], r))
+    return [rows[r] for r in ordered] + [[] for _ in range(n - len(rows))]
+
+
+def _cut(widths: Sequence[int], costs: Sequence[int], capacity: int, limit: int) -> list[tuple[int, int]]:
+    """Fewest runs (start, stop) of falling widths and costs, none over the capacity or the limit of cost."""
+    runs, start = [], 0
+    while start < len(widths):
+        count = min(capacity // widths[start], limit // max(1, costs[start]), len(widths) - start)
+        runs.append((start, start + count))
+        start += count
+    return runs
 
 
 def _deal_to_cheapest(

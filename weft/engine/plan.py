@@ -1,32 +1,38 @@
-"""The step plan: which documents go to which row of which micro-batch on which rank.
+"""The step plan: which documents go to which rank in which micro-batch.
 
-A pure function of the documents' metadata, so every rank makes the same plan and no rank waits for a collective that
-another never starts. FSDP synchronises ranks at each micro-batch, so a step takes sum over micro-batches of the
-slowest rank's row; rows of like cost are put side by side.
+A pure function of the documents' metadata, so that every rank makes the same one without a word. A step's documents
+are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). FSDP synchronises the ranks in every
+micro-batch, so the time of a step is sum over k of max over r of the cost of row (k, r), which is what is kept low.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from weft.engine.document import DocumentMeta
+from weft.engine.packing import pack, pack_apart
+from weft.errors import UserError
+
+if TYPE_CHECKING:
+    from weft.engine.document import DocumentMeta
 
 Layout = Literal["packed", "apart"]
 Shapes = Literal["free", "buckets", "fixed"]
-Bins = list[list[int]]
 
-SHORTEST_ROW = 2  # tokens of a row without documents: enough for every layer to run
-BUCKETS_PER_OCTAVE = 8
+# `buckets`: a length is rounded up to one of so many per octave, at most 1/8 longer.
+_BUCKETS_PER_OCTAVE = 8
+# No row is shorter: models treat a single token as a decoding step.
+_SHORTEST_ROW = 2
+# Costs become integers of so many bits, of which exact sums of 2**30 documents fit 63.
+_COST_BITS = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over all documents of the step; weight and loss_tokens are those of predicted tokens, cost in FLOPs."""
+    """Sums over all documents of a step."""
 
     documents: int
     tokens: int
@@ -35,16 +41,20 @@ class Totals:
     cost: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """rows[k][r]: indices of the documents in micro-batch k of data rank r; empty where a rank has only padding."""
+    """rows[k][r]: the step's indices of the documents that rank r takes in micro-batch k, rising; may be empty.
+
+    lengths[k][r]: T of that row, padding included; with layout `apart`, of each document in it. costs[k][r]: estimated
+    FLOPs, `apart` with its padding, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
+    """
 
     documents: tuple[DocumentMeta, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+    costs: tuple[tuple[float, ...], ...]
     budget: int
-    multiple: int
     layout: Layout
-    shapes: Shapes
 
     @property
     def micro_batches(self) -> int:
@@ -55,46 +65,47 @@ class StepPlan:
         return len(self.rows[0])
 
     def of_rank(self, rank: int) -> list[tuple[int, ...]]:
-        """The rows of one data rank, in the order of micro-batches."""
-        return [row[rank] for row in self.rows]
+        """This rank's rows, by micro-batch."""
+        return [micro_batch[rank] for micro_batch in self.rows]
 
     def row_length(self, micro_batch: int, rank: int) -> int:
-        """Tokens of a row with its padding; of one batch entry where documents are apart."""
-        lengths = [self.documents[i].length for i in self.rows[micro_batch][rank]]
-        used = max([SHORTEST_ROW, sum(lengths) if self.layout == "packed" else max(lengths, default=0)])
-        if self.shapes == "fixed" and self.layout == "packed":
-            return self.budget
-        if self.shapes != "free":
-            used = _bucket(used, self.multiple)
-        ceiling = self.budget if self.layout == "packed" else self.budget // max(1, len(lengths))
-        return max(_rounded(used, 1), min(_rounded(used, self.multiple), max(ceiling, used)))
+        """T of a row, padding included."""
+        return self.lengths[micro_batch][rank]
 
-    @cached_property
+    @property
     def totals(self) -> Totals:
         return Totals(
-            len(self.documents),
-            sum(d.length for d in self.documents),
-            sum(d.weight for d in self.documents),
-            sum(d.loss_tokens for d in self.documents),
-            sum(d.cost for d in self.documents),
+            documents=len(self.documents),
+            tokens=sum(d.length for d in self.documents),
+            weight=math.fsum(d.weight for d in self.documents),
+            loss_tokens=sum(d.loss_tokens for d in self.documents),
+            cost=math.fsum(d.cost for d in self.documents),
         )
 
     @property
     def fill(self) -> float:
-        """Real tokens over the budget of all rows."""
+        """Real tokens / budget, over all rows."""
         return self.totals.tokens / (self.micro_batches * self.ranks * self.budget)
 
     @property
+    def time(self) -> float:
+        """Estimated time of the step, in the unit of the costs: the micro-batches' dearest rows, summed."""
+        return math.fsum(max(micro_batch) for micro_batch in self.costs)
+
+    @property
     def utilisation(self) -> float:
-        """Mean over max FLOPs of the ranks, micro-batch by micro-batch: the share of time that ranks do not wait."""
-        cost = _costs(self.documents)
-        return sum(cost) / max(
-            self.ranks * _time([list(row) for micro in self.rows for row in micro], cost, self.ranks), 1e-30
-        )
+        """Mean / max FLOPs over ranks: the share of the time in which a rank computes."""
+        return math.fsum(cost for micro_batch in self.costs for cost in micro_batch) / (self.ranks * self.time)
 
     def fingerprint(self) -> str:
-        """A short hash of the whole plan, for ranks to compare."""
-        return hashlib.sha256(repr((self.rows, self.budget, self.documents)).encode()).hexdigest()[:16]
+        """16 hexadecimal digits; ranks whose plans differ in anything have different ones."""
+        parts = (self.documents, self.rows, self.lengths, self.budget, self.layout)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def document_cost(length: int, *, linear: float, quadratic: float) -> float:
+    """Estimated FLOPs of a document: linear x T (weights) + quadratic x T^2 (attention)."""
+    return linear * length + quadratic * length * length
 
 
 def plan_step(
@@ -106,134 +117,93 @@ def plan_step(
     layout: Layout = "packed",
     shapes: Shapes = "free",
 ) -> StepPlan:
-    """Partition documents into m x ranks rows of at most `budget` tokens, m the smallest found for which all fit.
+    """Deal a step's documents to m x ranks rows, m the smallest for which the budget holds.
 
-    Rows are balanced by DocumentMeta.cost (by length where no cost is known), and each micro-batch has rows of like
-    cost. A row that is apart holds documents x longest tokens. Raises ValueError for a document over the budget.
+    ranks: data ranks. budget: the most tokens of a row, padding included. multiple: what row lengths must be
+    multiples of. layout: documents of a row end to end (`packed`), or padded to its longest (`apart`: count x longest
+    <= budget, like lengths together). shapes: row lengths as they come (`free`), rounded up to one of a few
+    (`buckets`), or the budget (`fixed`). Documents are never cut; one that fits no row raises UserError.
     """
-    if not documents:
-        raise ValueError("a step needs at least one document")
-    for index, document in enumerate(documents):
-        if document.length > budget:
-            raise ValueError(
-                f"document {index} has {document.length} tokens, more than step.max_tokens_per_device={budget}: raise "
-                "that, or set data.max_length with data.long_documents=truncate or drop."
-            )
-    lengths, cost = [d.length for d in documents], _costs(documents)
-    capacity = budget - budget % multiple or budget
-    deal = _deal_packed if layout == "packed" else _deal_apart
-    bins = deal(lengths, cost, ranks, capacity)
-    rows = _side_by_side(bins, cost, ranks)
-    return StepPlan(tuple(documents), rows, budget, multiple, layout, shapes)
-
-
-def _costs(documents: Sequence[DocumentMeta]) -> list[float]:
-    if any(d.cost for d in documents):
-        return [d.cost for d in documents]
-    return [float(d.length) for d in documents]
-
-
-def _deal_packed(lengths: list[int], cost: list[float], ranks: int, capacity: int) -> Bins:
-    """The fewest micro-batches for which one of three ways of packing fits, and of those that fit the quickest."""
-    by_cost = sorted(range(len(lengths)), key=lambda i: (-cost[i], -lengths[i], i))
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    micro_batches = max(1, -(-sum(lengths) // (capacity * ranks)))
-    while True:
-        count = micro_batches * ranks
-        found = [
-            _least_loaded(by_cost, lengths, cost, count, capacity),
-            _least_loaded(by_length, lengths, [float(n) for n in lengths], count, capacity),
-        ]
-        fitting = [bins for bins in found if bins is not None]
-        if not fitting:
-            tight = _best_fit(by_length, lengths, count, capacity)
-            fitting = [] if tight is None else [tight]
-        if fitting:
-            return min(fitting, key=lambda bins: _time(bins, cost, ranks))
-        micro_batches += 1
-
-
-def _least_loaded(order: list[int], lengths: list[int], load: list[float], count: int, capacity: int) -> Bins | None:
-    """Longest processing time first (Graham 1969): each document to the least loaded row that has room."""
-    bins: Bins = [[] for _ in range(count)]
-    room = [capacity] * count
-    heap = [(0.0, place) for place in range(count)]
-    for index in order:
-        full = []
-        while heap and room[heap[0][1]] < lengths[index]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        loaded, place = heapq.heappop(heap)
-        bins[place].append(index)
-        room[place] -= lengths[index]
-        heapq.heappush(heap, (loaded + load[index], place))
-        for item in full:
-            heapq.heappush(heap, item)
-    return bins
-
-
-def _best_fit(order: list[int], lengths: list[int], count: int, capacity: int) -> Bins | None:
-    """Each document, longest first, to the row where it leaves the least room."""
-    bins: Bins = [[] for _ in range(count)]
-    room = [capacity] * count
-    for index in order:
-        fitting = [place for place in range(count) if room[place] >= lengths[index]]
-        if not fitting:
-            return None
-        place = min(fitting, key=lambda p: (room[p], p))
-        bins[place].append(index)
-        room[place] -= lengths[index]
-    return bins
-
-
-def _deal_apart(lengths: list[int], cost: list[float], ranks: int, capacity: int) -> Bins:
-    """Like lengths together; the lowest ceiling on a row's padded cost that needs no more micro-batches."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-
-    def rows_under(ceiling: float) -> Bins:
-        bins: Bins = []
-        for index in order:
-            longest = bins[-1][0] if bins else index
-            count = len(bins[-1]) + 1 if bins else 0
-            if bins and count * lengths[longest] <= capacity and count * cost[longest] <= ceiling:
-                bins[-1].append(index)
-            else:
-                bins.append([index])
-        return bins
-
-    fewest = -(-len(rows_under(float("inf"))) // ranks) * ranks
-    low, high = 0.0, max(cost) * len(cost)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(rows_under(middle)) <= fewest else (middle, high)
-    bins = rows_under(high)
-    return bins + [[] for _ in range(fewest - len(bins))]
-
-
-def _side_by_side(bins: Bins, cost: list[float], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Rows sorted by cost and dealt to micro-batches in that order, so that the ranks of each have like cost."""
-    ordered = sorted(bins, key=_row_cost(cost), reverse=True)
-    return tuple(
-        tuple(tuple(sorted(row)) for row in ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)
+    sizes = _Sizes(budget, multiple, shapes)
+    _check(documents, sizes, layout)
+    costs = [d.cost for d in documents]
+    if not any(costs):
+        costs = [float(d.length) for d in documents]
+    scale = 2.0**_COST_BITS / max(costs)
+    weighed = [round(cost * scale) for cost in costs]
+    if layout == "packed":
+        lengths = [d.length for d in documents]
+        rows = pack(lengths, weighed, ranks=ranks, capacity=sizes.capacity)
+    else:
+        widths = [sizes.of(d.length) for d in documents]
+        rows = pack_apart(widths, weighed, ranks=ranks, capacity=sizes.capacity)
+    dealt = _deal_to_ranks(rows, ranks)
+    join = sum if layout == "packed" else max
+    return StepPlan(
+        documents=tuple(documents),
+        rows=dealt,
+        lengths=tuple(tuple(sizes.of(join([documents[i].length for i in row] or [0])) for row in k) for k in dealt),
+        costs=tuple(tuple(_row_cost([costs[i] for i in row], layout) for row in k) for k in dealt),
+        budget=budget,
+        layout=layout,
     )
 
 
-def _row_cost(cost: list[float]) -> Callable[[list[int]], tuple[float, list[int]]]:
-    return lambda row: (sum(cost[i] for i in row), [-i for i in sorted(row)])
+def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout) -> None:
+    if not documents:
+        raise UserError("a step needs at least one document, got none")
+    if layout == "apart" and sizes.shapes == "fixed":
+        raise UserError(
+            "step.shapes=fixed would give every document a row of its own, because this model's documents cannot share "
+            "one: set step.shapes=buckets"
+        )
+    for index, document in enumerate(documents):
+        if document.length < 1:
+            raise UserError(f"document {index} of the step has no tokens: leave it out")
+        if document.length > sizes.capacity:
+            needed = -(-document.length // sizes.multiple) * sizes.multiple
+            raise UserError(
+                f"document {index} of the step has {document.length} tokens, but a row holds {sizes.capacity} and "
+                f"documents are never cut: set step.max_tokens_per_device={needed} or more, or data.long_documents to "
+                f"truncate or drop"
+            )
 
 
-def _time(bins: Bins, cost: list[float], ranks: int) -> float:
-    """Sum over micro-batches of the slowest rank's cost, with rows side by side."""
-    costs = sorted((sum(cost[i] for i in row) for row in bins), reverse=True)
-    return sum(costs[::ranks])
+def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[k][r] from rows sorted by falling cost. Every other micro-batch backwards, so that no rank has the dearest row
+    of each (nothing may wait for the others where gradients are reduced only once)."""
+    micro_batches = []
+    for k, start in enumerate(range(0, len(rows), ranks)):
+        dealt = [tuple(row) for row in rows[start : start + ranks]]
+        micro_batches.append(tuple(dealt if k % 2 == 0 else reversed(dealt)))
+    return tuple(micro_batches)
 
 
-def _rounded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _row_cost(costs: list[float], layout: Layout) -> float:
+    if layout == "apart":
+        return len(costs) * max(costs, default=0.0)
+    return math.fsum(costs)
 
 
-def _bucket(length: int, multiple: int) -> int:
-    """The next of eight sizes per power of two."""
-    step = max(1, (1 << (length - 1).bit_length()) // (2 * BUCKETS_PER_OCTAVE))
-    return _rounded(_rounded(length, step), multiple)
+class _Sizes:
+    """The lengths that rows may have."""
+
+    def __init__(self, budget: int, multiple: int, shapes: Shapes) -> None:
+        self.multiple, self.shapes = multiple, shapes
+        self.capacity = budget // multiple * multiple
+        if self.capacity < _SHORTEST_ROW:
+            needed = -(-_SHORTEST_ROW // multiple) * multiple
+            raise UserError(
+                f"step.max_tokens_per_device gives rows of {budget} tokens, but they must be multiples of {multiple} "
+                f"and hold {_SHORTEST_ROW} or more: set it so that a row holds at least {needed}"
+            )
+
+    def of(self, tokens: int) -> int:
+        """The length of a row, or of an `apart` document, of so many tokens."""
+        if self.shapes == "fixed":
+            return self.capacity
+        tokens = max(tokens, _SHORTEST_ROW)
+        if self.shapes == "buckets":
+            step = max(1, 2 ** ((tokens - 1).bit_length() - 1) // _BUCKETS_PER_OCTAVE)
+            tokens = -(-tokens // step) * step
+        return min(self.capacity, -(-tokens // self.multiple) * self.multiple)

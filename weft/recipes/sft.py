@@ -32,7 +32,7 @@ from weft.recipes.folder import open_folder
 def run(config: SftConfig, options: SftOptions) -> None:
     """Entry point of one rank."""
     if options.dry_run:
-        with pretend(options.world) as ranks:
+        with pretend(options.world, options.device) as ranks:
             engine = Engine(engine_config(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.models.train_module import TrainModule
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NORM, RUN_LOSSES, RUN_RATES, Original, Plant, bug
 
 # ---------------------------------------------------------------- dtypes, ties, buffers, initial weights
@@ -64,7 +65,7 @@ def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module, dev
 @bug(
     "B13", "weft.parallel.parallelize:move_buffers",
     "the rotary table is rounded to bf16",
-    caught_by=LOGPROB, seen="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
+    caught_by=GRADIENTS, seen="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
 )  # fmt: skip
 def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module, device: Any) -> None:
     original(module, device)
@@ -74,15 +75,17 @@ def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module, device: 
 
 
 @bug(
-    "B13", "weft.parallel.fsdp:MixedPrecisionPolicy",
+    "B13", "weft.parallel.fsdp:fully_shard",
     "FSDP casts what enters a layer: a residual stream kept in fp32 is rounded to bf16",
     caught_by="tests/test_plants.py: layer inputs have the dtypes of transformers' own forward",
     seen="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
 )  # fmt: skip
-def inputs_cast(plant: Plant, original: Original, *, param_dtype: torch.dtype, **options: Any) -> Any:
-    if param_dtype != torch.float32:
+def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any, **options: Any) -> Any:
+    layer = not isinstance(target, list | TrainModule)
+    if layer and mp_policy.param_dtype != torch.float32:
         plant.hit()
-    return original(param_dtype=param_dtype, **{**options, "cast_forward_inputs": True})
+        mp_policy = replace(mp_policy, cast_forward_inputs=True)
+    return original(target, mp_policy=mp_policy, **options)
 
 
 @bug(

@@ -1,0 +1,92 @@
+"""The transformers internals that weft/models/hf.py uses, held to the signatures it was written against.
+
+Runs on the installed transformers and, by `make test-compat`, on the oldest supported one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, remove_tied_weights_from_state_dict
+
+from tests.cases import describe, parity, saved_model
+from tests.pool import run
+from tests.zoo import tiny_config
+from weft.models import hf
+
+pytestmark = pytest.mark.compat
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_signatures() -> None:
+    assert parameters(revert_weight_conversion) == ["model", "state_dict"]
+    assert parameters(remove_tied_weights_from_state_dict) == ["state_dict", "model"]
+    assert "cls" not in parameters(PreTrainedModel._from_config) and "config" in parameters(
+        PreTrainedModel._from_config
+    )
+    assert "gradient_checkpointing_kwargs" in parameters(PreTrainedModel.gradient_checkpointing_enable)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        assert parameters(interface.register) == ["key", "value"]
+
+
+def test_the_registered_function_gets_what_weft_reads() -> None:
+    """un-repeated keys, scaling, window, soft-cap and weft's own argument; no mask."""
+    calls: list[dict[str, Any]] = []
+
+    def probe(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        calls.append({"mask": attention_mask, "heads": (query.shape[1], key.shape[1]), **kwargs})
+        out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+        return out, None
+
+    hf.register_attention("weft_probe", probe)
+    model = hf.build_random(tiny_config("gemma2"), dtype=torch.float32, attention="weft_probe", seed=0)
+    model.model(input_ids=torch.arange(20)[None], use_cache=False, doc_bounds="arrives")
+    assert [call["doc_bounds"] for call in calls] == ["arrives", "arrives"]
+    assert all(call["mask"] is None and call["heads"] == (4, 2) for call in calls)
+    assert {call["sliding_window"] for call in calls} == {16, None}
+    assert calls[0]["softcap"] == 5.0 and calls[0]["scaling"] == pytest.approx(24**-0.5)
+
+
+def test_ties_are_facts() -> None:
+    tied = hf.build_meta(tiny_config("llama_tied"), dtype=torch.float32, attention="eager")
+    assert hf.tied_parameters(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    untied = hf.build_meta(tiny_config("llama"), dtype=torch.float32, attention="eager")
+    assert hf.tied_parameters(untied) == {}
+
+
+def test_experts_are_fused_in_memory_and_apart_on_disk() -> None:
+    model = hf.build_random(tiny_config("qwen3_moe"), dtype=torch.float32, attention="eager", seed=0)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.shape == (5, 80, 64) and experts.down_proj.shape == (5, 64, 40)
+    on_disk = hf.to_disk_layout(model, dict(model.state_dict()))
+    gate = on_disk["model.layers.0.mlp.experts.3.gate_proj.weight"]
+    assert torch.equal(gate, experts.gate_up_proj[3, :40])
+
+
+def test_a_missing_tensor_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from weft.errors import UserError
+
+    model = hf.build_random(tiny_config("llama"), dtype=torch.float32, attention="eager", seed=0)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="up_proj"):
+        hf.load_pretrained(str(tmp_path), hf.read_config(str(tmp_path)), dtype=torch.float32, attention="eager")
+
+
+def test_parity() -> None:
+    verdict = run(2, parity, saved_model("qwen3_moe"), "2", {})[0]
+    assert verdict.passed, describe(verdict)
