@@ -1,17 +1,21 @@
 """Bad input through the real command: exit status 2 within 20 seconds, no traceback, a message that says what to set.
 
-Cases of the config need no model. Cases of the data add `files` and `words` in the same way.
+Cases of the config need no model; cases of the data bring one. All that a data file can get wrong: test_bad_data.py.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
+
+from tests.toy_tokenizers import byte_tokenizer
 
 GOOD = "model: {path: m}\ndata: {path: d.jsonl}\n"
 
@@ -80,6 +84,62 @@ CASES = [
 ]
 
 
+def _tiny_model() -> dict[str, str]:
+    """The files of a model folder `tiny` of one layer: config, tokenizer and chat template, but no weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer().save_pretrained(folder)
+        Qwen3Config(
+            architectures=["Qwen3ForCausalLM"], vocab_size=300, hidden_size=32, num_hidden_layers=1
+        ).save_pretrained(folder)
+        return {f"tiny/{file.name}": file.read_text() for file in Path(folder).iterdir()}
+
+
+TINY = _tiny_model()
+TRAIN = ["sft", "c.yaml", "model.path=tiny", "model.init=random", "data.path=bad.jsonl"]
+PAIR = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+CASES += [
+    Case("not JSON", TRAIN, ["bad.jsonl:2: is not valid JSON"], {**TINY, "bad.jsonl": PAIR + '{"text": "a"\n'}),
+    Case(
+        "a foreign format",
+        [*TRAIN, "--nproc", "2"],
+        ["bad.jsonl:1: has `instruction`, `output`", "write `prompt`"],
+        {**TINY, "bad.jsonl": '{"instruction": "a", "output": "b"}\n'},
+    ),
+    Case(
+        "nothing to train",
+        TRAIN,
+        ["bad.jsonl:3: no token of this document is trained", "message of the assistant"],
+        {**TINY, "bad.jsonl": PAIR + '\n{"messages": [{"role": "user", "content": "a"}]}\n'},
+    ),
+    Case("no documents", TRAIN, ["bad.jsonl: holds no documents", "data.path"], {**TINY, "bad.jsonl": "\n"}),
+    Case(
+        "no generation markers",
+        TRAIN,
+        ["bad.jsonl:1", "{% generation %}", "chat_template.jinja"],
+        {**TINY, "bad.jsonl": PAIR, "tiny/chat_template.jinja": "{{ messages[0]['content'] }}"},
+    ),
+    Case(
+        "a long document",
+        [*TRAIN, "data.max_length=8"],
+        ["bad.jsonl:2: 1 of 2 documents are longer than 8 tokens (data.max_length)", "data.long_documents"],
+        {**TINY, "bad.jsonl": '{"text": "a"}\n{"text": "a longer text"}\n'},
+    ),
+    Case(
+        "a tokenizer of another model",
+        TRAIN,
+        ["bad.jsonl:1: the tokenizer gives id", "vocabulary has 16", "model.path"],
+        {**TINY, "bad.jsonl": PAIR, "tiny/config.json": TINY["tiny/config.json"].replace(": 300", ": 16")},
+    ),
+    Case(
+        "no tokenizer",
+        TRAIN,
+        ["model.path: tiny holds no tokenizer", "tokenizer.json"],
+        {"tiny/config.json": TINY["tiny/config.json"], "bad.jsonl": PAIR},
+    ),
+]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bad_input(case: Case, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(GOOD)
@@ -88,6 +148,7 @@ def test_bad_input(case: Case, tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "m" / "model.safetensors").write_text("")
     for name, text in case.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     began = time.monotonic()
     command = [sys.executable, "-m", "weft", *case.arguments]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.engine import Engine
 from weft.models import hf
@@ -22,13 +23,11 @@ from weft.models import hf
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (
     "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "*.model", "preprocessor_config.json", "processor_config.json",
+    "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken", "tekken.json", "normalizer.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def save_step(engine: Engine, checkpoints: Path, step: int) -> Path:
@@ -67,9 +66,9 @@ def _write(engine: Engine, tensors: dict[str, Tensor], target: Path, shard_bytes
     partial.mkdir(parents=True)
     model = engine.built.module.hf_model
     on_disk = hf.to_disk_layout(model, _retied(tensors, model))
-    cast = cast_to_source(on_disk, engine.built.source_dtypes)
-    save_torch_state_dict(cast, partial, max_shard_size=shard_bytes, metadata={"format": "pt"})
-    _write_config(engine, cast, partial)
+    manifest = manifest_of(on_disk, engine.built.source_dtypes)
+    _write_weights(on_disk, manifest, partial, shard_bytes)
+    _write_config(engine, manifest, partial)
     if engine.built.source is not None:
         copy_companions(engine.built.source, partial)
     _commit(partial, target)
@@ -93,58 +92,76 @@ def _retied(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Ten
     return tensors
 
 
-def cast_to_source(tensors: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Each tensor in the dtype that the source's files have for its name.
+def manifest_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[str, Tensor]:
+    """What will be written, on meta: each floating-point tensor in the dtype that the source's files have for its name.
 
-    A name that they do not have (a prefix that this model's class writes and they lack, the other name of a tied
-    weight) gets the dtype of most of them; without files nothing is cast.
+    A name that they do not have, or have quantised (a prefix that this model's class writes and they lack, the other
+    name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
     """
-    usual = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else None
-    out = {}
+    floats = {name: _FLOATS[dtype] for name, dtype in dtypes.items() if dtype in _FLOATS}
+    usual = Counter(floats.values()).most_common(1)
+    manifest = {}
     for name, tensor in tensors.items():
-        wanted = dtypes.get(name, usual if tensor.is_floating_point() else None)
-        out[name] = (tensor if wanted is None else tensor.to(SAFETENSORS_DTYPES[wanted])).contiguous()
-    return out
+        dtype = floats.get(name, usual[0][0]) if tensor.is_floating_point() and usual else tensor.dtype
+        manifest[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return manifest
 
 
-def _write_config(engine: Engine, tensors: Mapping[str, Tensor], target: Path) -> None:
+def _write_weights(
+    tensors: Mapping[str, Tensor], manifest: Mapping[str, Tensor], folder: Path, shard_bytes: int
+) -> None:
+    """model.safetensors, or several files and their index. Cast file by file: one file's worth is held twice."""
+    split = split_torch_state_dict_into_shards(dict(manifest), max_shard_size=shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        part = {name: tensors[name].to(manifest[name].dtype).contiguous() for name in names}
+        save_file(part, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(engine: Engine, manifest: Mapping[str, Tensor], target: Path) -> None:
     """The source's config.json as it was read, except for what the written weights say.
 
     Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
     the end of a training run, where an old config.json holds generation settings.
     """
     raw, _ = PretrainedConfig.get_config_dict(engine.config.model.path)
-    raw = {key: value for key, value in raw.items() if key != "_commit_hash"}
+    raw.pop("_commit_hash", None)
     model = engine.built.module.hf_model
     raw["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
         # The source's head differed from its embedding, so that they were loaded, and trained, apart.
         raw["tie_word_embeddings"] = False
-    raw.setdefault("torch_dtype" if "torch_dtype" in raw else "dtype", None)
-    _set_dtype(raw, str(_most_common_dtype(tensors)).removeprefix("torch."))
+    if "torch_dtype" not in raw:
+        raw["dtype"] = None
+    _describe_weights(raw, str(_most_common_dtype(manifest)).removeprefix("torch."))
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+def _most_common_dtype(manifest: Mapping[str, Tensor]) -> torch.dtype:
     """By number of elements."""
     sizes: Counter[torch.dtype] = Counter()
-    for tensor in tensors.values():
+    for tensor in manifest.values():
         sizes[tensor.dtype] += tensor.numel()
     return sizes.most_common(1)[0][0]
 
 
-def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """In the config and its sub-configs, under the key that each has."""
+def _describe_weights(config: dict[str, Any], dtype: str) -> None:
+    """Their dtype, under the key that the config and each sub-config has; they are not quantised, whatever was read."""
+    config.pop("quantization_config", None)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
             config[key] = dtype
         elif isinstance(value, dict) and "model_type" in value:
-            _set_dtype(value, dtype)
+            _describe_weights(value, dtype)
 
 
 def copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, chat template and generation config, byte for byte."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
-            if file.is_file() and not (target / file.name).exists():
-                shutil.copyfile(file, target / file.name)
+            copy = target / file.relative_to(source)
+            if file.is_file() and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)

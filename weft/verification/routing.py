@@ -1,0 +1,167 @@
+"""Routes of mixture-of-experts models: recorded in the reference, replayed in the engine, differences counted.
+
+Two scores that tie within rounding send a token to another expert in one run than in the other, and everything after it
+differs for a reason that is no error. So the engine follows the reference's routes, and where it would have chosen
+otherwise by itself, the k-th and the next score must be a tie. Routers of all families choose with torch.topk over
+[tokens, experts], so that call is what is recorded and replayed; no family's code is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+TIE = 1e-6  # relative to the k-th score
+
+Tokens = tuple[int, ...]
+# (stage, tokens of a document) -> decoder layer -> chosen experts [T, k]; a stage is a state of the weights.
+Routes = dict[tuple[int, Tokens], dict[int, Tensor]]
+
+
+@dataclass
+class Differences:
+    """choices: (token, layer) pairs routed. differing: of those, other experts than the reference's. wrong: of those,
+    how many are not ties."""
+
+    choices: int = 0
+    differing: int = 0
+    wrong: int = 0
+
+
+@dataclass
+class _Place:
+    """Where a forward is: which documents, and which layer."""
+
+    documents: list[Tokens | None] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    layer: int = -1
+
+
+class _TopK(TorchFunctionMode):
+    """Hands every topk over [tokens, experts] to `choose(scores, values, indices)`, which may answer otherwise."""
+
+    def __init__(self, experts: int, chosen: int, choose: Any) -> None:
+        super().__init__()
+        self.experts, self.chosen, self.choose = experts, chosen, choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return out
+        scores = args[0]
+        if scores.shape[-1] != self.experts or out[1].shape[-1] != self.chosen or scores.ndim != 2:
+            return out
+        return self.choose(scores, out)
+
+
+@contextmanager
+def _following(layers: Sequence[nn.Module], place: _Place) -> Iterator[None]:
+    """Keep place.layer at the layer that runs, in recomputation too."""
+
+    def enter(number: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            place.layer = number
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(enter(number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Recorder:
+    """Records the routes of a plain model that is given one document at a time."""
+
+    def __init__(self, experts: int, chosen: int) -> None:
+        self.experts, self.chosen, self.stage = experts, chosen, 0
+        self.routes: Routes = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Record every forward inside."""
+        place = _Place()
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            place.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
+
+        def keep(scores: Tensor, out: Any) -> Any:
+            if place.documents:
+                key = (self.stage, place.documents[0])
+                assert key[1] is not None
+                self.routes.setdefault((key[0], key[1]), {})[place.layer] = out[1].cpu()
+            return out
+
+        handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+        try:
+            with _following(layers, place), _TopK(self.experts, self.chosen, keep):
+                yield
+        finally:
+            handle.remove()
+
+
+class Replay:
+    """Makes a TrainModule follow recorded routes, and counts where it would not have by itself."""
+
+    def __init__(self, routes: Routes, experts: int, chosen: int) -> None:
+        self.routes, self.experts, self.chosen, self.stage = routes, experts, chosen, 0
+        self.differences = Differences()
+        self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
+
+    @contextmanager
+    def steering(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Steer every forward inside, recomputation included."""
+        place = _Place()
+
+        def begin(module: nn.Module, args: Any) -> None:
+            self._locate(place, args[0], args[2])
+
+        def choose(scores: Tensor, out: Any) -> Any:
+            return self._steer(place, scores, out)
+
+        handle = module.register_forward_pre_hook(begin)
+        try:
+            with _following(layers, place), _TopK(self.experts, self.chosen, choose):
+                yield
+        finally:
+            handle.remove()
+
+    def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
+        """Which known documents a row holds, in the order of its tokens; None for padding."""
+        rows = input_ids_BT.cpu()
+        if len(rows) == 1 and not bounds.apart:
+            pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
+        else:
+            pieces = [tuple(row.tolist()) for row in rows]
+        place.lengths = [len(piece) for piece in pieces]
+        place.documents = [next((k for k in self._known if piece[: len(k)] == k), None) for piece in pieces]
+
+    def _steer(self, place: _Place, scores: Tensor, out: Any) -> Any:
+        indices, start = out[1].clone(), 0
+        for tokens, length in zip(place.documents, place.lengths, strict=True):
+            recorded = self.routes.get((self.stage, tokens), {}).get(place.layer) if tokens is not None else None
+            if recorded is not None:
+                rows = slice(start, start + len(recorded))
+                self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
+                indices[rows] = recorded.to(indices.device)
+            start += length
+        assert start == len(scores), (start, scores.shape)
+        return type(out)((scores.gather(-1, indices), indices))
+
+    def _count(self, scores: Tensor, live: Tensor, recorded: Tensor) -> None:
+        differing = (live.sort(-1)[0] != recorded.sort(-1)[0]).any(-1)
+        self.differences.choices += len(live)
+        if not bool(differing.any()) or scores.shape[-1] <= self.chosen:
+            return
+        best = scores[differing].float().topk(self.chosen + 1, dim=-1)[0]
+        gap = (best[:, -2] - best[:, -1]) / best[:, -2].abs().clamp_min(1e-30)
+        self.differences.differing += int(differing.sum())
+        self.differences.wrong += int((gap > TIE).sum())
