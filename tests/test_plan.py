@@ -153,15 +153,26 @@ def test_micro_batches_are_the_fewest() -> None:
     assert plan_step(metas([1024] * 32), ranks=2, budget=4096).micro_batches == 4
     # Two of these never share a row, so more than the tokens alone would need.
     assert plan_step(metas([2049] * 17), ranks=4, budget=4096).micro_batches == 5
+    assert plan_step(metas([2049] * 17), ranks=6, budget=4096).micro_batches == 3
     # Only a tight packing fits three rows; dealing to the cheapest row does not find it.
     tight = plan_step(metas([6, 6, 4, 4, 3, 3, 2, 2]), ranks=3, budget=10)
     assert tight.micro_batches == 1
 
 
 def test_rows_of_a_micro_batch_cost_alike() -> None:
-    """Two long and many short documents on two ranks: the long ones run at the same time."""
-    plan = plan_step(metas([4000, 4000, *[100] * 40], QUADRATIC * 100), ranks=2, budget=4096)
-    assert [sorted(len(row) for row in rows) for rows in plan.rows] == [[1, 1], [20, 20]] or plan.utilisation > 0.99
+    """Eight long documents, too dear to match, on four ranks: they run at the same time, whatever their order."""
+    lengths = [4000, *[100] * 40] * 8
+    plan = plan_step(metas(lengths, QUADRATIC * 100), ranks=4, budget=4096)
+    check(plan)
+    dear = [sum(lengths[row[0]] == 4000 for row in rows if len(row) == 1) for rows in plan.rows]
+    assert sorted(dear) == [0] * (len(dear) - 2) + [4, 4]
+    assert plan.utilisation > 0.95
+
+
+def test_no_rank_has_the_dearest_row_of_every_micro_batch() -> None:
+    plan = plan_step(metas([100, 90, 80, 70, 60, 50, 40, 30]), ranks=2, budget=100)
+    dearest = [costs.index(max(costs)) for costs in plan.costs]
+    assert 0 < sum(dearest) < len(dearest)
 
 
 def test_a_permutation_of_equal_metadata_and_a_second_call_change_nothing() -> None:

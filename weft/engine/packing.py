@@ -81,19 +81,20 @@ def _deal_to_cheapest(
     rows: list[list[int]] = [[] for _ in range(n)]
     room = [capacity] * n
     heap = [(0, row) for row in range(n)]
+    parked: list[tuple[int, int, int]] = []  # rows without room for the last documents, the roomiest first
     for index in order:
-        full = []
+        while parked and -parked[0][0] >= tokens[index]:
+            _, cost, row = heapq.heappop(parked)
+            heapq.heappush(heap, (cost, row))
         while heap and room[heap[0][1]] < tokens[index]:
-            full.append(heapq.heappop(heap))
+            cost, row = heapq.heappop(heap)
+            heapq.heappush(parked, (-room[row], cost, row))
         if not heap:
             return None
         cost, row = heap[0]
         rows[row].append(index)
         room[row] -= tokens[index]
         heapq.heapreplace(heap, (cost + costs[index], row))
-        for entry in full:
-            if room[entry[1]]:
-                heapq.heappush(heap, entry)
     return rows
 
 
@@ -167,7 +168,7 @@ class _Refinement:
         if not len(given):
             return False
         rows = np.arange(len(self.row_costs), dtype=np.int64)
-        rows = rows[rows != leader]
+        rows = _thin(rows[rows != leader], _MOST_TAKEN)
         row = np.concatenate([self.row_of[taken], rows])
         taken = np.concatenate([taken, np.full(len(rows), -1, dtype=np.int64)])
         shift = self.costs[given][:, None] - self.costs[taken]
