@@ -5,7 +5,8 @@
     python benchmarks/head.py --tokens 8192 --device cuda --dtype bfloat16
 
 Extra memory is the rise of the peak during one forward and backward, less the gradients of hidden states and weight;
-each is measured in a process of its own. Times are medians of runs that alternate between the implementations.
+each is measured in a process of its own. Times are medians of runs that alternate between the implementations;
+processor time is that of all threads, of use on a busy machine under OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0.
 """
 
 from __future__ import annotations
@@ -142,15 +143,17 @@ def measure_memory(name: str, options: argparse.Namespace, tokens: int) -> float
     return float(answer["extra_mib"])
 
 
-def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) -> dict[str, float]:
+def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) -> dict[str, tuple[float, float]]:
+    """(seconds, seconds of processor time) of each, medians of runs in turn."""
     problem = Problem(options, tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for run in range(options.runs + 1):
         for name in names:
-            taken, _ = problem.run(LOSSES[name])
+            cpu = time.process_time()
+            seconds, _ = problem.run(LOSSES[name])
             if run:  # the first warms up
-                seconds[name].append(taken)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+                taken[name].append((seconds, time.process_time() - cpu))
+    return {name: (statistics.median(t[0] for t in v), statistics.median(t[1] for t in v)) for name, v in taken.items()}
 
 
 def machine(options: argparse.Namespace) -> str:
@@ -180,15 +183,17 @@ def main() -> None:
         print(json.dumps(measure_one(options.one, options, options.tokens[0])))
         return
     print(f"{machine(options)}\nH={options.width} V={options.vocabulary} {options.dtype}, {options.runs} runs\n")
-    print("| tokens | loss | seconds | / naive | extra MiB | / naive |\n|---|---|---|---|---|---|", flush=True)
+    columns = ("tokens", "loss", "seconds", "/ naive", "processor seconds", "/ naive", "extra MiB", "/ naive")
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     names = [name for name in LOSSES if name not in options.skip]
     for tokens in options.tokens:
         seconds = measure_times(options, tokens, names)
         memory = {name: measure_memory(name, options, tokens) for name in names}
         base = names[0]
         for name in names:
-            time_ratio, memory_ratio = seconds[name] / seconds[base], memory[name] / memory[base]
-            numbers = f"{seconds[name]:.2f} | {time_ratio:.2f} | {memory[name]:.0f} | {memory_ratio:.1%}"
+            both = zip(seconds[name], seconds[base], strict=True)
+            times = " | ".join(f"{own:.2f} | {own / other:.2f}" for own, other in both)
+            numbers = f"{times} | {memory[name]:.0f} | {memory[name] / memory[base]:.1%}"
             print(f"| {tokens} | {name} | {numbers} |", flush=True)
 
 

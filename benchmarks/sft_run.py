@@ -119,7 +119,7 @@ def full_rows(spec: Spec) -> tuple[Tensor, Tensor]:
     documents = [spec["documents"][i] for step in spec["steps"] for i in step]
     ids = torch.tensor([token for d in documents for token in d["ids"]])
     # The first token of a document has no prediction, as in the other contestants.
-    trained = torch.tensor([flag and place > 0 for d in documents for place, flag in enumerate(d["trained"])])
+    trained = torch.tensor([bool(flag) and place > 0 for d in documents for place, flag in enumerate(d["trained"])])
     labels = torch.where(trained, ids, IGNORED)
     row = spec["bare"]["row"]
     count = len(ids) // row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,7 +43,15 @@ def saved_model(family: str, **changes: Any) -> str:
     return str(path)
 
 
-def open_engine(path: str, mesh: str, **sections: dict[str, Any]) -> Engine:
+def open_engine(
+    path: str,
+    mesh: str,
+    *,
+    purpose: Literal["train", "inference"] = "train",
+    seed: int = 0,
+    deterministic: bool = False,
+    **sections: dict[str, Any],
+) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
     return Engine(
         EngineConfig(
@@ -52,6 +60,9 @@ def open_engine(path: str, mesh: str, **sections: dict[str, Any]) -> Engine:
             fsdp=FsdpConfig(**sections.get("fsdp", {})),
             step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),
             optimizer=OptimizerConfig(**{"eps": EPSILON, **sections.get("optimizer", {})}),
+            purpose=purpose,
+            seed=seed,
+            deterministic=deterministic,
         ),
         join("cpu"),
     )

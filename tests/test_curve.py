@@ -9,7 +9,7 @@ from tests.pool import run
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.documents import awkward_steps
-from weft.verification.harness import to_documents
+from weft.verification.observed import to_documents
 
 LR, CLIP, STEPS, DECAY = 3e-3, 1.35, 10, 0.1
 

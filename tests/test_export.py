@@ -31,7 +31,7 @@ from weft.checkpoint import export
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification.documents import awkward_steps
-from weft.verification.harness import to_documents
+from weft.verification.observed import to_documents
 
 FAMILIES = (
     "llama", "llama_tied", "qwen3", "gemma2", "gemma3_text", "stablelm", "lfm2", "gpt2", "phi", "qwen3_moe", "mixtral",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,8 @@ def check(plan: StepPlan, multiple: int = 1) -> None:
                 assert sum(lengths) <= length
             else:
                 assert max(lengths, default=0) <= length and len(row) * length <= plan.budget
+    for dearer, cheaper in pairwise(plan.costs):
+        assert min(dearer) >= max(cheaper) * (1 - 1e-6)
     assert 0 < plan.utilisation <= 1 + 1e-12 and 0 < plan.fill <= 1
     assert [plan.of_rank(r)[k] for k in range(plan.micro_batches) for r in range(plan.ranks)] == [
         row for micro_batch in plan.rows for row in micro_batch

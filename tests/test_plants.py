@@ -31,7 +31,8 @@ from weft.observe.summary import Phases
 from weft.verification import reference
 from weft.verification.bugs import RUN_LOSSES, RUN_RATES
 from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict, to_documents
+from weft.verification.harness import Verdict
+from weft.verification.observed import to_documents
 from weft.verification.plants import PLANTS, planted, table
 
 Sections = dict[str, dict[str, Any]]

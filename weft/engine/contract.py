@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weft.engine.engine import Engine
-from weft.parallel.fsdp import observed_dtypes
+from weft.parallel.fsdp import casts_inputs, observed_dtypes
 
 
 def check_contract(engine: Engine) -> None:
@@ -22,6 +22,12 @@ def check_contract(engine: Engine) -> None:
                 raise RuntimeError(
                     f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}"
                 )
+    for name, buffer in engine.module.named_buffers():
+        built = engine.built.buffer_dtypes[name]
+        if buffer.dtype != built:
+            raise RuntimeError(f"dtype contract broken: buffer {name} is {buffer.dtype}, and was built as {built}")
+    if casts_inputs(engine.module):
+        raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, rotary tables among them")
     promised = (engine.precision.compute, engine.precision.reduce)
     for found in observed_dtypes(engine.module):
         if found != promised:

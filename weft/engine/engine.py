@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,9 +24,9 @@ from weft.models.build import BuiltModel, build_model
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
-from weft.parallel.fsdp import Unit, reduction
+from weft.parallel.fsdp import Unit, fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, parallelize
+from weft.parallel.parallelize import parallelize
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,18 @@ class Engine:
 
     def __init__(self, config: EngineConfig, ranks: Ranks, *, weights: bool = True) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more."""
-        torch.use_deterministic_algorithms(config.deterministic)
+        _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
         sizes = resolve_mesh(config.mesh, ranks.world)
         self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
         self.precision = Precision.of(config.fsdp, ranks.device)
-        storage = self.precision.master if config.purpose == "train" else self.precision.compute
-        self.built: BuiltModel = build_model(config.model, dtype=storage, seed=config.seed, weights=weights)
+        if config.purpose == "inference":
+            self.precision = replace(self.precision, master=self.precision.compute)
+        self.built: BuiltModel = build_model(
+            config.model, precision=self.precision, device=ranks.device, seed=config.seed, weights=weights
+        )
         self.module = self.built.module
-        self.module.train(config.purpose == "train")
+        self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
@@ -128,7 +132,6 @@ class Engine:
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         metrics = sums.reduce(self.mesh.data_group)
-        self._nonfinite = None
         if metrics.pop("_nonfinite"):
             self._nonfinite = self._name_nonfinite(plan, (~finite).nonzero().flatten().tolist())
         return metrics
@@ -169,7 +172,7 @@ class Engine:
     def readout(
         self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
     ) -> dict[int, dict[str, Tensor]]:
-        """Per-token quantities of this rank's documents: index -> name -> [T] fp32 on the CPU.
+        """Per-token quantities of this rank's documents, in their order: index -> name -> [T] fp32 on the CPU.
 
         Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
         """
@@ -185,7 +188,9 @@ class Engine:
                 empty = {name: torch.zeros(len(documents[index])) for name in what}
                 out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
         self.module.train(was_training)
-        return out
+        for unit in fsdp_modules(self.module):
+            unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+        return dict(sorted(out.items()))
 
     # ------------------------------------------------------------ optimizer
 
@@ -193,12 +198,21 @@ class Engine:
         """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
         norm = clip_gradients(self.module.named_parameters(), self.config.optimizer.max_grad_norm)
-        reason = self._nonfinite or ("" if math.isfinite(norm) else "gradient norm is not finite")
+        reason = self._nonfinite or ("" if math.isfinite(norm) else self._name_bad_gradients())
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
         self.drop_gradients()
         return StepResult(norm, skipped=bool(reason), reason=reason)
+
+    def _name_bad_gradients(self) -> str:
+        """Which parameters' gradients are not finite although every loss is; the same text on every rank."""
+        mine = [name for name, p in self.module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+        gathered: list[list[str]] = [[] for _ in range(self.ranks.world)]
+        dist.all_gather_object(gathered, mine)
+        names = list(dict.fromkeys(name for per_rank in gathered for name in per_rank))
+        where = f": {', '.join(names[:4])} ({len(names)} in all)" if names else ""
+        return f"gradient norm is not finite, though every loss is{where}"
 
     # ------------------------------------------------------------ tensors
 
@@ -218,11 +232,24 @@ class Engine:
         """Forget what has been accumulated."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.optimizer.zero_grad(set_to_none=True)
+        self._nonfinite = None
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter, None where nothing used it."""
         for name, parameter in self.module.named_parameters():
             yield name, None if parameter.grad is None else whole(parameter.grad)
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """torch's own switch, for the whole process; cuBLAS asks for a fixed workspace besides."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.isfinite().all())
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -27,6 +27,7 @@ class BuiltModel:
     flops: FlopFacts
     source: Path | None
     source_dtypes: dict[str, str]
+    buffer_dtypes: dict[str, torch.dtype]
 
     @property
     def layout(self) -> Layout:
@@ -50,5 +51,6 @@ def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int, weights: 
         model = hf.load_pretrained(config.path, hf_config, dtype=dtype, attention=name)
     module = TrainModule(model)
     source = Path(config.path) if Path(config.path).is_dir() else None
+    buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     dtypes = {} if config.init == "random" else hf.source_dtypes(config.path)
-    return BuiltModel(module, hf_config, findings, flop_facts(module), source, dtypes)
+    return BuiltModel(module, hf_config, findings, flop_facts(module), source, dtypes, buffers)

@@ -79,6 +79,11 @@ def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dt
     return found
 
 
+def casts_inputs(module: nn.Module) -> bool:
+    """Whether FSDP would cast the floating-point inputs of any unit."""
+    return any(child._get_fsdp_state()._mp_policy.cast_forward_inputs for child in fsdp_modules(module))
+
+
 @contextmanager
 def reduction(module: nn.Module, when: Literal["every", "scatter", "last"], last: bool) -> Iterator[None]:
     """Say, for the backward inside, whether gradients are reduced now or kept for the step's last micro-batch."""

@@ -20,7 +20,8 @@ from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
 from weft.recipes.sft import engine_config
 from weft.verification.documents import awkward_steps
-from weft.verification.harness import Step, Verdict, compare_once, verify
+from weft.verification.harness import Verdict, compare_once, verify
+from weft.verification.observed import Step
 from weft.verification.plants import planted
 from weft.verification.show import print_verdict
 
@@ -61,8 +62,10 @@ def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ran
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
     configured = Engine(engine_config(replace(exact, fsdp=config.fsdp)), ranks)
-    remark = compare_once(configured, subject.path, steps[0])
-    return None if verdict is None else replace(verdict, remarks=[*verdict.remarks, remark])
+    remark, moved = compare_once(configured, subject.path, steps[0])
+    if verdict is None:
+        return None
+    return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
 
 
 def verified_config(config: SftConfig, path: str) -> SftConfig:

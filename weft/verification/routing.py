@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +33,12 @@ class Differences:
     choices: int = 0
     differing: int = 0
     wrong: int = 0
+
+    def summed(self) -> Differences:
+        """Over all ranks, each of which has its own documents; collective."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong))
+        return Differences(*(sum(column) for column in zip(*gathered, strict=True)))
 
 
 @dataclass

@@ -1,0 +1,103 @@
+"""The reference's side of the parity harness: what one plain process computes, with its own rounding noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.config.schema import OptimizerConfig
+from weft.models.facts import find_facts
+from weft.observe.flops import FlopFacts
+from weft.verification import reference
+from weft.verification.observed import Step, Tensors
+from weft.verification.routing import Recorder, Routes
+
+
+@dataclass(frozen=True)
+class ExpectedGradient:
+    """Of one step's documents at the initial weights. others: the same by other ways of summing, the noise."""
+
+    loss: float
+    norm: float
+    gradients: Tensors
+    others: list[Tensors]
+
+
+@dataclass
+class Expected:
+    """readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient norm) of each trained
+    step. start, weights: before and after; others: after, by other ways of summing. routes: of experts, if any."""
+
+    readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    steps: list[ExpectedGradient] = field(default_factory=list)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    start: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    others: list[Tensors] = field(default_factory=list)
+    routes: Routes = field(default_factory=dict)
+
+
+def expect(
+    path: str, steps: Sequence[Step], lrs: Sequence[float], optimizer: OptimizerConfig, device: str, facts: FlopFacts
+) -> Expected:
+    """Compute everything that an engine will be compared with."""
+    out = Expected()
+    recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
+    plain = reference.Reference(path, device)
+    with _recording(recorder, plain):
+        out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
+        found = [plain.gradients(step) for step in steps]
+    for step, (loss, gradients) in zip(steps, found, strict=True):
+        norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+        others = [plain.gradients(list(step)[::-1])[1], plain.padded_gradients(step)]
+        out.steps.append(ExpectedGradient(loss, norm, _on_cpu(gradients), [_on_cpu(other) for other in others]))
+    trainer = Trainer(path, lrs, optimizer, device)
+    out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
+    reordered = [list(step)[::-1] for step in steps]
+    out.others = [trainer.train(reordered)[1], trainer.train(steps, padded=True)[1]]
+    out.routes = recorder.routes if recorder is not None else {}
+    return out
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains fresh references from the weights at `path`."""
+
+    path: str
+    lrs: Sequence[float]
+    config: OptimizerConfig
+    device: str
+
+    def train(
+        self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None
+    ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
+        """(weights before, weights after, (loss, norm) of each step)."""
+        plain, c = reference.Reference(self.path, self.device), self.config
+        start = _on_cpu(plain.weights())
+        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm))
+        curve = []
+        with _recording(recorder, plain):
+            for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
+                if recorder is not None:
+                    recorder.stage = number
+                curve.append(plain.step(step, lr, padded))
+        return start, _on_cpu(plain.weights()), curve
+
+
+@contextmanager
+def _recording(recorder: Recorder | None, plain: reference.Reference) -> Iterator[None]:
+    if recorder is None:
+        yield
+        return
+    model = plain.model
+    layers = model.get_submodule(find_facts(model).layers)  # type: ignore[arg-type]
+    with recorder.watching(model, list(layers.children())):
+        yield
+
+
+def _on_cpu(tensors: Tensors) -> Tensors:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

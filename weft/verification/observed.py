@@ -1,0 +1,111 @@
+"""The engine's side of the parity harness: run every check on the mesh, and bring the results whole to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.document import Document, DocumentMeta
+from weft.engine.engine import Engine
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.verification import reference
+from weft.verification.routing import Differences, Replay, Routes
+
+Tensors = dict[str, Tensor]
+Step = Sequence[reference.Document]
+
+
+@dataclass
+class Observed:
+    """What the engine computed, whole. routing: experts chosen otherwise than in the reference; None if dense."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    micro_loss: float = 0.0
+    micro_gradients: Tensors = field(default_factory=dict)
+    readouts: dict[int, Tensors] = field(default_factory=dict)
+    alone: dict[int, Tensors] = field(default_factory=dict)
+    neighbours: float = 0.0
+    trained: list[tuple[float, float]] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    routing: Differences | None = None
+
+
+def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes) -> Observed:
+    """Run every check's engine side, following the reference's routes where there are any; collective."""
+    seen, facts = Observed(), engine.built.flops
+    if not routes:
+        _observe(engine, steps, lrs, seen, None)
+        return seen
+    replay = Replay(routes, facts.experts, facts.experts_per_token)
+    with replay.steering(engine.module, [layer for _, layer in engine.module.layers]):
+        _observe(engine, steps, lrs, seen, replay)
+    seen.routing = replay.differences.summed()
+    return seen
+
+
+def _observe(
+    engine: Engine, steps: Sequence[Step], lrs: Sequence[float], seen: Observed, replay: Replay | None
+) -> None:
+    for step in steps:
+        loss, gradients, norm = one_gradient(engine, step, None)
+        seen.losses.append(loss)
+        seen.gradients.append(gradients)
+        seen.norms.append(norm)
+    longest = max(len(ids) for ids, _ in steps[0])
+    seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest)
+    seen.readouts = _readouts(engine, steps[0], None)
+    seen.alone = _readouts(engine, steps[0], longest)
+    seen.neighbours = neighbours(engine, steps[0])
+    for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
+        if replay is not None:
+            replay.stage = number
+        documents, metas = to_documents(engine, step)
+        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+        result = engine.apply(lr)
+        seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
+
+
+def to_documents(engine: Engine, step: Step) -> tuple[dict[int, Document], list[DocumentMeta]]:
+    """The step as weft's Documents, by index, and their metadata."""
+    documents = {
+        index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32))
+        for index, (ids, mask) in enumerate(step)
+    }
+    return documents, [engine.meta(document) for document in documents.values()]
+
+
+def one_gradient(engine: Engine, step: Step, budget: int | None) -> tuple[float, Tensors, float]:
+    """(loss, whole gradients on the CPU, their norm), with the gradient dropped afterwards."""
+    documents, metas = to_documents(engine, step)
+    metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
+    gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+    norm = engine.gradient_norm()
+    engine.drop_gradients()
+    return metrics["loss"] or 0.0, gradients, norm
+
+
+def _readouts(engine: Engine, step: Step, budget: int | None) -> dict[int, Tensors]:
+    """Readouts of all documents, from all ranks, on every rank."""
+    documents, metas = to_documents(engine, step)
+    mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
+    gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
+    dist.all_gather_object(gathered, mine)
+    return {index: values for part in gathered for index, values in part.items()}
+
+
+def neighbours(engine: Engine, step: Step) -> float:
+    """Change the longest document: the largest move of any other document's logprobs."""
+    before = _readouts(engine, step, None)
+    longest = max(range(len(step)), key=lambda i: len(step[i][0]))
+    ids, mask = step[longest]
+    changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
+    after = _readouts(engine, changed, None)
+    moves = [float((after[i]["logprob"] - before[i]["logprob"]).abs().max()) for i in before if i != longest]
+    return max(moves, default=0.0)
