@@ -221,7 +221,7 @@ def test_layers_that_share_weights_stay_with_the_root() -> None:
     """zamba2 runs one attention block in several of its layers."""
     path = saved_model("zamba2")
     names, root = run(2, units, path, "2")[0]
-    assert names == ["model.layers.0", "model.layers.2"]
+    assert names == ["model.layers.0", "model.layers.2", "model.layers.4"]
     assert "model.layers.1.shared_transformer.self_attn.q_proj.weight" in root
     assert not any(name.startswith("model.layers.3.shared_transformer") for name in root)
     verdict = run(2, parity, path, "2", {})[0]
@@ -296,6 +296,28 @@ def test_readouts_are_the_references_in_document_order(mesh: str) -> None:
                 torch.testing.assert_close(found["entropy"], entropy, rtol=2e-5, atol=2e-5)
         for _ in range(steps):
             plain.step(EVERYTHING, RATE)
+
+
+def read_in_between(path: str, mesh: str, reshard: bool) -> bool:
+    """Whether two engines agree of which one reads out between backward and the update, and after it."""
+    engines = [open_engine(path, mesh, fsdp={"reshard_after_forward": reshard}) for _ in range(2)]
+    documents, metas = to_documents(engines[0], EVERYTHING)
+    plan = engines[0].plan(metas)
+    for _ in range(2):
+        for place, engine in enumerate(engines):
+            engine.accumulate(plan, documents, CrossEntropy())
+            before = engine.readout(plan, documents) if place else {}
+            assert not engine.apply(RATE).skipped
+            after = engine.readout(plan, documents) if place else {}
+            assert not any(
+                torch.equal(before[i]["logprob"], after[i]["logprob"]) for i in before if len(documents[i]) > 1
+            )
+    return same(*map(state_of, engines))
+
+
+@pytest.mark.parametrize(("mesh", "reshard"), [("1", True), ("2", False)])
+def test_reading_out_disturbs_no_step(mesh: str, reshard: bool) -> None:
+    assert all(run(int(mesh), read_in_between, saved_model("llama"), mesh, reshard))
 
 
 def inference(path: str, mesh: str) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.models import hf
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
@@ -50,25 +51,47 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 
     shard_bytes: the largest weight file; one tensor that is larger has a file of its own.
     """
-    tensors = {}
+    model, tensors = engine.built.module.hf_model, {}
+    tied = hf.tied_parameters(model)
     for name, tensor in engine.tensors():
-        if engine.ranks.is_first:
+        if engine.ranks.is_first and name not in tied:
             tensors[name] = tensor.cpu()
     if engine.ranks.is_first:
-        _write(engine, tensors, target, shard_bytes)
+        _write(engine, hf.to_disk_layout(model, tensors), target, shard_bytes)
     dist.barrier()
 
 
-def _write(engine: Engine, tensors: dict[str, Tensor], target: Path, shard_bytes: int) -> None:
+def manifest(engine: Engine) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of what a save writes, on meta; tied tensors once, under their owner's name.
+
+    Raises UserError where transformers' conversion rules would lose weights.
+    """
+    model = engine.built.module.hf_model
+    tied = hf.tied_parameters(model)
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in engine.module.state_dict().items()
+        if name not in tied
+    }
+    on_disk = hf.to_disk_layout(model, tensors)
+    lost = sum(tensor.numel() for tensor in tensors.values()) - sum(tensor.numel() for tensor in on_disk.values())
+    if lost:
+        raise UserError(
+            f"model.path: transformers' rules for writing {type(model).__name__} as this checkpoint lays it out would "
+            f"lose {lost:,} weights. Is it quantised? Use a checkpoint in bf16 or fp32."
+        )
+    return _in_dtypes_of(engine.built.source_dtypes, on_disk)
+
+
+def _write(engine: Engine, tensors: Mapping[str, Tensor], target: Path, shard_bytes: int) -> None:
     """Everything is written beside the target first, over what a killed save may have left there."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model = engine.built.module.hf_model
-    on_disk = hf.to_disk_layout(model, _retied(tensors, model))
-    manifest = manifest_of(on_disk, engine.built.source_dtypes)
-    _write_weights(on_disk, manifest, partial, shard_bytes)
-    _write_config(engine, manifest, partial)
+    promised = manifest(engine)
+    assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in promised.items()}
+    _write_weights(tensors, promised, partial, shard_bytes)
+    _write_config(engine, promised, partial)
     if engine.built.source is not None:
         copy_companions(engine.built.source, partial)
     _commit(partial, target)
@@ -84,43 +107,34 @@ def _commit(partial: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _retied(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Tied names as one tensor again, which is how the conversion rules know what to write once."""
-    for name, owner in hf.tied_parameters(model).items():
-        if name in tensors and owner in tensors:
-            tensors[name] = tensors[owner]
-    return tensors
-
-
-def manifest_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[str, Tensor]:
-    """What will be written, on meta: each floating-point tensor in the dtype that the source's files have for its name.
+def _in_dtypes_of(dtypes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Meta tensors, the floating-point ones in the dtype that the source's files have for their names.
 
     A name that they do not have, or have quantised (a prefix that this model's class writes and they lack, the other
     name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
     """
     floats = {name: _FLOATS[dtype] for name, dtype in dtypes.items() if dtype in _FLOATS}
     usual = Counter(floats.values()).most_common(1)
-    manifest = {}
-    for name, tensor in tensors.items():
-        dtype = floats.get(name, usual[0][0]) if tensor.is_floating_point() and usual else tensor.dtype
-        manifest[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return manifest
+    return {
+        name: tensor.to(floats.get(name, usual[0][0])) if tensor.is_floating_point() and usual else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _write_weights(
-    tensors: Mapping[str, Tensor], manifest: Mapping[str, Tensor], folder: Path, shard_bytes: int
+    tensors: Mapping[str, Tensor], promised: Mapping[str, Tensor], folder: Path, shard_bytes: int
 ) -> None:
     """model.safetensors, or several files and their index. Cast file by file: one file's worth is held twice."""
-    split = split_torch_state_dict_into_shards(dict(manifest), max_shard_size=shard_bytes)
+    split = split_torch_state_dict_into_shards(dict(promised), max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        part = {name: tensors[name].to(manifest[name].dtype).contiguous() for name in names}
+        part = {name: tensors[name].to(promised[name].dtype).contiguous() for name in names}
         save_file(part, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_config(engine: Engine, manifest: Mapping[str, Tensor], target: Path) -> None:
+def _write_config(engine: Engine, promised: Mapping[str, Tensor], target: Path) -> None:
     """The source's config.json as it was read, except for what the written weights say.
 
     Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
@@ -135,14 +149,14 @@ def _write_config(engine: Engine, manifest: Mapping[str, Tensor], target: Path) 
         raw["tie_word_embeddings"] = False
     if "torch_dtype" not in raw:
         raw["dtype"] = None
-    _describe_weights(raw, str(_most_common_dtype(manifest)).removeprefix("torch."))
+    _describe_weights(raw, str(_most_common_dtype(promised)).removeprefix("torch."))
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _most_common_dtype(manifest: Mapping[str, Tensor]) -> torch.dtype:
+def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     """By number of elements."""
     sizes: Counter[torch.dtype] = Counter()
-    for tensor in manifest.values():
+    for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.numel()
     return sizes.most_common(1)[0][0]
 

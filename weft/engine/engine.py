@@ -26,7 +26,7 @@ from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import Unit, fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import parallelize
+from weft.parallel.parallelize import Precision, parallelize
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,12 @@ class Engine:
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute)
         self.built: BuiltModel = build_model(
-            config.model, precision=self.precision, device=ranks.device, seed=config.seed, weights=weights
+            config.model,
+            dtype=self.precision.master,
+            compute=self.precision.compute,
+            device=ranks.device,
+            seed=config.seed,
+            weights=weights,
         )
         self.module = self.built.module
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")

@@ -12,7 +12,7 @@ from weft.config.schema import ModelConfig
 from weft.engine.row import Layout
 from weft.models import hf
 from weft.models.cost import flop_facts
-from weft.models.startup import Findings, examine, implementation
+from weft.models.startup import Findings, check_kernel, examine, implementation
 from weft.models.train_module import TrainModule
 from weft.observe.flops import FlopFacts
 
@@ -38,10 +38,22 @@ class BuiltModel:
         return self.findings.uses_bounds
 
 
-def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int, weights: bool = True) -> BuiltModel:
-    """Build the model whole on the CPU, its floating-point weights in `dtype`; without `weights`, on meta."""
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    device: torch.device,
+    seed: int,
+    weights: bool = True,
+) -> BuiltModel:
+    """Build the model whole on the CPU, its floating-point weights in `dtype`; without `weights`, on meta.
+
+    compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
+    """
     hf_config = hf.without_noise(hf.read_config(config.path))
     findings = examine(hf_config)
+    check_kernel(hf_config, config.attention, findings, device, compute)
     name = implementation(hf_config, config.attention)
     if not weights:
         model = hf.build_meta(hf_config, dtype=dtype, attention=name)

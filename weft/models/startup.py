@@ -50,6 +50,26 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
 
 
+def check_kernel(
+    config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, compute: torch.dtype
+) -> None:
+    """UserError where model.attention names a kernel that this model, device or dtype cannot use."""
+    if kernel == "auto":
+        return
+    if implementation(config, kernel) != f"weft_{kernel}":
+        raise UserError(
+            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} computes attention "
+            "in code of its own. Set model.attention=auto."
+        )
+    able = [name for name in attention.KERNELS if attention.serves(name, device, compute, findings.traits)]
+    if kernel not in able:
+        traits = f" with {', '.join(findings.traits)}" if findings.traits else ""
+        raise UserError(
+            f"model.attention={kernel} cannot serve this run: {str(compute).removeprefix('torch.')} on "
+            f"{device.type}{traits}. Set model.attention to auto or {' or '.join(able)}."
+        )
+
+
 def examine(config: PretrainedConfig) -> Findings:
     """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
     attention.register()

@@ -190,10 +190,19 @@ def choose(preference: str, call: Call) -> str:
 
 def kernel_for(preference: str, device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> str:
     """The kernel that calls of this kind will get, for the line printed at start."""
+    return choose(preference, _probe(device, dtype, traits))
+
+
+def serves(name: str, device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> bool:
+    """Whether this kernel is right for calls of this kind."""
+    return KERNELS[name].suits(_probe(device, dtype, traits))
+
+
+def _probe(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> Call:
     probe = torch.empty(1, 1, 1, 1, device=device, dtype=dtype)
     sinks = torch.empty(1, device=device) if "sinks" in traits else None
     softcap = 1.0 if "softcap" in traits else None
-    return choose(preference, Call(probe, probe, probe, Bounds((1,)), 1.0, None, softcap, sinks))
+    return Call(probe, probe, probe, Bounds((1,)), 1.0, None, softcap, sinks)
 
 
 # ---------------------------------------------------------------- the function registered with transformers

@@ -74,8 +74,9 @@ def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dt
     found = set()
     for child in fsdp_modules(module):
         group = child._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            found |= {(p.param_dtype or p.orig_dtype, p.reduce_dtype or p.orig_dtype) for p in group.fsdp_params}
+        for parameter in [] if group is None else group.fsdp_params:
+            compute = parameter.param_dtype or parameter.orig_dtype  # None: no cast is needed
+            found.add((compute, parameter.reduce_dtype or compute))
     return found
 
 

@@ -61,7 +61,9 @@ def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ran
     verdict = verify(Engine(engine_config(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
-    configured = Engine(engine_config(replace(exact, fsdp=config.fsdp)), ranks)
+    kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
+    model = replace(exact.model, attention=kernel)
+    configured = Engine(engine_config(replace(exact, fsdp=config.fsdp, model=model)), ranks)
     remark, moved = compare_once(configured, subject.path, steps[0])
     if verdict is None:
         return None
@@ -69,14 +71,17 @@ def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ran
 
 
 def verified_config(config: SftConfig, path: str) -> SftConfig:
-    """The user's config, in fp32, on these weights, with an optimizer whose noise leaves something to see."""
+    """The user's config, in fp32, on these weights, with an optimizer whose noise leaves something to see.
+
+    Attention is left to weft: the kernel of model.attention may know 16 bits only.
+    """
     optimizer: OptimizerConfig = config.optimizer
     if optimizer.name == "adamw":
         optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
     exact = {"param_dtype": "fp32", "reduce_dtype": "fp32", "master_dtype": "fp32"}
     return replace(
         config,
-        model=replace(config.model, path=path, init="pretrained"),
+        model=replace(config.model, path=path, init="pretrained", attention="auto"),
         fsdp=replace(config.fsdp, **exact),  # type: ignore[arg-type]
         optimizer=optimizer,
     )
@@ -85,7 +90,9 @@ def verified_config(config: SftConfig, path: str) -> SftConfig:
 def choose_subject(config: SftConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
     """The user's weights where the reference fits beside them; else, or as asked, a random copy with fewer layers."""
     layers = options.layers
-    if layers is None and not _fits(config):
+    fits = [_fits(config)]
+    dist.broadcast_object_list(fits, src=0)  # free memory changes from one look to the next
+    if layers is None and not fits[0]:
         layers = 2
     if layers is None and config.model.init == "pretrained":
         return Subject(config.model.path, f"{config.model.path}, its own weights")
