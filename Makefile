@@ -49,7 +49,7 @@ $(COMPAT_DIR)/.installed: | $(STAMP)
 	touch $@
 
 # vLLM has an environment of its own. The three packages removed come as CUDA builds, which break the import here.
-test-vllm: .venv-vllm/.installed
+test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 .venv-vllm/.installed: pyproject.toml

@@ -29,6 +29,8 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.checkpoint import export
 from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
@@ -251,6 +253,19 @@ def test_a_file_without_the_base_prefix_keeps_its_dtype(tmp_path: Path) -> None:
 
     check(variant("bare", "llama_tied", "bf16", bare), "2", tmp_path)
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "saved").values()} == {torch.bfloat16}
+
+
+def manifest_under_lossy_rules(path: str) -> None:
+    engine, layout = open_engine(path, "1"), hf.to_disk_layout
+    export.manifest(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "to_disk_layout", lambda *args: dict(list(layout(*args).items())[1:]))
+        with pytest.raises(UserError, match=r"would lose 8,192 weights. Is it quantised"):
+            export.manifest(engine)
+
+
+def test_rules_that_lose_a_weight_are_refused() -> None:
+    run(1, manifest_under_lossy_rules, str(source("llama", "bf16")))
 
 
 # ---------------------------------------------------------------- config and companions

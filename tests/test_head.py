@@ -261,6 +261,7 @@ _MEASURE = Path(__file__).parent.parent / "benchmarks" / "head.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("tokens", [1024, 2048])
 def test_memory_and_time_against_the_naive_loss(tokens: int) -> None:
     """At a real vocabulary: at most 10% of the naive loss's extra memory, at most 1.4 x its time.

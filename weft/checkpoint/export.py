@@ -115,10 +115,12 @@ def _in_dtypes_of(dtypes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> d
     """
     floats = {name: _FLOATS[dtype] for name, dtype in dtypes.items() if dtype in _FLOATS}
     usual = Counter(floats.values()).most_common(1)
-    return {
-        name: tensor.to(floats.get(name, usual[0][0])) if tensor.is_floating_point() and usual else tensor
-        for name, tensor in tensors.items()
-    }
+    out = {}
+    for name, tensor in tensors.items():
+        dtype = floats.get(name, usual[0][0]) if tensor.is_floating_point() and usual else tensor.dtype
+        # A tensor of its own: experts taken out of one tensor are views, and would count as much as it does.
+        out[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return out
 
 
 def _write_weights(

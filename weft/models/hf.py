@@ -96,13 +96,21 @@ def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str
     """A model with transformers' own initial weights, drawn from `seed`: the same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model_class(config)._from_config(config, dtype=dtype, attn_implementation=attention)
+        return _from_config(config, dtype, attention)
 
 
 def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Shapes and names without storage."""
     with torch.device("meta"):
-        return model_class(config)._from_config(config, dtype=dtype, attn_implementation=attention)
+        return _from_config(config, dtype, attention)
+
+
+def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
+    model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def load_pretrained(path: str, config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:

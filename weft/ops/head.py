@@ -82,6 +82,7 @@ def chunked_readouts(
     temperature: above 0. tile: (tokens, vocabulary) of logits to hold at a time, by default chosen by bytes.
     upstream: [N], the gradient that logprob is going to receive, up to one factor. A hint that saves computing the
     logits twice: where the true gradient turns out to be another, backward takes the usual way. Unused with entropy.
+    It costs an fp32 [V, H] buffer where the weight is narrower than that and the tokens need several tiles.
     Returns (logprob [N], entropy [N] or None), fp32 (fp64 for fp64 weights).
     """
     if not temperature > 0:
