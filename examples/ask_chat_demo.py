@@ -6,6 +6,8 @@ usage: python examples/ask_chat_demo.py [MODEL] [CHAT]
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,12 +20,12 @@ QUESTIONS, NEEDED, SHOWN = 40, 36, 3
 
 NEXT = """\
 Next:
-  weft verify examples/sft_chat_cpu.yaml --nproc 2
+  {weft} verify examples/sft_chat_cpu.yaml --nproc 2
       proves on this model that two ranks compute what one plain process does
-  weft sft examples/sft_chat_cpu.yaml model.path=MODEL model.init=pretrained data.path=CHAT.jsonl --dry-run
+  {weft} sft examples/sft_chat_cpu.yaml model.path=MODEL model.init=pretrained data.path=CHAT.jsonl --dry-run
       shows the mesh, the sharding and every setting for a model and data of your own, without training
-  weft sft your.yaml
-      trains it; start from a copy of examples/sft_chat_cpu.yaml, where each line says what it does"""
+  {weft} sft your.yaml
+      trains it; start from a copy of examples/sft_chat_cpu.yaml, whose comments say what to change"""
 
 
 def trained_pairs(path: str) -> list[tuple[str, str]]:
@@ -47,6 +49,11 @@ def ask(model_path: str, questions: list[str], max_new_tokens: int) -> list[str]
     return [tokenizer.decode(row, skip_special_tokens=True) for row in tokens[:, inputs["input_ids"].shape[1] :]]
 
 
+def weft_command() -> str:
+    """`weft`, or where it is: `make demo` installs it into an environment that need not be active."""
+    return "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
+
+
 def main() -> int:
     model_path, chat_path = (sys.argv[1:] + [MODEL, CHAT][len(sys.argv) - 1 :])[:2]
     if not Path(model_path).is_dir():
@@ -65,7 +72,7 @@ def main() -> int:
     if right < min(NEEDED, len(pairs)):
         print(f"That is fewer than the {NEEDED} expected: something is wrong.", file=sys.stderr)
         return 1
-    print(NEXT)
+    print(NEXT.format(weft=weft_command()))
     return 0
 
 

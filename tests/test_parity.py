@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.cases import describe, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import PARITY_FAMILIES
+from weft.verification.harness import Verdict
 
 
 def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes: Any) -> None:
@@ -23,7 +25,8 @@ def test_families(family: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2"]
+    "family",
+    ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope"],
 )
 def test_more_families(family: str) -> None:
     check(family, "2", {})
@@ -70,3 +73,13 @@ def test_padded_shapes(family: str, shapes: str) -> None:
 )
 def test_optimizers(optimizer: dict[str, Any]) -> None:
     check("llama", "2x2", {"optimizer": optimizer})
+
+
+def parity_sharing_rows(path: str) -> Verdict | None:
+    with mock.patch("weft.engine.engine.position_limit", lambda config: None):
+        return parity(path, "1", {"step": {"max_tokens_per_device": 256}})
+
+
+def test_long_documents_of_longrope_need_rows_of_their_own() -> None:
+    verdict = run(1, parity_sharing_rows, saved_model("phi3_longrope"))[0]
+    assert "gradients, every parameter" in verdict.failed

@@ -57,6 +57,10 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", dict(tie_word_embeddings=False)),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=4, n_positions=256, n_inner=80)),
     "phi": ("PhiConfig", "PhiForCausalLM", dict(tie_word_embeddings=False)),
+    "phi3_longrope": ("Phi3Config", "Phi3ForCausalLM", dict(
+        tie_word_embeddings=False, original_max_position_embeddings=32, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+            "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4.0 + 0.5 * i for i in range(8)]})),
     "granite": ("GraniteConfig", "GraniteForCausalLM", dict(
         logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0)),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16)),

@@ -101,9 +101,7 @@ def prompts() -> list[list[int]]:
 def generate(model: Path) -> list[tuple[list[int], list[int], list[float]]]:
     """(prompt, tokens, logprob of each) by vLLM, greedily."""
     llm = LLM(str(model), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=PROMPTS, seed=0)
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
-    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
     found = []
     for ids, output in zip(prompts(), outputs, strict=True):

@@ -20,7 +20,9 @@ from weft.engine.document import Document, DocumentMeta
 from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
+from weft.errors import UserError
 from weft.models.build import BuiltModel, build_model
+from weft.models.facts import position_limit, rope_is_dynamic
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
@@ -103,7 +105,19 @@ class Engine:
             budget=budget or self.config.step.max_tokens_per_device,
             layout=self.built.layout,
             shapes=self.config.step.shapes,
+            alone_above=self._alone_above(metadata),
         )
+
+    def _alone_above(self, metadata: Sequence[DocumentMeta]) -> int | None:
+        """Longer documents need a row of their own, because their rotary table is another than their neighbours'."""
+        text = self.built.config.get_text_config()
+        limit = position_limit(text)
+        if limit is not None and rope_is_dynamic(text) and max(meta.length for meta in metadata) > limit:
+            raise UserError(
+                f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
+                f"one result: set data.max_length={limit} with data.long_documents=truncate or drop."
+            )
+        return limit
 
     def needs(self, plan: StepPlan) -> list[int]:
         """The step's indices of the documents that this rank will be asked for."""

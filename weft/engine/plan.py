@@ -116,13 +116,15 @@ def plan_step(
     multiple: int = 1,
     layout: Layout = "packed",
     shapes: Shapes = "free",
+    alone_above: int | None = None,
 ) -> StepPlan:
     """Deal a step's documents to m x ranks rows, m the smallest for which the budget holds.
 
     ranks: data ranks. budget: the most tokens of a row, padding included. multiple: what row lengths must be
     multiples of. layout: documents of a row end to end (`packed`), or padded to its longest (`apart`: count x longest
     <= budget, like lengths together). shapes: row lengths as they come (`free`), rounded up to one of a few
-    (`buckets`), or the budget (`fixed`). Documents are never cut; one that fits no row raises UserError.
+    (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. Documents are
+    never cut; one that fits no row raises UserError.
     """
     sizes = _Sizes(budget, multiple, shapes)
     _check(documents, sizes, layout)
@@ -132,7 +134,8 @@ def plan_step(
     scale = 2.0**_COST_BITS / max(costs)
     weighed = [round(cost * scale) for cost in costs]
     if layout == "packed":
-        lengths = [d.length for d in documents]
+        limit = sizes.capacity if alone_above is None else alone_above
+        lengths = [d.length if d.length <= limit else sizes.capacity for d in documents]
         rows = pack(lengths, weighed, ranks=ranks, capacity=sizes.capacity)
     else:
         widths = [sizes.of(d.length) for d in documents]

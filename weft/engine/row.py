@@ -88,12 +88,14 @@ def _starts(documents: Sequence[Document], length: int, layout: Layout) -> list[
 
 
 def _positions(documents: Sequence[Document], starts: Sequence[int], shape: tuple[int, int], layout: Layout) -> Tensor:
-    """Positions that restart with every document; padding counts on from 0 as a document of its own."""
+    """Positions that restart with every document; padding counts from 0 too."""
     if layout == "apart":
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         used = sum(len(d) for d in documents)
-        positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used)])
+        # Padding never reaches a position that no document has: some rotary tables depend on the longest of the row.
+        highest = max([2, *(len(d) for d in documents)])
+        positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
     for start, document in zip(starts, documents, strict=True):
         own = torch.arange(len(document)) if document.positions is None else document.positions
         positions[start : start + len(document)] = own

@@ -86,6 +86,28 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     return LogitTransform()
 
 
+def position_limit(config: PretrainedConfig) -> int | None:
+    """The length above which a document's rotary table depends on its own length, and so needs a row of its own.
+
+    longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state from
+    call to call, so it is refused beyond that length by the engine.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return int(original or config.max_position_embeddings)
+    return None
+
+
+def rope_is_dynamic(config: PretrainedConfig) -> bool:
+    """Whether the rotary table depends on the longest sequence seen so far."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = (parameters, *(value for value in parameters.values() if isinstance(value, dict)))
+    return any(rope.get("rope_type") == "dynamic" for rope in nested)
+
+
 def _refusal(model: PreTrainedModel, reason: str) -> UserError:
     return UserError(
         f"model.path: weft cannot train {type(model).__name__} (model_type {model.config.model_type!r}): {reason}."

@@ -184,12 +184,17 @@ def _check_layout(
     """(attention calls that saw the bounds, worst difference to HuggingFace or to the unperturbed neighbours)."""
     bounds = _bounds(layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
-    scale = max(float(e.abs().max()) for e in expected)
-    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) / scale
+    scale = _largest(expected)
+    worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
     for place in (0, 2):
         changed = list(documents)
         changed[place] = (documents[place] + 7) % text_vocabulary(module)
         moved = logits_of(module, changed, layout, _bounds(layout, uses_bounds))
         others = [i for i in range(len(documents)) if i != place]
-        worst = max(worst, max(float((moved[i] - logits[i]).abs().max()) for i in others) / scale)
-    return (0 if bounds is None else bounds.seen), worst
+        worst.append(_largest([moved[i] - logits[i] for i in others]))
+    return (0 if bounds is None else bounds.seen), float(torch.stack(worst).max() / scale)
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """The largest magnitude of all elements; NaN where any is, unlike Python's max."""
+    return torch.stack([tensor.abs().max() for tensor in tensors]).max()

@@ -1,0 +1,262 @@
+"""Checks before anything large is loaded: a family is exact in some layout, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+
+from tests.cases import open_engine, saved_model
+from tests.pool import run
+from tests.zoo import tiny_config
+from weft.errors import UserError
+from weft.models import hf, startup
+from weft.models.shrink import fewer_layers, narrow
+from weft.models.startup import LENGTHS, check_kernel, examine
+from weft.ops import attention
+from weft.ops.attention import Bounds
+from weft.verification import reference
+from weft.verification.documents import awkward_steps
+from weft.verification.observed import to_documents
+
+CPU = torch.device("cpu")
+
+# ---------------------------------------------------------------- layouts
+
+
+LAYOUTS = {
+    "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
+    "llama4_text": "packed", "lfm2": "apart", "qwen3_next": "apart", "zamba2": "apart", "mamba2": "apart",
+    "falcon": "apart",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_layout(family: str) -> None:
+    findings = examine(tiny_config(family))
+    assert findings.layout == LAYOUTS[family]
+    assert findings.error < 1e-5
+    assert findings.uses_bounds == (family != "falcon")
+
+
+def test_check_rows_are_longer_than_every_window_and_chunk() -> None:
+    config = tiny_config("gemma2", sliding_window=4096, num_hidden_layers=26)
+    small = narrow(fewer_layers(config, 2))
+    assert max(LENGTHS) > small.sliding_window == 16
+    chunks = narrow(tiny_config("llama4_text", attention_chunk_size=8192))
+    assert max(LENGTHS) > chunks.attention_chunk_size == 16
+    long = tiny_config("phi", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    long.original_max_position_embeddings = 4096
+    assert sum(LENGTHS) > narrow(long).original_max_position_embeddings
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2"])
+def test_a_kernel_that_ignores_windows_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = attention.KERNELS["per_document"]
+    wrong = replace(kernel, run=lambda call: kernel.run(replace(call, window=None)))
+    monkeypatch.setitem(attention.KERNELS, "per_document", wrong)
+    with pytest.raises(UserError, match=rf"model_type '{family}'.*logits differ"):
+        examine(tiny_config(family))
+
+
+def test_logits_that_are_no_number_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one document, and not the first: a maximum that drops NaN would pass it."""
+    kernel = attention.KERNELS["per_document"]
+
+    def spoilt(call: Any) -> Tensor:
+        out = kernel.run(call)
+        out[:, :, -1] = float("nan")
+        return out
+
+    monkeypatch.setitem(attention.KERNELS, "per_document", replace(kernel, run=spoilt))
+    with pytest.raises(UserError, match="logits differ from HuggingFace's eager forward by nan"):
+        examine(tiny_config("llama"))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_layer_types_are_refused_by_name() -> None:
+    config = tiny_config("llama")
+    config.layer_types = ["full_attention", "telepathy"]
+    with pytest.raises(UserError, match=r"model_type 'llama' \(LlamaForCausalLM\).*layers of type telepathy keep"):
+        examine(config)
+
+
+class StrangeConfig(LlamaConfig):
+    model_type = "strange"
+
+
+class _Strange(LlamaModel):
+    """A Llama whose last hidden states are spoilt after the fact."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out = super().forward(*args, **options)
+        out.last_hidden_state = self.spoil(out.last_hidden_state)
+        return out
+
+
+class _LeaksAlongTheRow(_Strange):
+    def spoil(self, hidden_BTH: Tensor) -> Tensor:
+        return hidden_BTH + 0.1 * hidden_BTH.cumsum(1)
+
+
+class _LeaksOverTheBatch(_Strange):
+    def spoil(self, hidden_BTH: Tensor) -> Tensor:
+        return hidden_BTH + 0.1 * hidden_BTH.cumsum(1).sum(0, keepdim=True)
+
+
+class _DropsBounds(LlamaModel):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        options.pop("doc_bounds", None)
+        return super().forward(*args, **options)
+
+
+def strange(monkeypatch: pytest.MonkeyPatch, base: type[LlamaModel], factor: float = 1.0) -> PretrainedConfig:
+    """The config of a family that transformers, as it seems, has: this base model, and logits times `factor`."""
+
+    class StrangeForCausalLM(LlamaForCausalLM):
+        config_class = StrangeConfig
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.model = base(config)
+            self.post_init()
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            out = super().forward(*args, **options)
+            out.logits = out.logits * factor
+            return out
+
+    monkeypatch.setattr(transformers, "StrangeForCausalLM", StrangeForCausalLM, raising=False)
+    config = StrangeConfig(**tiny_config("llama").to_dict())
+    config.architectures = ["StrangeForCausalLM"]
+    return config
+
+
+def test_a_new_family_without_a_leak_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examine(strange(monkeypatch, LlamaModel)).layout == "packed"
+
+
+def test_a_family_that_leaks_along_the_row_is_laid_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examine(strange(monkeypatch, _LeaksAlongTheRow)).layout == "apart"
+
+
+REFUSED = [
+    (_LeaksOverTheBatch, 1.0, "logits differ from HuggingFace's eager forward"),
+    (_DropsBounds, 1.0, "document bounds did not reach attention"),
+    (LlamaModel, 2.0, "logits differ from HuggingFace's eager forward"),
+]
+
+
+@pytest.mark.parametrize(("base", "factor", "reason"), REFUSED)
+def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
+    base: type[LlamaModel], factor: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = strange(monkeypatch, base, factor)
+    with pytest.raises(UserError, match=rf"model_type 'strange' \(StrangeForCausalLM\).*{reason}"):
+        examine(config)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def test_attention_raises_where_bounds_do_not_arrive() -> None:
+    attention.register()
+    model = hf.build_random(tiny_config("llama"), dtype=torch.float32, attention="weft_auto", seed=0)
+    ids = torch.arange(3, 20)[None]
+    with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):
+        model(input_ids=ids, use_cache=False)
+    bounds = Bounds((9, 8))
+    model(input_ids=ids, use_cache=False, doc_bounds=bounds)
+    assert bounds.seen == 2
+
+
+def kernels_used(path: str, preference: str) -> tuple[str, list[str]]:
+    """The name registered with transformers, and the kernels that ran."""
+    ran, kernels = [], dict(attention.KERNELS)
+    for name, kernel in kernels.items():
+
+        def watched(call: Any, name: str = name, kernel: Any = kernel) -> Tensor:
+            ran.append(name)
+            return kernel.run(call)
+
+        attention.KERNELS[name] = replace(kernel, run=watched)
+    try:
+        engine = open_engine(path, "1", model={"attention": preference})
+        ran.clear()
+        documents, metas = to_documents(engine, awkward_steps(128)[0])
+        engine.readout(engine.plan(metas, budget=256), documents)
+    finally:
+        attention.KERNELS.update(kernels)
+    return engine.built.module.hf_model.config._attn_implementation, ran
+
+
+@pytest.mark.parametrize("preference", ["auto", "per_document"])
+def test_model_attention_names_the_kernel(preference: str) -> None:
+    name, ran = run(1, kernels_used, saved_model("gemma2"), preference)[0]
+    assert name == f"weft_{preference}"
+    assert ran == ["per_document"] * 2  # all that a CPU has
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_cannot_run_here_is_refused(kernel: str, dtype: torch.dtype) -> None:
+    config = tiny_config("llama")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=f"model.attention={kernel} cannot serve this run: {name} on cpu.*per_document"):
+        check_kernel(config, kernel, examine(config), CPU, dtype)
+
+
+def refused(path: str, kernel: str) -> str:
+    with pytest.raises(UserError) as refusal:
+        open_engine(path, "2", model={"attention": kernel})
+    return str(refusal.value)
+
+
+def test_the_engine_refuses_it_on_every_rank() -> None:
+    for text in run(2, refused, saved_model("gpt_oss"), "flex"):
+        assert "model.attention=flex" in text and "with sinks, window" in text and "model.attention to auto" in text
+    (text,) = run(1, refused, saved_model("falcon"), "per_document")
+    assert "no effect: falcon computes attention in code of its own" in text
+
+
+def logprobs_without_sdpa(path: str) -> dict[int, dict[str, Tensor]]:
+    """Readouts of gemma2 where every attention function of HuggingFace and torch raises."""
+    import torch.nn.functional as F
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2 import modeling_gemma2
+
+    def forbidden(*args: Any, **options: Any) -> Any:
+        raise AssertionError("not weft's attention")
+
+    engine = open_engine(path, "1")
+    modeling_gemma2.eager_attention_forward = forbidden
+    for name in [name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("weft")]:
+        ALL_ATTENTION_FUNCTIONS.register(name, forbidden)
+    F.scaled_dot_product_attention = forbidden
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    return engine.readout(engine.plan(metas, budget=256), documents)
+
+
+def test_gemma2_keeps_its_softcap() -> None:
+    """HuggingFace's sdpa drops it without a word. The rows are longer than the window of 16."""
+    path = saved_model("gemma2")
+    values = run(1, logprobs_without_sdpa, path)[0]
+    plain = reference.Reference(path)
+    for index, (ids, _) in enumerate(awkward_steps(128)[0]):
+        torch.testing.assert_close(values[index]["logprob"], plain.logprobs(ids)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_tolerance_is_far_below_a_wrong_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = attention.KERNELS["per_document"]
+    wrong = replace(kernel, run=lambda call: kernel.run(replace(call, softcap=None)))
+    monkeypatch.setitem(attention.KERNELS, "per_document", wrong)
+    with pytest.raises(UserError, match="model_type 'gemma2'"):
+        examine(tiny_config("gemma2"))
+    assert startup.LOGIT_TOLERANCE < 1e-4
