@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weft.config import load_config
+from weft.config import SftConfig, load_config
 from weft.data.documents import load_documents
 from weft.data.tokenizer import load_tokenizer
 
@@ -35,6 +35,6 @@ def test_demo_inputs(tmp_path: Path) -> None:
     for document, answer in zip(documents, answers, strict=True):
         assert tokenizer.decode(document.tokens[document.weights > 0].tolist()) == answer + "<|im_end|>"
 
-
-def test_demo_config_is_accepted() -> None:
-    load_config([str(ROOT / "examples/sft_chat_cpu.yaml")])
+    overrides = [f"model.path={tmp_path}/model", f"data.path={tmp_path}/chat.jsonl"]
+    config: SftConfig = load_config([str(ROOT / "examples/sft_chat_cpu.yaml")], overrides)
+    assert report.longest <= config.step.max_tokens_per_device

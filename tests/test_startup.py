@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
 
@@ -133,8 +132,9 @@ def strange(monkeypatch: pytest.MonkeyPatch, base: type[LlamaModel], factor: flo
             out.logits = out.logits * factor
             return out
 
-    monkeypatch.setattr(transformers, "StrangeForCausalLM", StrangeForCausalLM, raising=False)
-    config = StrangeConfig(**tiny_config("llama").to_dict())
+    monkeypatch.setattr(hf.transformers, "StrangeForCausalLM", StrangeForCausalLM, raising=False)
+    values = {name: value for name, value in tiny_config("llama").to_dict().items() if name != "model_type"}
+    config = StrangeConfig(**values)
     config.architectures = ["StrangeForCausalLM"]
     return config
 
@@ -213,16 +213,16 @@ def test_a_kernel_that_cannot_run_here_is_refused(kernel: str, dtype: torch.dtyp
         check_kernel(config, kernel, examine(config), CPU, dtype)
 
 
-def refused(path: str, kernel: str) -> str:
+def refused(path: str, mesh: str, kernel: str) -> str:
     with pytest.raises(UserError) as refusal:
-        open_engine(path, "2", model={"attention": kernel})
+        open_engine(path, mesh, model={"attention": kernel})
     return str(refusal.value)
 
 
 def test_the_engine_refuses_it_on_every_rank() -> None:
-    for text in run(2, refused, saved_model("gpt_oss"), "flex"):
+    for text in run(2, refused, saved_model("gpt_oss"), "2", "flex"):
         assert "model.attention=flex" in text and "with sinks, window" in text and "model.attention to auto" in text
-    (text,) = run(1, refused, saved_model("falcon"), "per_document")
+    (text,) = run(1, refused, saved_model("falcon"), "1", "per_document")
     assert "no effect: falcon computes attention in code of its own" in text
 
 

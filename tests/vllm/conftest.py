@@ -3,6 +3,8 @@
 import importlib.util
 import os
 
+import pytest
+
 # In this process, without compilation (the sampler would be compiled even where the model is not), on one thread.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -18,3 +20,7 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ.update(SETTINGS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::FutureWarning:vllm.*")
