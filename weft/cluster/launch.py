@@ -15,15 +15,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from weft.cluster import reports
 from weft.cluster.machine import cpu_cores
 from weft.cluster.reports import RankReport
 
 SUCCESS, FAILURE, USER_ERROR = 0, 1, 2
-STOP_SECONDS = 10  # from SIGTERM to SIGKILL for the ranks that did not fail
+STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
 LINGER_SECONDS = 1.0  # how long a rank with a user error waits for the others to report the same
 
 Body = Callable[[], bool | None]
@@ -75,6 +77,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
         tempfile.TemporaryDirectory(prefix="weft-") as scratch,
         _environment(_rank_variables(scratch, nproc)),
         _signal_handlers_kept(),
+        _leftovers_killed(Path(scratch)),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -99,6 +102,37 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
             return 128 + int(error.sigval)
         verdicts = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
         return FAILURE if verdicts else SUCCESS
+
+
+@contextmanager
+def _leftovers_killed(scratch: Path) -> Iterator[None]:
+    """Kill ranks that outlive a failed one by STOP_SECONDS; for a process that is stopped the agent waits half a minute.
+
+    scratch: the folder of the reports, which every rank has in its environment.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            errors = [report for report in reports.read_all(scratch) if not report.is_verdict]
+            if errors and time.time() - errors[0].time > STOP_SECONDS:
+                _kill_ranks(scratch)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _kill_ranks(scratch: Path) -> None:
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.environ().get(reports.FOLDER_VARIABLE) == str(scratch):
+                child.kill()
 
 
 def describe_failure(found: Sequence[RankReport], exits: Mapping[int, int], nproc: int, debug: bool) -> str:

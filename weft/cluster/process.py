@@ -40,6 +40,8 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and "Timed out waiting" in str(error):  # gloo's words
+            error.add_note("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
         # After an error the others may sit in a collective: tearing down here could hang, or make them fail
         # before this rank has reported. The process ends right after, and takes its group with it.
         if self.owner and (error is None or self.world == 1):

@@ -34,6 +34,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
     is_user_error = isinstance(error, UserError)
     message = str(error) if is_user_error else f"{type(error).__name__}: {error}".rstrip(": ")
+    message = "\n".join([message, *getattr(error, "__notes__", [])])  # where and why, added on the way up
     trace = "".join(traceback.format_exception(error))
     return RankReport(rank, time.time(), message, trace, is_user_error)
 

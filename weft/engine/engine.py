@@ -181,9 +181,7 @@ class Engine:
 
     def _read(self, row: Row, what: frozenset[str], upstream: Tensor | None = None) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
-        return self.module(  # type: ignore[no-any-return]
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream
-        )
+        return self.module(row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream)
 
     # ------------------------------------------------------------ readouts
 

@@ -89,7 +89,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             f"model.path: transformers {transformers.__version__} has no class {names[0]!r} (config.architectures). "
             "weft trains classes that transformers ships; models with code of their own are not supported."
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:

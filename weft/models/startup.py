@@ -154,7 +154,7 @@ def _documents(vocabulary: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    return model(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+    return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
 @torch.no_grad()
@@ -167,7 +167,7 @@ def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, boun
     else:
         ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
         positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
-        hidden = [h[:n] for h, n in zip(module.hidden(ids, positions, bounds), lengths, strict=True)]  # type: ignore[assignment]
+        hidden = [h[:n] for h, n in zip(module.hidden(ids, positions, bounds), lengths, strict=True)]
     head = module.head
     return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
 

@@ -79,7 +79,7 @@ class TrainModule(nn.Module):
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
         out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
-        return out.last_hidden_state  # type: ignore[no-any-return]
+        return out.last_hidden_state
 
     def forward(
         self,
@@ -93,4 +93,4 @@ class TrainModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else."""
         hidden_BTH = self.hidden(input_ids_BT, position_ids_BT, bounds)
-        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)  # type: ignore[no-any-return]
+        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)

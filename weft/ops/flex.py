@@ -35,7 +35,7 @@ def flex_documents(call: Call) -> Tensor:
     )  # fmt: skip
     if call.sinks_H is not None:
         out = out * torch.sigmoid(lse - call.sinks_H.to(lse.dtype)[None, :, None])[..., None].to(out.dtype)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _mask(call: Call) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +98,7 @@ def train(
     updates = 0
     with Progress(len(steps), show=engine.ranks.is_first) as progress:
         for step in steps:
-            with phases("train"):
+            with phases("train"), located(f"in step {step.number} of {len(steps)}"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
                 plan = engine.plan([engine.meta(document) for document in chosen])
@@ -113,6 +115,16 @@ def train(
     with phases("save"):
         saved = save_step(engine, folder / "checkpoints", len(steps))
     recorder.finish(phases, saved)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Add to an exception where it happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
 
 
 @dataclass

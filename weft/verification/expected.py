@@ -94,7 +94,7 @@ def _recording(recorder: Recorder | None, plain: reference.Reference) -> Iterato
         yield
         return
     model = plain.model
-    layers = model.get_submodule(find_facts(model).layers)  # type: ignore[arg-type]
+    layers = model.get_submodule(find_facts(model).layers)
     with recorder.watching(model, list(layers.children())):
         yield
 

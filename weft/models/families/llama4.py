@@ -28,7 +28,7 @@ def _chunked(bounds: Bounds, size: int, device: torch.device) -> Bounds:
         lengths = tuple(min(size, n - start) for n in bounds.lengths for start in range(0, n, size))
         bounds.cache["chunked"] = Bounds.packed(lengths, device)
     bounds.seen += 1
-    return bounds.cache["chunked"]  # type: ignore[no-any-return]
+    return bounds.cache["chunked"]
 
 
 def _temperature_ratio(module: nn.Module, bounds: Bounds, query: Tensor) -> Tensor:

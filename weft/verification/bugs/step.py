@@ -252,7 +252,7 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
 def first_token_lost(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> dict[str, Any]:
     late = [replace(d, weights=torch.cat([d.weights[:1] * 0.0, d.weights[:-1]])) for d in documents]
     plant.hits += sum(not torch.equal(a.weights, b.weights) for a, b in zip(late, documents, strict=True))
-    return original(late, *rest)  # type: ignore[no-any-return]
+    return original(late, *rest)
 
 
 @bug(

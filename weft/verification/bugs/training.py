@@ -145,9 +145,9 @@ def everything_decays(plant: Plant, original: Original, name: str, ndim: int) ->
 )  # fmt: skip
 def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total: Any, weight: Any) -> None:
     if float(weight) in (0.0, 1.0):
-        return original(self, name, total, weight)  # type: ignore[no-any-return]
+        return original(self, name, total, weight)
     plant.hit()
-    return original(self, name, total / weight, 1.0)  # type: ignore[no-any-return]
+    return original(self, name, total / weight, 1.0)
 
 
 @bug(
