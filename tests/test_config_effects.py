@@ -1,6 +1,6 @@
 """Every key that is accepted has an effect: this table says which, and names the test that shows it.
 
-A new key fails here until it has its line. `shown_by` is "file::test", or "" where no test shows the effect yet.
+A new key fails here until it has its line. `shown_by` is "file::test".
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ PACKAGE = TESTS.parent / "weft"
 # key -> (what it changes, shown_by)
 EFFECTS: dict[str, tuple[str, str]] = {
     "model.path": ("which config, weights and tokenizer are read", "test_parity.py::test_families"),
-    "model.init": ("random: weights are drawn and no weight file is needed", ""),
-    "model.attention": ("which kernel computes attention", ""),
-    "model.recompute": ("full: layers run again in backward, with equal gradients", "test_parity.py::test_switches"),
+    "model.init": (
+        "random: weights are drawn and no weight file is needed",
+        "test_engine.py::test_random_weights_depend_on_the_seed_and_not_on_the_mesh",
+    ),
+    "model.attention": ("which kernel computes attention", "test_startup.py::test_model_attention_names_the_kernel"),
+    "model.recompute": (
+        "full: layers run again in backward, with equal gradients",
+        "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
+    ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
     "data.shuffle": (
         "the order of the documents",
@@ -29,13 +35,25 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
-    "mesh.dp_replicate": ("copies of the sharded model", "test_parity.py::test_families"),
-    "mesh.dp_shard": ("shards of parameters, gradients and optimizer state", "test_parity.py::test_families"),
-    "fsdp.param_dtype": ("dtype of compute", ""),
-    "fsdp.reduce_dtype": ("dtype of the gradient reduction", ""),
-    "fsdp.master_dtype": ("dtype of the stepped weights and optimizer state", ""),
-    "fsdp.reshard_after_forward": ("when gathered parameters are freed", "test_parity.py::test_switches"),
-    "fsdp.reduce": ("when gradients are reduced", "test_parity.py::test_switches"),
+    "mesh.dp_replicate": (
+        "copies of the sharded model",
+        "test_engine.py::test_hsdp_shards_within_a_replica_and_copies_over_replicas",
+    ),
+    "mesh.dp_shard": (
+        "shards of parameters, gradients and optimizer state",
+        "test_engine.py::test_uneven_shards_add_up",
+    ),
+    "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
+    "fsdp.reduce_dtype": ("dtype of the gradient reduction", "test_precision.py::test_every_dtype_is_the_configs"),
+    "fsdp.master_dtype": (
+        "dtype of the stepped weights and optimizer state",
+        "test_precision.py::test_every_dtype_is_the_configs",
+    ),
+    "fsdp.reshard_after_forward": (
+        "when gathered parameters are freed",
+        "test_engine.py::test_what_stays_gathered_after_forward",
+    ),
+    "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),
     "step.max_tokens_per_device": ("how a step is cut into micro-batches", "test_parity.py::test_switches"),
@@ -53,16 +71,28 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "schedule.min_lr_ratio": ("the last learning rate", "test_schedule.py::test_linear"),
     "schedule.decay_ratio": ("when wsd's decay begins", "test_schedule.py::test_wsd_decays_in_its_last_share"),
     "schedule.decay": ("the shape of wsd's decay", "test_schedule.py::test_wsd_decays_in_its_last_share"),
-    "train.steps": ("the number of optimizer steps", "test_order.py::test_the_number_of_steps_is_known_in_advance"),
+    "train.steps": (
+        "the number of optimizer steps",
+        "test_sft_run.py::test_steps_end_a_run_and_without_a_name_it_gets_one",
+    ),
     "train.epochs": ("the number of passes", "test_order.py::test_every_document_once_in_each_epoch"),
     "train.seed": (
         "the order, and random weights",
         "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",
     ),
-    "train.timeout": ("how long a collective waits", ""),
-    "train.max_nonfinite": ("when non-finite steps end the run", ""),
-    "train.deterministic": ("torch.use_deterministic_algorithms", ""),
-    "run.dir": ("where the run writes", ""),
+    "train.timeout": (
+        "how long a collective waits",
+        "test_sft_run.py::test_a_rank_that_stops_ends_the_run_after_the_timeout",
+    ),
+    "train.max_nonfinite": (
+        "when non-finite steps end the run",
+        "test_sft_run.py::test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat",
+    ),
+    "train.deterministic": (
+        "torch.use_deterministic_algorithms",
+        "test_engine.py::test_deterministic_sets_torchs_flag_and_the_next_engine_its_own",
+    ),
+    "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 
 
@@ -73,10 +103,8 @@ def test_every_key_has_its_line() -> None:
 @pytest.mark.parametrize("key", EFFECTS)
 def test_the_test_that_shows_it_exists(key: str) -> None:
     effect, shown_by = EFFECTS[key]
-    assert effect
-    if shown_by:
-        file, _, name = shown_by.partition("::")
-        assert f"def {name}(" in (TESTS / file).read_text()
+    file, _, name = shown_by.partition("::")
+    assert effect and f"def {name}(" in (TESTS / file).read_text()
 
 
 def test_every_key_is_read_outside_the_config_package() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
+from tests.zoo import tiny_config
 from weft.engine.document import Document
 from weft.engine.engine import Engine, StepResult
 from weft.objectives.base import Batch, Terms
@@ -359,7 +361,8 @@ def test_an_engine_for_inference_reads_out_and_has_nothing_to_train_with(mesh: s
     values = {index: v["logprob"] for rank in seen for index, v in rank["values"].items()}
     exact = {index: v["logprob"] for rank in seen for index, v in rank["exact"].items()}
     assert sorted(values) == sorted(exact) == list(range(len(EVERYTHING)))
-    assert all(float((values[i] - exact[i]).abs().max()) < 0.05 for i in values)
+    ours, theirs = (torch.cat([found[i] for i in sorted(found)]) for found in (values, exact))
+    assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
 
 # ---------------------------------------------------------------- steps that are not finite
@@ -462,8 +465,9 @@ def fresh(path: str, mesh: str, seed: int) -> dict[str, Tensor]:
     }
 
 
-def test_random_weights_depend_on_the_seed_and_not_on_the_mesh() -> None:
-    path = saved_model("qwen3_moe")
+def test_random_weights_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)  # and no weights
+    path = str(tmp_path)
     (alone,) = run(1, fresh, path, "1", 3)
     for weights in (*run(2, fresh, path, "2", 3), *run(2, fresh, path, "2x1", 3)):
         assert same(weights, alone)

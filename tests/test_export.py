@@ -350,12 +350,12 @@ def test_weights_in_several_files(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
-def save_two_steps(path: str, mesh: str, folder: str) -> None:
+def save_over_litter(path: str, mesh: str, folder: str) -> None:
     engine, checkpoints = trained_engine(path, mesh), Path(folder)
     export.save_step(engine, checkpoints, 1)
     _litter(engine, checkpoints / "step-000002.partial")
     export.save_step(engine, checkpoints, 2)
-    export.save_step(engine, checkpoints, 2)
+    export.save_huggingface(engine, checkpoints / "step-000001")
 
 
 def _litter(engine: Engine, partial: Path) -> None:
@@ -367,7 +367,7 @@ def _litter(engine: Engine, partial: Path) -> None:
 
 def test_latest_is_a_relative_link_and_leftovers_do_not_disturb(tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
-    run(2, save_two_steps, str(source("llama", "bf16")), "2", str(checkpoints))
+    run(2, save_over_litter, str(source("llama", "bf16")), "2", str(checkpoints))
     assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step-000001", "step-000002"]
     assert os.readlink(checkpoints / "latest") == "step-000002"
     (tmp_path / "run").rename(tmp_path / "moved")

@@ -106,7 +106,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
 
 @contextmanager
 def _leftovers_killed(scratch: Path) -> Iterator[None]:
-    """Kill ranks that outlive a failed one by STOP_SECONDS; for a process that is stopped the agent waits half a minute.
+    """Kill ranks that outlive a failed one by STOP_SECONDS; the agent gives half a minute to one that is stopped.
 
     scratch: the folder of the reports, which every rank has in its environment.
     """

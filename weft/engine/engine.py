@@ -144,29 +144,31 @@ class Engine:
             losses.append(terms.loss_sum.detach())
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
-        return self._reduce(plan, sums, losses)
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        return self._reduce(rows, sums, losses)
 
-    def _reduce(self, plan: StepPlan, sums: Sums, losses: list[Tensor]) -> dict[str, float | None]:
+    def _reduce(self, rows: list[list[str]], sums: Sums, losses: list[Tensor]) -> dict[str, float | None]:
         """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards."""
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         metrics = sums.reduce(self.mesh.data_group)
         if metrics.pop("_nonfinite"):
-            self._nonfinite = self._name_nonfinite(plan, (~finite).nonzero().flatten().tolist())
+            self._nonfinite = self._name_nonfinite(rows, (~finite).nonzero().flatten().tolist())
         return metrics
 
-    def _name_nonfinite(self, plan: StepPlan, micro_batches: list[int]) -> str:
-        """Where the loss was not finite: rank, micro-batch, documents of the step; the same text on every rank."""
-        rows = plan.of_rank(self.mesh.data_rank)
-        mine = [(self.ranks.rank, micro, rows[micro]) for micro in micro_batches]
-        gathered: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in range(self.ranks.world)]
-        dist.all_gather_object(gathered, mine)
-        places = [
-            f"rank {rank}, micro-batch {micro + 1}, documents {', '.join(map(str, documents[:8]))}"
-            for per_rank in gathered
-            for rank, micro, documents in per_rank
+    def _name_nonfinite(self, rows: list[list[str]], micro_batches: list[int]) -> str:
+        """Where the loss was not finite: rank, micro-batch and its documents; the same text on every rank."""
+        mine = [
+            f"rank {self.ranks.rank}, micro-batch {micro + 1}, documents {_some(rows[micro], 8)}"
+            for micro in micro_batches
         ]
-        return "loss is not finite: " + "; ".join(places[:4])
+        return f"loss is not finite: {_some(self._gathered(mine), 4, '; ')}"
+
+    def _gathered(self, mine: list[str]) -> list[str]:
+        """The lists of all ranks in one, each text once; collective."""
+        parts: list[list[str]] = [[] for _ in range(self.ranks.world)]
+        dist.all_gather_object(parts, mine)
+        return list(dict.fromkeys(text for part in parts for text in part))
 
     def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
         rank = self.mesh.data_rank
@@ -225,11 +227,8 @@ class Engine:
     def _name_bad_gradients(self) -> str:
         """Which parameters' gradients are not finite although every loss is; the same text on every rank."""
         mine = [name for name, p in self.module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
-        gathered: list[list[str]] = [[] for _ in range(self.ranks.world)]
-        dist.all_gather_object(gathered, mine)
-        names = list(dict.fromkeys(name for per_rank in gathered for name in per_rank))
-        where = f": {', '.join(names[:4])} ({len(names)} in all)" if names else ""
-        return f"gradient norm is not finite, though every loss is{where}"
+        names = self._gathered(mine)
+        return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")
 
     # ------------------------------------------------------------ tensors
 
@@ -262,6 +261,12 @@ def _set_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
+
+
+def _some(texts: list[str], limit: int, separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + more
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -28,7 +28,7 @@ def print_verdict(verdict: Verdict, config: SftConfig, ranks: Ranks, subject: st
     if verdict.passed:
         console.print("PASS: on this mesh, loss, gradients and weights are those of one plain process.")
     else:
-        console.print(f"FAIL: over tolerance: {', '.join(verdict.failed)}.")
+        console.print(f"FAIL: over tolerance: {', '.join(verdict.failed)}.", soft_wrap=True)
 
 
 def _table(title: str, figures: list[Figure]) -> Table:

@@ -1,0 +1,367 @@
+"""`weft sft` and `weft verify` through the real command: what a run leaves, says and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.zoo import tiny_config
+from weft import cli
+from weft.config.schema import ScheduleConfig
+from weft.engine.schedule import learning_rate
+from weft.models import hf
+from weft.observe.metrics import CORE_KEYS
+
+EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4
+CONFIG = f"""\
+model: {{path: model}}
+data: {{path: chats.jsonl}}
+step: {{documents: 8, max_tokens_per_device: 128}}
+optimizer: {{lr: 1e-2}}
+train: {{epochs: {EPOCHS}, seed: 3}}
+run: {{dir: one}}
+"""
+Weft = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """c.yaml, its data, and a Llama so small that a step takes milliseconds."""
+    path = tmp_path_factory.mktemp("runs")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(path / "model")
+    config = tiny_config("llama", vocab_size=264)
+    hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
+    chats = [chat(("user", "a" * (i % 5 + 1)), ("assistant", "bcd" * (i % 7 + 1))) for i in range(20)]
+    write_jsonl(path / "chats.jsonl", *chats)
+    (path / "c.yaml").write_text(CONFIG)
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without a launcher's variables, each rank on one thread."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def weft(folder: Path) -> Weft:
+    """Runs `weft ...` in a process of its own."""
+
+    def start(*words: str, starter: tuple[str, ...] = ("-m", "weft"), **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *starter, *words]
+        return subprocess.run(
+            command, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return start
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process stands in the folder, so that cli.main is the command without the start of another Python."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run)]
+
+
+def tree(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*")}
+
+
+# ---------------------------------------------------------------- a run on one rank
+
+
+@pytest.fixture(scope="module")
+def one(weft: Weft, folder: Path) -> tuple[Path, str]:
+    """(run folder, console) of a run on one rank."""
+    done = weft("sft", "c.yaml")
+    assert done.returncode == 0, done.stderr
+    return folder / "one", done.stdout
+
+
+@pytest.mark.slow
+def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
+    run, _ = one
+    assert {file.name for file in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "summary.json"}
+    assert {file.name for file in (run / "checkpoints").iterdir()} == {f"step-{STEPS:06d}", "latest"}
+    latest = run / "checkpoints" / "latest"
+    assert latest.is_symlink() and latest.resolve() == (run / "checkpoints" / f"step-{STEPS:06d}").resolve()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(latest)
+    started = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), started.parameters(), strict=True))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(latest)
+    assert tokenizer.chat_template == byte_tokenizer().chat_template
+
+
+@pytest.mark.slow
+def test_metrics_have_every_key_in_every_line(one: tuple[Path, str]) -> None:
+    run, _ = one
+    written = lines(run)
+    assert [line["step"] for line in written] == list(range(1, STEPS + 1))
+    assert [line["documents"] for line in written] == [8, 8, 4] * EPOCHS
+    assert [line["epoch"] for line in written] == [1, 1, 1, 2, 2, 2]
+    for line in written:
+        assert tuple(line)[: len(CORE_KEYS)] == CORE_KEYS
+        assert line["lr"] == learning_rate(line["step"], STEPS, 1e-2, ScheduleConfig())
+        assert line["tokens"] > line["loss_tokens"] > 0
+        assert line["micro_batches"] == -(-line["tokens"] // 128)
+        assert line["fill"] == pytest.approx(line["tokens"] / (128 * line["micro_batches"]))
+        assert line["utilisation"] == 1.0  # one rank waits for nobody
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+        assert line["grad_norm"] > 0 and line["memory_gib"] > 0
+        assert line["mfu"] is None  # nobody knows a CPU's peak
+    assert written[-1]["loss"] < 0.9 * written[0]["loss"]
+
+
+@pytest.mark.slow
+def test_the_summary_adds_up(one: tuple[Path, str]) -> None:
+    run, _ = one
+    summary, written = json.loads((run / "summary.json").read_text()), lines(run)
+    assert (summary["steps"], summary["skipped_steps"], summary["documents"]) == (STEPS, 0, 40)
+    assert summary["tokens"] == sum(line["tokens"] for line in written)
+    assert summary["last_losses"] == losses(run)
+    assert {"data", "load", "train", "save", "total"} <= summary["seconds"].keys()
+    assert summary["model"] == "model" and summary["saved"] == f"one/checkpoints/step-{STEPS:06d}"
+
+
+@pytest.mark.slow
+def test_the_console_has_one_line_for_each_step(one: tuple[Path, str]) -> None:
+    _, console = one
+    assert re.findall(r"^step (\d+)/6  loss \d", console, re.MULTILINE) == [str(n) for n in range(1, STEPS + 1)]
+    for words in ("run      one", "20 documents", "LlamaForCausalLM", "attention kernel per_document", "dp_shard"):
+        assert words in console
+
+
+@pytest.mark.slow
+def test_the_resolved_config_runs_again(one: tuple[Path, str], here: Path) -> None:
+    """Every key is in it, and it gives the same losses."""
+    run, _ = one
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["train"]["seed"] == 3 and resolved["fsdp"]["reduce_dtype"] == "fp32"
+    assert cli.main(["sft", "one/config.yaml", "run.dir=again"]) == 0
+    assert losses(here / "again") == pytest.approx(losses(run), rel=1e-5)
+    again = yaml.safe_load((here / "again" / "config.yaml").read_text())
+    assert again["run"].pop("dir") == "again" and resolved["run"].pop("dir") == "one"
+    assert again == resolved
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_run_in_it_is_refused(
+    one: tuple[Path, str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = one
+    before, config = tree(run), (run / "config.yaml").read_text()
+    assert cli.main(["sft", "c.yaml", "optimizer.lr=1"]) == 2
+    assert "run.dir: one holds a run already. Set run.dir to another folder" in capsys.readouterr().err
+    assert tree(run) == before and (run / "config.yaml").read_text() == config
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+@pytest.mark.slow
+def test_two_ranks_train_alike(one: tuple[Path, str], weft: Weft, folder: Path) -> None:
+    done = weft("sft", "c.yaml", "run.dir=two", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert losses(folder / "two")[0] == pytest.approx(losses(one[0])[0], rel=1e-4)
+    assert losses(folder / "two") == pytest.approx(losses(one[0]), rel=1e-3)
+    assert all(0 < line["utilisation"] <= 1 for line in lines(folder / "two"))
+    assert len(re.findall(r"^step \d+/6", done.stdout, re.MULTILINE)) == STEPS  # the first rank speaks for both
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_join(one: tuple[Path, str], weft: Weft, folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft")
+    done = weft(
+        "sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=joined", "train.steps=2", "train.epochs=null", starter=torchrun
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(folder / "joined") == pytest.approx(losses(one[0])[:2], rel=1e-4)
+    assert done.stdout.count("step 2/2  loss") == 1
+
+
+# ---------------------------------------------------------------- how long, and what is not trained
+
+
+@pytest.mark.slow
+def test_steps_end_a_run_and_without_a_name_it_gets_one(here: Path) -> None:
+    (here / "s.yaml").write_text("model: {path: model}\ndata: {path: chats.jsonl}\nstep: {documents: 8}\n")
+    assert cli.main(["sft", "s.yaml", "train.steps=4", "optimizer.lr=1e-2"]) == 0
+    (run,) = (here / "runs").iterdir()
+    assert re.fullmatch(r"model-\d{8}-\d{6}", run.name)
+    assert [line["epoch"] for line in lines(run)] == [1, 1, 1, 2]
+    assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
+
+
+@pytest.fixture
+def poisoned(here: Path) -> Path:
+    """A model whose embedding of the letter z is infinite, and chats of which three have one."""
+    path = here / "poisoned"
+    if not path.exists():
+        source = transformers.AutoModelForCausalLM.from_pretrained(here / "model")
+        source.save_pretrained(path)
+        tokenizer = byte_tokenizer()
+        tokenizer.save_pretrained(path)
+        weights = load_file(path / "model.safetensors")
+        weights["model.embed_tokens.weight"][tokenizer.convert_tokens_to_ids("z")] = float("inf")
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        bad = {2, 6, 8}
+        chats = [chat(("user", "a"), ("assistant", "bz" if i in bad else "bc")) for i in range(10)]
+        write_jsonl(here / "poison.jsonl", *chats)
+    return path
+
+
+POISON = [
+    "sft", "model.path=poisoned", "data.path=poison.jsonl", "data.shuffle=false", "step.documents=2",
+    "optimizer.lr=1e-2", "schedule.name=linear", "schedule.warmup_steps=0", "schedule.min_lr_ratio=0",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat(
+    poisoned: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*POISON, "train.max_nonfinite=2", "run.dir=hopeless"]) == 1
+    err = capsys.readouterr().err
+    assert "2 steps in a row were not finite (train.max_nonfinite)" in err
+    assert "rank 0, micro-batch 1, documents poison.jsonl:9, poison.jsonl:10" in err
+    written = lines(here / "hopeless")
+    assert [line.get("skipped", False) for line in written] == [False, True, False, True, True]
+    rates = [0.008, None, 0.006, None, None]  # 1e-2 x (1 - s / 5) for the first and second step that was trained
+    assert [line["lr"] for line in written] == [None if rate is None else pytest.approx(rate) for rate in rates]
+    for line in written:
+        assert (line["loss"] is None) == (line["grad_norm"] is None) == line.get("skipped", False)
+    assert not (here / "hopeless" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path) -> None:
+    assert cli.main([*POISON, "train.max_nonfinite=3", "run.dir=hopeful"]) == 0
+    summary = json.loads((here / "hopeful" / "summary.json").read_text())
+    assert (summary["steps"], summary["skipped_steps"], len(summary["last_losses"])) == (5, 3, 2)
+    assert (here / "hopeful" / "checkpoints" / "latest" / "model.safetensors").exists()
+
+
+# ---------------------------------------------------------------- a dry run
+
+
+def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(here)
+    sizes = ["mesh.dp_replicate=2", "--nproc", "6"]
+    words = ["sft", "c.yaml", "run.dir=dry", "fsdp.param_dtype=bf16", *sizes, "--dry-run"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out.partition("\nmodel    ")[0])["fsdp"]["param_dtype"] == "bf16"
+    for row in (r"dp_replicate +2 +0,3", r"dp_shard +3 +0-2", r"masters +float32", r"compute +bfloat16"):
+        assert re.search(row, out), row
+    assert "q_proj.weight  " not in out.partition("sharding")[2]
+    assert cli.main([*words, "--parameters"]) == 0
+    assert re.search(r"lm_head\.weight +264x64 +88x64 +dp_shard +float32", capsys.readouterr().out)
+    assert tree(here) == before
+
+
+# ---------------------------------------------------------------- ranks that fail or stop
+
+SPOILT = """\
+import os
+if os.environ.get("RANK") == "1":
+    from weft.engine import schedule
+    original = schedule.learning_rate
+    def spoilt(step, *rest):
+        if step == 2:
+            raise OSError("no paper in tray 1")
+        return original(step, *rest)
+    schedule.learning_rate = spoilt
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) -> None:
+    (folder / "spoilt").mkdir()
+    (folder / "spoilt" / "sitecustomize.py").write_text(SPOILT)
+    path = os.pathsep.join([str(folder / "spoilt"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began = time.monotonic()
+    done = weft("sft", "c.yaml", "run.dir=failed", "--nproc", "2", PYTHONPATH=path)
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6\nTraceback")
+    assert done.stderr.endswith("1 other rank was stopped.\n")
+    assert not (folder / "failed" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
+    timeout = 4
+    words = ["sft", "c.yaml", "run.dir=stopped", "train.epochs=100000", f"train.timeout={timeout}", "--nproc", "2"]
+    command = [sys.executable, "-m", "weft", *words]
+    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=folder, env=environment(), **pipes) as launcher:
+        try:
+            assert launcher.stdout is not None
+            next(line for line in launcher.stdout if line.startswith("step 3/"))
+            (victim,) = [p for p in psutil.Process(launcher.pid).children() if p.environ().get("RANK") == "1"]
+            victim.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            _, err = launcher.communicate(timeout=60)
+            took = time.monotonic() - began
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 1
+    assert took < timeout + 20  # five seconds until the stopped rank is killed, and what a busy machine needs
+    assert err.startswith("rank 0 failed: RuntimeError: ")
+    assert re.search(r"^in step \d+ of \d+\nAnother rank did not come within train.timeout seconds", err, re.MULTILINE)
+    assert not victim.is_running()
+
+
+# ---------------------------------------------------------------- weft verify
+
+MESHES = {
+    "one rank": (["--nproc", "1"], "dp_replicate 1 x dp_shard 1"),
+    "FSDP": (["--nproc", "2"], "dp_replicate 1 x dp_shard 2"),
+    "HSDP": (["--nproc", "4", "mesh.dp_replicate=2"], "dp_replicate 2 x dp_shard 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_verify(name: str, weft: Weft) -> None:
+    words, mesh = MESHES[name]
+    done = weft("verify", "c.yaml", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert mesh in done.stdout
+    assert "PASS: on this mesh, loss, gradients and weights are those of one plain process." in done.stdout
+    assert "OVER" not in done.stdout
+
+
+@pytest.mark.slow
+def test_verify_fails_with_a_bug_planted(weft: Weft) -> None:
+    done = weft("verify", "c.yaml", "--nproc", "2", "--plant", "rank-local-count")
+    assert done.returncode == 1, done.stderr + done.stdout
+    assert "planted  rank-local-count" in done.stdout
+    failed = re.search(r"^FAIL: over tolerance: (.*)$", done.stdout, re.MULTILINE)
+    assert failed is not None and "gradients, every parameter" in failed[1]
