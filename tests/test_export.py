@@ -326,6 +326,51 @@ def train_and_save_random(path: str, folder: str) -> None:
     train_and_save(path, "1", folder, model={"init": "random"})
 
 
+def save_from_the_cache(hub: str, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", hub)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        train_and_save("someone/tiny", "1", folder)
+
+
+def test_a_model_of_the_hub_is_saved_like_a_directory(tmp_path: Path) -> None:
+    path, repository, commit = source("qwen3", "bf16"), tmp_path / "hub" / "models--someone--tiny", "a" * 40
+    shutil.copytree(path, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    run(1, save_from_the_cache, str(tmp_path / "hub"), str(tmp_path))
+    saved = tmp_path / "saved"
+    assert {file.name for file in saved.iterdir()} == {file.name for file in path.iterdir()}
+    assert read_json(saved / "config.json") == read_json(path / "config.json")
+    assert {tensor.dtype for tensor in tensors_of(saved).values()} == {torch.bfloat16}
+
+
+def quantised_gpt_oss(folder: Path) -> Path:
+    """As the real checkpoints are: experts in MXFP4 (two numbers a byte, a scale for 32), the rest in bf16."""
+    config = tiny_config("gpt_oss", intermediate_size=64)
+    _plain_class(config)._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        blocks = torch.arange(experts * outer * inner // 2).reshape(experts, outer, inner // 32, 16) * 37 % 251
+        tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((experts, outer, inner // 32), 122, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    raw = read_json(folder / "config.json")
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_quantised_experts_are_saved_in_bf16(tmp_path: Path) -> None:
+    path = quantised_gpt_oss(tmp_path / "mxfp4")
+    run(1, train_and_save, str(path), "1", str(tmp_path))
+    saved, masters = tmp_path / "saved", torch.load(tmp_path / "masters.pt")
+    assert_same_tensors(tensors_of(saved), {name: tensor.bfloat16() for name, tensor in masters.items()})
+    assert "quantization_config" not in read_json(saved / "config.json")
+    assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == torch.bfloat16
+
+
 # ---------------------------------------------------------------- files
 
 

@@ -62,7 +62,7 @@ def build_model(
     else:
         model = hf.load_pretrained(config.path, hf_config, dtype=dtype, attention=name)
     module = TrainModule(model)
-    source = Path(config.path) if Path(config.path).is_dir() else None
+    source = hf.source_folder(config.path)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
-    dtypes = {} if config.init == "random" else hf.source_dtypes(config.path)
+    dtypes = {} if config.init == "random" else hf.source_dtypes(source)
     return BuiltModel(module, hf_config, findings, flop_facts(module), source, dtypes, buffers)

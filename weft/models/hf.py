@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -115,6 +116,7 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
 
 def load_pretrained(path: str, config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model with its saved weights; a tensor that the files do not fill, or do not want, is an error."""
+    quantised = getattr(config, "quantization_config", None) is not None
     try:
         model, info = model_class(config).from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
@@ -129,6 +131,10 @@ def load_pretrained(path: str, config: PretrainedConfig, *, dtype: torch.dtype, 
         if info[kind]:
             names = ", ".join(str(name) for name in sorted(info[kind], key=str)[:5])
             raise UserError(f"model.path: {path!r}: {kind.replace('_', ' ')}: {names} ({len(info[kind])} in all).")
+    if quantised:
+        # Dequantised on the way in. The rules that did so cannot be reversed (save_pretrained would write no experts
+        # of a gpt_oss): forget them, and the model is laid out on disk as its class is by default.
+        model._weight_conversions = None
     return model
 
 
@@ -150,10 +156,18 @@ def to_disk_layout(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[s
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(tensors), model))
 
 
-def source_dtypes(path: str) -> dict[str, str]:
+def source_folder(path: str) -> Path | None:
+    """Where the files of model.path are: the directory itself, or the hub cache's snapshot of that repository."""
+    if Path(path).is_dir():
+        return Path(path)
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def source_dtypes(folder: Path | None) -> dict[str, str]:
     """Dtype of each tensor in the source's safetensors files ("BF16"), empty where there are none."""
     found: dict[str, str] = {}
-    for file in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []:
+    for file in sorted(folder.glob("*.safetensors")) if folder is not None else []:
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         found.update({name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"})

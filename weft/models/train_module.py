@@ -53,6 +53,8 @@ class TrainModule(nn.Module):
         linear = model.get_submodule(self.facts.head)
         assert isinstance(linear, nn.Linear)
         self.add_module(self.facts.head, Head(linear, self.facts.transform))
+        # The linear layer goes, or its whole weight would stay in memory beside the shards.
+        setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)
         self.takes_positions = hf.accepts(self.base, "position_ids")
 

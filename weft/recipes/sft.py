@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.export import save_step
+from weft.checkpoint.export import manifest, save_step
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.config.schema import SftConfig
@@ -45,6 +45,7 @@ def run(config: SftConfig, options: SftOptions) -> None:
         folder = open_folder(config, ranks)
         with phases("load"):
             engine = Engine(engine_config(config), ranks)
+            manifest(engine)  # a model that could not be saved whole is refused before it is trained
         print_opening(config, engine, report, folder)
         train(config, engine, documents, report, folder, phases)
 
