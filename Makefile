@@ -9,8 +9,9 @@ STAMP := .venv/.installed
 COMPAT := 5.17
 COMPAT_DIR := .compat/transformers-$(COMPAT)
 VLLM_BIN := .venv-vllm/bin
+TRL_BIN := .venv-trl/bin
 
-.PHONY: setup demo test lint types suite test-compat test-vllm bench docs format clean
+.PHONY: setup demo test lint types suite test-compat test-vllm bench bench-sft docs format clean
 
 setup: $(STAMP)
 
@@ -60,9 +61,19 @@ test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
 	touch $@
 
-bench: $(STAMP)
+bench: $(STAMP) bench-sft
 	$(BIN)/python benchmarks/head.py
+
+bench-sft: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/sft.py
+
+# TRL has an environment of its own, with the transformers of ours: the comparison is of trainers.
+.venv-trl/.installed: | $(STAMP)
+	test -x $(TRL_BIN)/python || $(PYTHON) -m venv .venv-trl
+	$(TRL_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
+	$(TRL_BIN)/python -m pip install --quiet 'trl==1.16.*' || $(TRL_BIN)/python -m pip install --quiet trl
+	$(TRL_BIN)/python -m pip install --quiet "transformers==$$($(BIN)/python -c 'import transformers as t; print(t.__version__)')"
+	touch $@
 
 docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/config.md
@@ -72,4 +83,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist
+	rm -rf .venv .venv-vllm .venv-trl .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist

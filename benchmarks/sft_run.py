@@ -2,7 +2,8 @@
 
     python benchmarks/sft_run.py weft SPEC.json
 
-Prints one line of JSON on rank 0: the tokens and the seconds of each step, warm-up included, and the losses.
+Prints one line of JSON on rank 0: tokens, seconds and loss of each step, warm-up included; the FLOPs of the steps, and
+the rate of torch's matrix products of the model's shapes, measured after them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 Spec = dict[str, Any]
-Step = Callable[[], tuple[int, float]]  # takes one step; (its tokens over all ranks, its loss)
+Step = Callable[[], tuple[int, float, float]]  # takes one step: its tokens over all ranks, its loss, its FLOPs
 
 IGNORED = -100
 
@@ -44,13 +45,13 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     objective = CrossEntropy()
     documents = [Document(torch.tensor(d["ids"]), torch.tensor(d["trained"]).float()) for d in spec["documents"]]
 
-    def step(indices: list[int]) -> tuple[int, float]:
+    def step(indices: list[int]) -> tuple[int, float, float]:
         chosen = [documents[i] for i in indices]
         plan = engine.plan([engine.meta(document) for document in chosen])
         metrics = engine.accumulate(plan, {i: chosen[i] for i in engine.needs(plan)}, objective)
         engine.apply(rule["lr"])
         assert metrics["loss"] is not None
-        return plan.totals.tokens, metrics["loss"]
+        return plan.totals.tokens, metrics["loss"], plan.totals.cost
 
     for indices in spec["steps"]:
         yield lambda indices=indices: step(indices)  # type: ignore[misc]
@@ -66,7 +67,7 @@ def bare_steps(spec: Spec) -> Iterator[Step]:
     ids, labels = full_rows(spec)
     per_step, per_forward = spec["bare"]["rows_per_step"], spec["bare"]["rows_per_forward"]
 
-    def step(start: int) -> tuple[int, float]:
+    def step(start: int) -> tuple[int, float, float]:
         rows = slice(start, start + per_step)
         count = (labels[rows] != IGNORED).sum()
         total = torch.zeros(())
@@ -83,7 +84,7 @@ def bare_steps(spec: Spec) -> Iterator[Step]:
         optimizer.zero_grad()
         if world > 1:
             dist.all_reduce(total)
-        return per_step * ids.shape[1], (total / count).item()
+        return per_step * ids.shape[1], (total / count).item(), 0.0
 
     for number in range(len(ids) // per_step):
         yield lambda start=number * per_step: step(start)  # type: ignore[misc]
@@ -127,19 +128,43 @@ def full_rows(spec: Spec) -> tuple[Tensor, Tensor]:
     return ids, F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def matmul_rate(spec: Spec, tokens: int = 4096) -> float:
+    """FLOPs/s of the products of the model's forward and backward, each at its best of five."""
+    config = json.loads((Path(spec["model"]) / "config.json").read_text())
+    hidden, inner, vocabulary = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, keys = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layer = [(hidden, heads), (hidden, keys), (hidden, keys), (heads, hidden)]
+    layer += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    seconds = flops = 0.0
+    for inputs, outputs in [*layer * config["num_hidden_layers"], (hidden, vocabulary)]:
+        x, weight, gradient = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
+        for a, b in ((x, weight.T), (gradient, weight), (gradient.T, x)):
+            seconds += min(_seconds(a, b) for _ in range(5))
+            flops += 2.0 * tokens * inputs * outputs
+    return flops / seconds
+
+
+def _seconds(a: Tensor, b: Tensor) -> float:
+    began = time.perf_counter()
+    a @ b
+    return time.perf_counter() - began
+
+
 def main() -> None:
     name, path = sys.argv[1:]
     spec = json.loads(Path(path).read_text())
-    steps = {"weft": weft_steps, "bare": bare_steps}[name](spec)
-    tokens, seconds, losses = [], [], []
-    for step in steps:
+    answer: dict[str, Any] = {"tokens": [], "seconds": [], "losses": [], "flops": []}
+    for step in {"weft": weft_steps, "bare": bare_steps}[name](spec):
         began = time.perf_counter()
-        count, loss = step()
-        seconds.append(time.perf_counter() - began)
-        tokens.append(count)
-        losses.append(loss)
+        tokens, loss, flops = step()
+        answer["seconds"].append(time.perf_counter() - began)
+        answer["tokens"].append(tokens)
+        answer["losses"].append(loss)
+        answer["flops"].append(flops)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        answer["matmul"] = matmul_rate(spec)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps({"tokens": tokens, "seconds": seconds, "losses": losses}))
+        print(json.dumps(answer))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -63,16 +63,16 @@ def let_fsdp_run_on_cpu() -> None:
 
 def arguments(spec: dict[str, Any], check: bool, out: str) -> SFTConfig:
     """The defaults of TRL but for what the other contestants share, and for what only saves memory or time."""
-    rule, trl = spec["optimizer"], spec["trl"]
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rule, trl = spec["optimizer"], dict(spec["trl"])
+    trl[trl["ranks_share"]] //= int(os.environ.get("WORLD_SIZE", "1"))
     return SFTConfig(
         output_dir=out,
         max_steps=len(spec["steps"]),
-        per_device_train_batch_size=1 if check else trl["rows_per_forward"] // (world if trl["split_rows"] else 1),
-        gradient_accumulation_steps=1 if check else trl["accumulation"] // (1 if trl["split_rows"] else world),
+        per_device_train_batch_size=1 if check else trl["rows_per_forward"],
+        gradient_accumulation_steps=1 if check else trl["accumulation"],
         packing=True,
         packing_strategy="bfd",
-        max_length=trl["row"] if not check else 4096,
+        max_length=spec["bare"]["row"] if check else trl["row"],
         shuffle_dataset=False,
         use_cpu=True,
         bf16=False,

@@ -285,6 +285,13 @@ def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys
     assert tree(here) == before
 
 
+def test_an_impossible_kernel_is_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft", "c.yaml", "run.dir=kernel", "model.attention=varlen", "--device", "cpu"]
+    assert cli.main(words) == 2
+    assert "model.attention=varlen cannot serve this run: float32 on cpu" in capsys.readouterr().err
+    assert not (here / "kernel" / "metrics.jsonl").exists()
+
+
 # ---------------------------------------------------------------- ranks that fail or stop
 
 SPOILT = """\

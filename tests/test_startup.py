@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
+from weft.config.schema import DataConfig, ModelConfig, SftConfig
 from weft.errors import UserError
 from weft.models import hf, startup
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
 from weft.ops.attention import Bounds
+from weft.recipes.verify import verified_config
 from weft.verification import reference
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
@@ -226,22 +230,30 @@ def test_the_engine_refuses_it_on_every_rank() -> None:
     assert "no effect: falcon computes attention in code of its own" in text
 
 
+def test_verify_compares_in_fp32_whatever_the_kernel_asked_for() -> None:
+    """varlen knows 16 bits only; the verdict is in fp32."""
+    config = SftConfig(model=ModelConfig(path="m", attention="varlen"), data=DataConfig(path="d.jsonl"))
+    exact = verified_config(config, "elsewhere")
+    assert (exact.model.attention, exact.model.path, exact.fsdp.param_dtype) == ("auto", "elsewhere", "fp32")
+
+
 def logprobs_without_sdpa(path: str) -> dict[int, dict[str, Tensor]]:
     """Readouts of gemma2 where every attention function of HuggingFace and torch raises."""
-    import torch.nn.functional as F
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma2 import modeling_gemma2
 
     def forbidden(*args: Any, **options: Any) -> Any:
         raise AssertionError("not weft's attention")
 
     engine = open_engine(path, "1")
-    modeling_gemma2.eager_attention_forward = forbidden
-    for name in [name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("weft")]:
-        ALL_ATTENTION_FUNCTIONS.register(name, forbidden)
-    F.scaled_dot_product_attention = forbidden
     documents, metas = to_documents(engine, awkward_steps(128)[0])
-    return engine.readout(engine.plan(metas, budget=256), documents)
+    theirs = {name: forbidden for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("weft")}
+    assert "sdpa" in theirs
+    with (
+        mock.patch.object(modeling_gemma2, "eager_attention_forward", forbidden),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", forbidden),
+        mock.patch.dict(AttentionInterface._global_mapping, theirs),
+    ):
+        return engine.readout(engine.plan(metas, budget=256), documents)
 
 
 def test_gemma2_keeps_its_softcap() -> None:
