@@ -303,10 +303,10 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
         others = [answer["others"] for answers in rounds for answer in answers.values()]
         count, total = len(spec["documents"]), sum(len(d["ids"]) for d in spec["documents"])
         yield f"\n## {data.title}\n"
+        shares = f"{statistics.median(others):.0%} of the cores (median of the runs; at most {max(others):.0%})"
         yield (
             f"{count} documents, {total / count:.0f} tokens each, in steps of {data.tokens} tokens: {data.timed} timed "
-            f"after {data.warmup} to warm up, {len(rounds)} rounds. Other programs took {statistics.median(others):.0%} of "
-            f"the cores (median of the runs; at most {max(others):.0%}).\n"
+            f"after {data.warmup} to warm up, {len(rounds)} rounds. Other programs took {shares}.\n"
         )
         yield from speed_table(contestants, rounds)
         yield ""

@@ -11,7 +11,7 @@ from weft.verification import reference
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
-LR, CLIP, STEPS, DECAY = 3e-3, 1.35, 10, 0.1
+LR, CLIP, STEPS, DECAY = 3e-3, 1.65, 10, 0.1
 
 
 def curve(path: str, mesh: str) -> list[tuple[float, float]]:
@@ -35,7 +35,7 @@ def test_ten_steps(family: str, mesh: str) -> None:
     expected = [plain.step(steps[number % 3], LR) for number in range(STEPS)]
     seen = run(int(mesh), curve, path, mesh)[0]
 
-    assert expected[-1][0] < 0.9 * expected[0][0] or expected[-3][0] < 0.9 * expected[1][0]
+    assert expected[-1][0] < 0.9 * expected[0][0]  # the same documents, nine steps later
     clipped = [norm > CLIP for _, norm in expected]
     assert any(clipped) and not all(clipped), [norm for _, norm in expected]
     for (loss, norm), (expected_loss, expected_norm) in zip(seen, expected, strict=True):
