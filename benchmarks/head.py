@@ -185,16 +185,34 @@ def main() -> None:
     print(f"{machine(options)}\nH={options.width} V={options.vocabulary} {options.dtype}, {options.runs} runs\n")
     columns = ("tokens", "loss", "seconds", "/ naive", "processor seconds", "/ naive", "extra MiB", "/ naive")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
-    names = [name for name in LOSSES if name not in options.skip]
     for tokens in options.tokens:
-        seconds = measure_times(options, tokens, names)
-        memory = {name: measure_memory(name, options, tokens) for name in names}
-        base = names[0]
-        for name in names:
-            both = zip(seconds[name], seconds[base], strict=True)
-            times = " | ".join(f"{own:.2f} | {own / other:.2f}" for own, other in both)
-            numbers = f"{times} | {memory[name]:.0f} | {memory[name] / memory[base]:.1%}"
-            print(f"| {tokens} | {name} | {numbers} |", flush=True)
+        report(options, tokens, [name for name in LOSSES if name not in options.skip])
+
+
+def report(options: argparse.Namespace, tokens: int, names: list[str]) -> None:
+    """Table rows of one number of tokens; the naive loss only where memory holds its three [N, V] tensors."""
+    needed = 12 * tokens * options.vocabulary + 12 * options.vocabulary * options.width
+    if options.device == "cpu" and "naive" in names and needed > 0.9 * _available():
+        names = [name for name in names if name != "naive"]
+        print(f"| {tokens} | naive | not run: needs {needed / 2**30:.0f} GiB |" + " |" * 5, flush=True)
+    seconds = measure_times(options, tokens, names)
+    memory = {name: measure_memory(name, options, tokens) for name in names}
+
+    def ratio(own: float, naive: float | None, form: str) -> str:
+        return "" if naive is None else format(own / naive, form)
+
+    for name in names:
+        base, base_memory = seconds.get("naive", (None, None)), memory.get("naive")
+        times = [f"{own:.2f} | {ratio(own, naive, '.2f')}" for own, naive in zip(seconds[name], base, strict=True)]
+        cells = (str(tokens), name, *times, f"{memory[name]:.0f} | {ratio(memory[name], base_memory, '.1%')}")
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) 
 
 def _kinds(names: Iterable[str]) -> tuple[str, ...]:
     """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work."""
-    return tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+    short = (".".join(name.split(".")[-2:]) for name in names)
+    return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
 
 
 @torch.no_grad()

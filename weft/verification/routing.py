@@ -68,16 +68,22 @@ class _TopK(TorchFunctionMode):
 
 
 @contextmanager
-def _following(layers: Sequence[nn.Module], place: _Place) -> Iterator[None]:
-    """Keep place.layer at the layer that runs, in recomputation too."""
+def _following(layers: Sequence[nn.Module], place: _Place, mode: TorchFunctionMode) -> Iterator[None]:
+    """Keep place.layer at the layer that runs, under `mode`. Hooks of the layer, not one mode around everything,
+    because recomputation runs layers from backward, where modes of the caller do not reach."""
 
     def enter(number: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             place.layer = number
+            mode.__enter__()
 
         return hook
 
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        mode.__exit__(None, None, None)
+
     handles = [layer.register_forward_pre_hook(enter(number)) for number, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(leave, always_call=True) for layer in layers]
     try:
         yield
     finally:
@@ -109,7 +115,7 @@ class Recorder:
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
-            with _following(layers, place), _TopK(self.experts, self.chosen, keep):
+            with _following(layers, place, _TopK(self.experts, self.chosen, keep)):
                 yield
         finally:
             handle.remove()
@@ -136,7 +142,7 @@ class Replay:
 
         handle = module.register_forward_pre_hook(begin)
         try:
-            with _following(layers, place), _TopK(self.experts, self.chosen, choose):
+            with _following(layers, place, _TopK(self.experts, self.chosen, choose)):
                 yield
         finally:
             handle.remove()
