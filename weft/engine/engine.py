@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
@@ -82,6 +83,8 @@ class Engine:
         self.optimizer = None
         if config.purpose == "train" and weights:
             self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
+            if self.device.type == "cpu":
+                keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
 
     # ------------------------------------------------------------ plan
