@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,3 +37,25 @@ def peaks() -> tuple[float, float, float]:
 def test_the_largest_rank_counts() -> None:
     results = pool.run(2, peaks)
     assert results[0][2] == results[1][2] == pytest.approx(max(own for _, own, _ in results), rel=0.05)
+
+
+PAGE_FAULTS = """
+import resource, sys
+from weft.cluster.machine import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(64 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", PAGE_FAULTS, how], check=True, capture_output=True).stdout)
+        for how in ("kept", "returned")
+    }
+    assert faults["kept"] + 16 < faults["returned"], faults  # with huge pages there are few

@@ -46,7 +46,7 @@ def check_ranks_fit(ranks: int, device: Device) -> None:
 def keep_freed_memory() -> None:
     """Let this process keep the memory it frees, up to 1 GiB of it, for what it allocates next (glibc only).
 
-    Otherwise the tensors of every step on a CPU are mapped anew, page by page, and given back: 5 to 13% of a step's time.
+    Otherwise a step on a CPU maps its tensors anew, page by page, and gives them back: 5 to 13% of its time.
     """
     if sys.platform != "linux":
         return
