@@ -127,6 +127,9 @@ def load_pretrained(path: str, config: PretrainedConfig, *, dtype: torch.dtype, 
             f"model.path: cannot load weights from {path!r}: {first}\n"
             "Set model.init=random to train from fresh weights, or point model.path at a directory with safetensors."
         ) from error
+    except ImportError as error:  # quantised formats need packages of their own
+        first = str(error).strip().split("\n")[0]
+        raise UserError(f"model.path: cannot load weights from {path!r}: {first}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
             names = ", ".join(str(name) for name in sorted(info[kind], key=str)[:5])
