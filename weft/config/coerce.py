@@ -38,7 +38,8 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        members = get_args(hint)
+        return "a list of strings" if members[-1] is ... else f"a list of {len(members)} numbers"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}[hint]
 
 
@@ -64,6 +65,8 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
         raise MismatchError("")
+    if members[-1] is ...:
+        members = (members[0],) * len(node.value)
     if len(node.value) != len(members):
         raise MismatchError(f"it has {len(node.value)} values")
     return tuple(coerce(Node(value, node.where), hint) for value, hint in zip(node.value, members, strict=True))
