@@ -1,6 +1,14 @@
-"""The one exception that users are meant to see."""
+"""Exceptions that have an exit status of their own."""
 
 from __future__ import annotations
+
+
+class StoppedError(Exception):
+    """The run was asked to end by a signal, has saved, and has more steps to do. number: the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
 
 
 class UserError(ValueError):

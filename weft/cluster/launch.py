@@ -23,6 +23,8 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import cpu_cores
 from weft.cluster.reports import RankReport
+from weft.cluster.stopping import Forwarder
+from weft.errors import StoppedError
 
 SUCCESS, FAILURE, USER_ERROR = 0, 1, 2
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
@@ -54,6 +56,8 @@ def guarded(body: Body, debug: bool = False) -> int:
         passed = body()
     except KeyboardInterrupt:
         return _end_rank(128 + signal.SIGINT)
+    except StoppedError as stop:
+        return _end_rank(_report_stop(128 + stop.number))
     except SystemExit as error:
         if not joined():
             raise
@@ -78,6 +82,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
         _environment(_rank_variables(scratch, nproc)),
         _signal_handlers_kept(),
         _leftovers_killed(Path(scratch)),
+        Forwarder(lambda: _ranks(scratch)) as forwarder,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -87,6 +92,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",  # port 0: the store picks a free one, so that no other program can take it
             local_addr="127.0.0.1",
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are the forwarder's
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=STOP_SECONDS,
@@ -95,13 +101,15 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
+            if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
+                return forwarder.say()
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return _show_failure(reports.read_all(Path(scratch)), exits, nproc, debug)
         except SignalException as error:
             print(f"stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return 128 + int(error.sigval)
-        verdicts = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
-        return FAILURE if verdicts else SUCCESS
+        notes = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
+        return max((note.status for note in notes), default=SUCCESS)
 
 
 @contextmanager
@@ -129,10 +137,19 @@ def _leftovers_killed(scratch: Path) -> Iterator[None]:
 
 
 def _kill_ranks(scratch: Path) -> None:
+    for rank in _ranks(str(scratch)):
+        with suppress(psutil.Error):
+            rank.kill()
+
+
+def _ranks(scratch: str) -> list[psutil.Process]:
+    """The processes that this launch has started."""
+    found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            if child.environ().get(reports.FOLDER_VARIABLE) == str(scratch):
-                child.kill()
+            if child.environ().get(reports.FOLDER_VARIABLE) == scratch:
+                found.append(child)
+    return found
 
 
 def describe_failure(found: Sequence[RankReport], exits: Mapping[int, int], nproc: int, debug: bool) -> str:
@@ -225,6 +242,15 @@ def _report_verdict() -> int:
     if into is None:
         return FAILURE
     reports.write(reports.of_verdict(int(os.environ["RANK"])), into)
+    return SUCCESS
+
+
+def _report_stop(status: int) -> int:
+    """A run that a signal ended as it should is no crash either: the note carries the exit status."""
+    into = reports.folder()
+    if into is None:
+        return status
+    reports.write(reports.of_stop(int(os.environ["RANK"]), status), into)
     return SUCCESS
 
 

@@ -20,7 +20,10 @@ FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """An exception of one rank, or a failed verdict. time: seconds since the epoch, when it was raised."""
+    """An exception of one rank, or a failed verdict. time: seconds since the epoch, when it was raised.
+
+    is_verdict: no error; the rank ran to its end. status: the exit status that it asks for.
+    """
 
     rank: int
     time: float
@@ -28,6 +31,7 @@ class RankReport:
     traceback: str = ""
     is_user_error: bool = False
     is_verdict: bool = False
+    status: int = 1
 
 
 def of_exception(rank: int, error: BaseException) -> RankReport:
@@ -42,6 +46,11 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
 def of_verdict(rank: int) -> RankReport:
     """The report of a rank that ran to its end and did not pass."""
     return RankReport(rank, time.time(), "did not pass", is_verdict=True)
+
+
+def of_stop(rank: int, status: int) -> RankReport:
+    """The report of a rank that a signal has ended as it should."""
+    return RankReport(rank, time.time(), "stopped", is_verdict=True, status=status)
 
 
 def folder() -> Path | None:

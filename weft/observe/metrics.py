@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -97,6 +98,10 @@ class MetricsFile:
         ordered = {key: line.get(key) for key in CORE_KEYS} | dict(line)
         self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the lines would survive a power failure."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; nothing can be written afterwards."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -78,6 +78,11 @@ class Progress:
         """A line of text, above the bar where there is one."""
         if self._show:
             self._print(text)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        """Several lines of text."""
+        for text in texts:
+            self.note(text)
 
     def remaining(self) -> float:
         """Estimated seconds to the end, at the pace of the last steps."""
