@@ -20,6 +20,7 @@ from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.cluster.options import SftOptions
 from weft.config import schema
+from weft.engine.engine import Engine
 from weft.models import hf
 from weft.recipes import sft
 from weft.verification.plants import planted
@@ -84,40 +85,40 @@ def process(
     mesh: str,
     *,
     resume: bool = False,
-    kill_in: int | None = None,
+    steps: int | None = None,
     sections: Sections | None = None,
     plant: str | None = None,
 ) -> list[list[float]]:
     """One process of a run, on every rank of a mesh; what `attempt` returns, by rank."""
-    return run(world_of(mesh), attempt, str(inputs()), str(folder), mesh, resume, kill_in, sections or {}, plant)
+    return run(world_of(mesh), attempt, str(inputs()), str(folder), mesh, resume, steps, sections or {}, plant)
 
 
 def attempt(
-    home: str, folder: str, mesh: str, resume: bool, kill_in: int | None, sections: Sections, plant: str | None
+    home: str, folder: str, mesh: str, resume: bool, steps: int | None, sections: Sections, plant: str | None
 ) -> list[float]:
-    """One process of a run, on one rank: it ends in step `kill_in`, after the gradient and before the update.
+    """One process of a run, on one rank: it ends after so many steps of its own, in the next one before the update.
 
     Returns what the rank drew at random after each step.
     """
     drawn: list[float] = []
-    number = [0]
+    applied = [0]
 
     def meet(*arguments: Any) -> Any:
         drawn.extend([float(torch.rand(())), random.random(), random.gauss(0.0, 1.0)])
         return original_meet(*arguments)
 
-    def learning_rate(update: int, *rest: Any) -> float:
-        number[0] = update
-        if update == kill_in:
+    def apply(engine: Engine, lr: float) -> Any:
+        if applied[0] == steps:
             raise Killed
-        return original_rate(update, *rest)
+        applied[0] += 1
+        return original_apply(engine, lr)
 
-    original_meet, original_rate = sft.meet, sft.learning_rate
+    original_meet, original_apply = sft.meet, Engine.apply
     config = config_of(Path(home), Path(folder), mesh, sections)
     options = SftOptions(device="cpu", resume=folder if resume else None)
     with (
         mock.patch.object(sft, "meet", meet),
-        mock.patch.object(sft, "learning_rate", learning_rate),
+        mock.patch.object(Engine, "apply", apply),
         planted(plant),
         suppress(Killed),
     ):
