@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.export import manifest, save_step
+from weft.checkpoint.export import plan_export, save_step
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.config.schema import SftConfig
@@ -26,7 +26,7 @@ from weft.observe.flops import Throughput
 from weft.observe.memory import peak_memory_gib
 from weft.observe.metrics import MetricsFile
 from weft.observe.opening import print_dry_run, print_opening
-from weft.observe.progress import Progress
+from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.folder import open_folder
 
@@ -44,8 +44,9 @@ def run(config: SftConfig, options: SftOptions) -> None:
             documents, report = read_data(config)
         folder = open_folder(config, ranks)
         with phases("load"):
-            engine = Engine(engine_config(config), ranks)
-            manifest(engine)  # a model that could not be saved whole is refused before it is trained
+            with loading(ranks.is_first) as progress:
+                engine = Engine(engine_config(config), ranks, progress=progress)
+            plan_export(engine)  # a model that could not be saved whole is refused before it is trained
         print_opening(config, engine, report, folder)
         train(config, engine, documents, report, folder, phases)
 
