@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -55,3 +56,37 @@ def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     local = tensor.detach().to_local()
     assert tuple(local.shape) == tuple(size), (local.shape, size)
     return Box(tuple(start), tuple(size)), local
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of a tensor.
+
+    places: (own place, size) of every group of ranks that hold the same box; groups: those groups, where they can
+    send it to one another (a plain tensor is simply there on every rank).
+    """
+
+    box: Box
+    values: Tensor
+    places: tuple[tuple[int, int], ...] = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank reads or writes the box for all that hold it; `number` spreads tensors over them."""
+        return all(place == number % size for place, size in self.places)
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """This rank's shard."""
+    box, values = local_box(tensor)
+    if not isinstance(tensor, DTensor):
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return Shard(box, values, (world,))
+    mesh = tensor.device_mesh
+    copied = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate) and mesh.size(axis) > 1
+    ]
+    places = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
+    return Shard(box, values, places, tuple(mesh.get_group(axis) for axis in copied))

@@ -42,10 +42,12 @@ def commit(partial: Path, target: Path) -> None:
 
 def point_latest(target: Path) -> None:
     """Make the relative link `latest` beside a checkpoint name it, in one step."""
-    link = target.parent / "latest.new"
+    latest, link = target.parent / "latest", target.parent / "latest.new"
+    if latest.is_symlink() and os.readlink(latest) == target.name:
+        return
     link.unlink(missing_ok=True)
     link.symlink_to(target.name)
-    os.replace(link, target.parent / "latest")
+    os.replace(link, latest)
     _sync_folder(target.parent)
 
 

@@ -34,15 +34,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
-from weft.checkpoint.boxes import Box
+from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
 from weft.checkpoint.retention import TRAINER_STATE, commit, prune, step_folder
 from weft.checkpoint.state import (
     RNG,
     WEIGHTS,
-    Piece,
+    Part,
     RankFile,
-    find_pieces,
+    find_parts,
     find_scalars,
     write_rank_file,
     write_state,
@@ -53,6 +53,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LARGEST_HALF = torch.finfo(torch.float16).max
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # how long a rank that fails elsewhere lets a checkpoint that is being written come to its end
 _MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -78,8 +79,9 @@ class Job:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank has written. nonfinite: a weight that is not finite, for which nothing was written."""
+    """What a rank has written. exported: bytes of the weight files. nonfinite: a weight that is, so nothing was."""
 
+    exported: int = 0
     file: RankFile | None = None
     nonfinite: str | None = None
 
@@ -104,6 +106,8 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.plan = plan_export(self.engine, DTYPES[self.config.dtype])
+        self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
+        self._aliases = _aliases(self.engine)
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
@@ -217,10 +221,10 @@ class Saver:
 
     def _copy(self, step: int, progress: Mapping[str, Any]) -> Job:
         """Copy what this rank writes into host memory, which is kept for the next save."""
-        pieces = find_pieces(self.engine)
+        parts = find_parts(self.engine)
         keep_state = self.config.trainer_state != "none"
-        mine = {n: p for n, p in pieces.items() if p.writes and (keep_state or n.startswith(WEIGHTS))}
-        copies = {name: self._to_host(name, piece.local) for name, piece in mine.items()}
+        mine = {n: p for n, p in parts.items() if p.writes and (keep_state or n.startswith(WEIGHTS))}
+        copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         first, target = self.engine.ranks.is_first, step_folder(self.checkpoints, step)
@@ -230,9 +234,9 @@ class Saver:
             partial=self._partial(step),
             target=target,
             copies=copies,
-            boxes={name: piece.box for name, piece in mine.items()},
+            boxes={name: part.box for name, part in mine.items()},
             generators={RNG + name: value for name, value in rng.capture(self.engine.device).items()},
-            state=self._state(step, progress, pieces) if first and keep_state else {},
+            state=self._state(step, progress, parts) if first and keep_state else {},
         )
 
     def _to_host(self, name: str, local: Tensor) -> Tensor:
@@ -242,10 +246,10 @@ class Saver:
             self._host[name] = host
         return host.copy_(local, non_blocking=True)
 
-    def _state(self, step: int, progress: Mapping[str, Any], pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    def _state(self, step: int, progress: Mapping[str, Any], parts: Mapping[str, Part]) -> dict[str, Any]:
         tensors = {
-            name: {"dtype": str(piece.local.dtype).removeprefix("torch."), "shape": list(piece.shape)}
-            for name, piece in pieces.items()
+            name: {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
+            for name, part in parts.items()
         }
         return {
             "step": step,
@@ -285,15 +289,21 @@ class Saver:
         job.reports.mkdir()
 
     def _write(self, job: Job) -> RankReport:
-        weights = {name.removeprefix(WEIGHTS): copy for name, copy in job.copies.items() if name.startswith(WEIGHTS)}
+        weights = {n.removeprefix(WEIGHTS): copy for n, copy in job.copies.items() if n.startswith(WEIGHTS)}
         for name, copy in weights.items():
             if copy.is_floating_point() and not bool(copy.isfinite().all()):
                 return RankReport(nonfinite=name)
-        write_export(self.plan, weights, job.partial)
+            if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
+                return RankReport(nonfinite=f"{name} in fp16 (set checkpoint.dtype=bf16)")
+        shards = {name: Shard(job.boxes[WEIGHTS + name], copy) for name, copy in weights.items()}
+        for alias, name in self._aliases.items():
+            if name in shards:
+                shards[alias] = shards[name]
+        exported = write_export(self.plan, shards, job.partial)
         if self.config.trainer_state == "none":
-            return RankReport()
+            return RankReport(exported)
         folder, rank = job.partial / TRAINER_STATE, self.engine.ranks.rank
-        return RankReport(write_rank_file(folder, rank, job.id, {**job.copies, **job.generators}, job.boxes))
+        return RankReport(exported, write_rank_file(folder, rank, job.id, {**job.copies, **job.generators}, job.boxes))
 
     def _report(self, job: Job, report: RankReport) -> None:
         name = f"rank-{self.engine.ranks.rank:05d}"
@@ -313,6 +323,8 @@ class Saver:
             self.news.append(self._nonfinite)
             shutil.rmtree(job.partial)
             return False
+        exported = sum(report["exported"] for report in reports)
+        assert exported == self.plan.bytes, f"{exported} of {self.plan.bytes} bytes of weights written"
         if job.state:
             files = [RankFile(**report["file"]) for report in reports]
             write_state(job.partial / TRAINER_STATE, {"id": job.id, **job.state}, files)
@@ -332,6 +344,13 @@ class Saver:
         while not holds():
             if self._cancel.wait(_POLL_SECONDS):
                 raise _CancelledError
+
+
+def _aliases(engine: Engine) -> dict[str, str]:
+    """Further names of tied weights -> the name under which they are copied."""
+    first = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    state = engine.module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
 def _is_mendable(error: Exception) -> bool:

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from weft.checkpoint.boxes import Box, local_box, overlap
+from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
@@ -37,7 +35,7 @@ WEIGHTS, OPTIMIZER, RNG = "weights/", "optimizer/", "rng/"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Part:
     """This rank's part of one tensor. shape: of the whole tensor. local: the rank's own elements, not a copy.
 
     writes: whether it is this rank that saves them: of several that hold the same elements, one does.
@@ -47,11 +45,6 @@ class Piece:
     box: Box
     local: Tensor
     writes: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> Piece:
-        box, local = local_box(tensor)
-        return Piece(tuple(tensor.shape), box, local, _is_first_holder(tensor) and box.numel > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +57,30 @@ class RankFile:
     boxes: dict[str, tuple[list[int], list[int]]]
 
 
-def find_pieces(engine: Engine) -> dict[str, Piece]:
+def find_parts(engine: Engine) -> dict[str, Part]:
     """Every tensor of the trainer state by its name, the same names on every rank; tied weights once."""
     assert engine.optimizer is not None, "this engine was opened for inference"
     found = {}
-    for name, parameter in engine.module.named_parameters():
-        found[WEIGHTS + name] = Piece.of(parameter)
+    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        found[WEIGHTS + name] = _part(parameter, number)
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                found[f"{OPTIMIZER}{key}/{name}"] = Piece.of(value)
+                found[f"{OPTIMIZER}{key}/{name}"] = _part(value, number)
     persistent = engine.module.state_dict().keys()
-    for name, buffer in engine.module.named_buffers():
+    for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
-            found[WEIGHTS + name] = Piece.of(buffer)
+            found[WEIGHTS + name] = _part(buffer, number)
     return found
+
+
+def _part(tensor: Tensor, number: int) -> Part:
+    shard = shard_of(tensor)
+    return Part(tuple(tensor.shape), shard.box, shard.values, _writes(shard, number))
+
+
+def _writes(shard: Shard, number: int) -> bool:
+    """Ranks that hold the same box share the writing: `number` deals tensors to them."""
+    return shard.box.numel > 0 and shard.is_mine(number)
 
 
 def find_scalars(engine: Engine) -> dict[str, float]:
@@ -89,18 +92,6 @@ def find_scalars(engine: Engine) -> dict[str, float]:
             if isinstance(value, Tensor) and not value.ndim:
                 found[f"{OPTIMIZER}{key}/{name}"] = float(value)
     return found
-
-
-def _is_first_holder(tensor: Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
 
 
 # ---------------------------------------------------------------- writing
@@ -238,25 +229,25 @@ def load_state(engine: Engine, state: TrainerState) -> None:
     Raises DamagedError where the state is not of this model, or does not fill all of it.
     """
     _make_optimizer_state(engine, state)
-    pieces, saved = find_pieces(engine), state.content["tensors"]
-    unlike = sorted(pieces.keys() ^ saved.keys())
-    unlike += [name for name in pieces.keys() & saved.keys() if list(pieces[name].shape) != saved[name]["shape"]]
+    parts, saved = find_parts(engine), state.content["tensors"]
+    unlike = sorted(parts.keys() ^ saved.keys())
+    unlike += [name for name in parts.keys() & saved.keys() if list(parts[name].shape) != saved[name]["shape"]]
     if unlike:
         raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
-    filled = dict.fromkeys(pieces, 0)
+    filled = dict.fromkeys(parts, 0)
     for file in state.files:
-        _fill(pieces, filled, state.folder / file.name, file)
-    for name, piece in pieces.items():
-        if filled[name] != piece.box.numel:
-            raise DamagedError(f"{name}: its files hold {filled[name]:,} of {piece.box.numel:,} elements")
+        _fill(parts, filled, state.folder / file.name, file)
+    for name, part in parts.items():
+        if filled[name] != part.box.numel:
+            raise DamagedError(f"{name}: its files hold {filled[name]:,} of {part.box.numel:,} elements")
 
 
 @torch.no_grad()
-def _fill(pieces: Mapping[str, Piece], filled: dict[str, int], path: Path, file: RankFile) -> None:
+def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> None:
     wanted = []
     for name, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        shared = overlap(box, pieces[name].box)
+        shared = overlap(box, parts[name].box)
         if shared is not None:
             wanted.append((name, box, shared))
     if not wanted:
@@ -264,8 +255,8 @@ def _fill(pieces: Mapping[str, Piece], filled: dict[str, int], path: Path, file:
     with TensorFile.open(path) as opened:
         for name, box, shared in wanted:
             place = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
-            piece = pieces[name]
-            piece.local[shared.within(piece.box)].copy_(opened.read(name, place))
+            part = parts[name]
+            part.local[shared.within(part.box)].copy_(opened.read(name, place))
             filled[name] += shared.numel
 
 

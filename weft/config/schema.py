@@ -29,6 +29,11 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    ignore_weights: tuple[str, ...] = key(
+        "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
+        "error.",
+        (),
+    )
     attention: Literal["auto", "per_document", "varlen", "flex"] = key(
         "Attention kernel; `auto` takes the fastest that is right for this model, dtype and device, "
         "and the choice is printed.",

@@ -22,14 +22,16 @@ from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, 
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.build import BuiltModel, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
+from weft.models.load import LoadReport, Progress, load_weights
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import Unit, fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, parallelize
+from weft.parallel.parallelize import Precision, materialize, parallelize
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,20 @@ class EngineConfig:
 class Engine:
     """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
 
-    def __init__(self, config: EngineConfig, ranks: Ranks, *, weights: bool = True) -> None:
-        """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        *,
+        weights: bool = True,
+        fill: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
+
+        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run). progress: told of
+        bytes filled while weights are read.
+        """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
         sizes = resolve_mesh(config.mesh, ranks.world)
@@ -80,12 +94,24 @@ class Engine:
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
+        self.loaded = self._load_weights(progress, fill)
         self.optimizer = None
         if config.purpose == "train" and weights:
             self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
+
+    def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
+        """Fill the shards from the source's files; None where none are read."""
+        plan = self.built.load
+        if plan is None:
+            return None
+        materialize(self.module, self.device)
+        report = load_weights(self.module, plan, progress) if fill else None
+        plan.source.close()
+        hf.rebuild_buffers(self.module.hf_model)
+        return report
 
     # ------------------------------------------------------------ plan
 

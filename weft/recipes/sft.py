@@ -25,7 +25,7 @@ from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
-from weft.observe.progress import Progress
+from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.folder import open_folder
 from weft.recipes.recorder import Recorder
@@ -52,7 +52,8 @@ def run(config: SftConfig, options: SftOptions) -> None:
                 say_finished(folder, steps, ranks)
                 return
             with phases("load"):
-                engine = Engine(engine_config(config), ranks)
+                with loading(ranks.is_first) as shown:
+                    engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
             print_opening(config, engine, report, folder, notes)
             train(config, engine, documents, report, folder, phases, start)

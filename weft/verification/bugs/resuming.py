@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from weft.verification.bugs import Original, Plant, bug
@@ -62,10 +61,10 @@ def moments_lost(plant: Plant, original: Original, engine: Any, state: Any) -> N
 
 
 @bug(
-    "B21", "weft.checkpoint.state:_is_first_holder",
+    "B21", "weft.checkpoint.state:_writes",
     "a checkpoint holds the first rank's shards only",
     caught_by=RESUMED, seen="huggingface/accelerate#4206", ranks=2, needs="a run that is resumed",
 )  # fmt: skip
-def first_shards_only(plant: Plant, original: Original, tensor: torch.Tensor) -> bool:
-    plant.hits += dist.get_rank() > 0 and bool(original(tensor))
-    return dist.get_rank() == 0
+def first_shards_only(plant: Plant, original: Original, shard: Any, number: int) -> bool:
+    plant.hits += dist.get_rank() > 0 and bool(original(shard, number))
+    return dist.get_rank() == 0 and bool(original(shard, number))
