@@ -158,11 +158,12 @@ def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int 
     The agent's own signals are told apart: SIGTERM to all that are left, SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
+    gone = {rank for report in errors for rank in report.gone}
     stopping = {-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR2}
     if errors and time.monotonic() - min(report.time for report in errors) >= STOP_SECONDS:
         stopping.add(-signal.SIGKILL)
     for position, (rank, status) in enumerate(exits.items()):
-        first_seen = position == 0 and not errors
+        first_seen = rank in gone or (position == 0 and not errors)
         if rank not in reported and (first_seen or status not in stopping):
             return rank
     return None
@@ -233,8 +234,8 @@ def _unlike_plans(records: Mapping[int, Record]) -> str:
     for step in steps:
         if steps.count(step) > 1:
             groups = sorted((r for (s, _), r in ranks.items() if s == step), key=len)
-            few = ", ".join(map(str, groups[0]))
-            return f"ranks disagree about step {step}: rank {few} made another plan of it than the others."
+            few, many = (", ".join(map(str, group)) for group in (groups[0], groups[-1]))
+            return f"ranks disagree about step {step}: rank {few} made another plan of it than rank {many}."
     return ""
 
 

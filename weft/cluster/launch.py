@@ -17,9 +17,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from weft.cluster import reports
 from weft.cluster.failures import Failure, diagnose, keep_evidence, keep_own, of_this_rank
@@ -153,6 +155,8 @@ def _report(report: RankReport, debug: bool) -> int:
     """Report the failure of this process to whoever watches it. Returns the exit status."""
     into = reports.folder()
     if into is not None:
+        if report.kind == "peer":
+            report = replace(report, gone=_gone(into))
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
@@ -205,6 +209,22 @@ def _linger(folder: Path) -> None:
     """
     end = time.monotonic() + LINGER_SECONDS
     while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
+        time.sleep(0.02)
+
+
+def _gone(scratch: Path) -> list[int]:
+    """The ranks that have ended: this one lost its connection to one of them. The agent stops others only later."""
+    end = time.monotonic() + LINGER_SECONDS
+    while True:  # connections are closed a moment before a process has ended
+        found = []
+        for rank, record in flight.read_all(scratch / flight.FOLDER).items():
+            try:
+                ended = psutil.Process(record.pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                ended = True
+            found += [rank] if ended else []
+        if found or time.monotonic() > end:
+            return found
         time.sleep(0.02)
 
 

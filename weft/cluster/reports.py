@@ -26,7 +26,7 @@ class RankReport:
     """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
 
     where: step, phase and documents. collectives: the last ones of the rank, the oldest first. waited: it is another
-    rank that did not come.
+    rank that did not come. gone: ranks that had ended before this one did.
     """
 
     rank: int
@@ -38,6 +38,7 @@ class RankReport:
     is_verdict: bool = False
     waited: bool = False
     collectives: Sequence[dict[str, Any]] = ()
+    gone: Sequence[int] = ()
 
     @property
     def is_user_error(self) -> bool:

@@ -30,7 +30,8 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, er
 # What libraries say in errors of no type of their own: gloo, c10d's store, torch's allocators, safetensors, DCP.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("memory", ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")),
-    ("storage", ("no space left on device", "disk quota exceeded", "storagefull", "stale file handle")),
+    ("storage", ("no space left on device", "disk quota exceeded", "file too large", "read-only file system",
+                 "input/output error", "stale file handle")),
     ("hang", ("timed out waiting", "timed out after", "wait timeout", "application timeout", "operation timeout")),
     ("peer", ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
               "failed to recv", "socket closed", "remote process exited")),
@@ -67,7 +68,7 @@ def _kind_of_one(error: BaseException, run: str) -> Kind | None:
     if _errno(error) in _STORAGE or _lost_in_run(error, run):
         return "storage"
     # Words are looked at only where there is nothing better, and never in what Python raises for mistakes in code.
-    if isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] in ("torch", "safetensors"):
+    if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:
         text = str(error).lower()
         for kind, words in _WORDS:
             if any(word in text for word in words):

@@ -73,10 +73,14 @@ class Watch:
                     child.kill()
 
     def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
+        """Children of this process that have a record; and those that do not yet, by their environment."""
+        known = {record.pid: rank for rank, record in flight.read_all(self._scratch / flight.FOLDER).items()}
         for child in psutil.Process().children():
             with suppress(psutil.Error):
-                environment = child.environ()
-                if environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
+                environment = {} if child.pid in known else child.environ()
+                if child.pid in known:
+                    yield known[child.pid], child
+                elif environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
                     yield int(environment["RANK"]), child
 
     def _ask_for_stacks(self) -> None:

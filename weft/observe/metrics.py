@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -108,6 +110,8 @@ class MetricsFile:
         ordered = {key: line.get(key) for key in CORE_KEYS} | dict(line)
         self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
         self._file.flush()
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
 
     def close(self) -> None:
         """Close the file; nothing can be written afterwards."""
