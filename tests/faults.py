@@ -212,6 +212,7 @@ DO: dict[str, Callable[[Any], None]] = {
     "cuda memory": _raise(_out_of_cuda_memory),
     "allocate": _allocate,
     "sleep": lambda record: time.sleep(600),
+    "sleep briefly": lambda record: time.sleep(4),
     "hold the lock": lambda record: ctypes.PyDLL(None).sleep(600) and None,
     "full metrics": _fill_metrics_disk,
     "small files": _limit_files,
@@ -272,10 +273,10 @@ def _other_data(fault: Fault) -> None:
 
 def _other_code(fault: Fault) -> None:
     """One rank's checkout differs."""
-    from weft.cluster import agree
+    from weft.cluster import alike
 
-    original = agree.code_digest
-    agree.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()
+    original = alike.code_digest
+    alike.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()
 
 
 BEFORE: dict[str, Callable[[Fault], None]] = {

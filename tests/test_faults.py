@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +201,13 @@ CASES = {
     ),
 }  # fmt: skip
 
+
+def write_config(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "c.yaml").write_text(CONFIG)
+    return folder
+
+
 Results = dict[str, Future[tuple[Run, Path]]]
 
 
@@ -207,9 +216,7 @@ def results(shared: Path, request: pytest.FixtureRequest) -> Iterator[Results]:
     """The chosen cases run two at a time, because those that hang only wait."""
 
     def run(name: str) -> tuple[Run, Path]:
-        case, folder = CASES[name], shared / re.sub(r"\W+", "-", name)
-        folder.mkdir()
-        (folder / "c.yaml").write_text(CONFIG)
+        case, folder = CASES[name], write_config(shared / re.sub(r"\W+", "-", name))
         return Run(["sft", "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault).wait(), folder
 
     wanted = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_fault[")]
@@ -234,3 +241,85 @@ def test_fault(name: str, results: Results) -> None:
     assert len(kept) == (case.nproc if failed_in_run else 0)
     if "folder" not in name and case.status != 0:
         assert not (folder / "run" / "checkpoints" / "latest").exists()
+
+
+# ---------------------------------------------------------------- more than one process can show
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = None) -> list[Run]:
+    """Ranks as torchrun starts them, one for each list of words."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        Run(["sft", "c.yaml", *more], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **place)
+        for rank, more in enumerate(words)
+    ]
+
+
+def test_a_run_is_restarted_afresh_where_nothing_was_saved(shared: Path) -> None:
+    folder = write_config(shared / "restarted")
+    fault = Fault(do="kill", step=2, once=str(folder / "struck"))
+    run = Run(["sft", "c.yaml", "--restarts", "2"], folder, fault).wait()
+    assert run.status == 0, run.errors()
+    assert "restart 1 of 2: the attempt failed at step 2 (killed); starting afresh" in run.errors()
+    assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
+    aside = folder / "run" / "flight" / "attempt-1"
+    assert {path.name for path in aside.iterdir()} == {"metrics.jsonl", "rank-00000.json"}
+    kept = json.loads((aside / "rank-00000.json").read_text())
+    assert kept["exit_status"] == -9 and kept["where"].startswith("in step 2 of 6, forward")
+
+
+def test_ranks_without_a_launcher_of_weft_find_out_that_they_differ(shared: Path) -> None:
+    folder = write_config(shared / "joined")
+    runs = joined(folder, [["optimizer.lr=1e-2"], ["optimizer.lr=1e-3"]])
+    for rank, run in enumerate(runs):
+        assert run.wait().status == 15, run.errors()
+        assert run.errors().startswith(f"rank {rank} failed: ranks disagree:\n  optimizer.lr: 0.001 on rank 1; 0.01 on")
+    assert not (folder / "run").exists()
+
+
+def test_a_hang_without_a_launcher_of_weft_says_where_the_others_are(shared: Path) -> None:
+    folder = write_config(shared / "joined-hang")
+    runs = joined(folder, [QUICK, QUICK], Fault(do="stop", rank=1, phase="optimizer"))
+    try:
+        assert runs[0].wait().status == 11, runs[0].errors()
+    finally:
+        runs[1].process.kill()
+    err = runs[0].errors()
+    assert re.match(r"rank 0 failed: RuntimeError: .*Timed out waiting", err), err
+    assert "rank 1 is in step 2 of 6, optimizer" in err
+    assert flight.read_all(folder / "run" / "flight").keys() == {0, 1}
+
+
+def test_two_runs_in_one_folder(shared: Path) -> None:
+    """The second is refused while the first goes on."""
+    folder = write_config(shared / "twice")
+    first = Run(["sft", "c.yaml"], folder, Fault(do="sleep briefly", phase="plan"))
+    first.wait_for("step 1/6")
+    second = Run(["sft", "c.yaml"], folder).wait()
+    assert second.status == 2 and "run.dir: run holds a run already" in second.errors()
+    assert "Traceback" not in second.errors()
+    assert first.wait().status == 0, first.errors()
+    assert len(metrics(folder / "run")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("missing", "data.path"), ("a folder", "data.path"), ("broken", "d.jsonl:2: is not valid JSON")]
+)
+def test_data_that_cannot_be_read(what: str, says: str, shared: Path) -> None:
+    folder = write_config(shared / f"data {what}")
+    data = folder / "d.jsonl"
+    if what == "a folder":
+        data.mkdir()
+    elif what == "broken":
+        data.write_text('{"text": "abc"}\n{"text": \n')
+    run = Run(["sft", "c.yaml", "data.path=d.jsonl", "--nproc", "2"], folder).wait()
+    assert run.status == 2 and "Traceback" not in run.errors()
+    assert says in run.errors()
+    assert not (folder / "run").exists()

@@ -17,6 +17,7 @@ from weft.observe import flight
 from weft.observe.flight import Record
 
 _SHOWN_CALLS = 6
+_SHOWN_RANKS = 8
 # By words of where it happened, the last for everywhere else.
 _MEMORY = (
     (
@@ -116,7 +117,8 @@ def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
     run = flight.own.record().run
     if report.waited and run:
         records = flight.read_all(Path(run) / flight.FOLDER)
-        lines = [f"furthest behind: rank {rank}, {records[rank].where()}" for rank in flight.furthest_behind(records)]
+        behind = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
+        lines = [f"rank {rank} is {records[rank].where()}" for rank in behind[:_SHOWN_RANKS]]
         text = "\n".join([text, *filter(None, [_unlike_plans(records)]), *lines])
     return text + (what_stands(run) if report.kind != "user" else "")
 

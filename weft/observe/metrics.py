@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster.agree import require_agreement
+from weft.cluster.alike import require_agreement
 
 # The keys that other programs may rely on, in the order of every line; the recipe's own follow.
 CORE_KEYS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.export import manifest, save_step
-from weft.cluster.agree import require_agreement, versions
+from weft.cluster.alike import require_agreement, versions
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.config.render import to_dict
