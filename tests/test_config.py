@@ -140,6 +140,8 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("data.shuffle=no", "write false"),
         ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
         ("fsdp.param_dtype=fp16", "fp16 is not in this version yet"),
+        ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
+        ("model.freeze=[1]", "a list of strings"),
         ("mesh=4", "mesh is a section, not a value (4): set mesh.dp_replicate or mesh.dp_shard"),
     ],
 )
@@ -433,6 +435,7 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         [],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "step.tokens=4096", "train.steps=7"],
         ["schedule.name=wsd", "schedule.warmup_steps=3", "fsdp.reshard_after_forward=2", "run.dir=1e-5"],
+        ["model.freeze=[lm_head, '*.mlp']"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],
 )

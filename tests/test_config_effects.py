@@ -28,6 +28,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "full: layers run again in backward, with equal gradients",
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
+    "model.freeze": (
+        "which parameters have no gradient and no optimizer state",
+        "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
+    ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
     "data.shuffle": (
         "the order of the documents",

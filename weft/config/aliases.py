@@ -50,6 +50,7 @@ _DTYPE = (
     "accelerators and keeps fp32 masters."
 )
 _RECOMPUTE = "say `model.recompute`: none or full."
+_FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
 _DATA = "say `data.path`, a local JSONL file."
 _COLUMNS = (
@@ -150,6 +151,9 @@ ALIASES: dict[str, str] = {
     "use_liger_kernel": _CHUNKED,
     "use_fused_kernels": _CHUNKED,
     "log_probs_chunk_size": _CHUNKED,
+    "freeze_modules": _FREEZE,
+    "frozen_modules": _FREEZE,
+    "freeze_params": _FREEZE,
     # the data
     "dataset": _DATA,
     "dataset_name": _DATA,

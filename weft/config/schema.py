@@ -39,6 +39,11 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    freeze: tuple[str, ...] = key(
+        "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
+        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
+        (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

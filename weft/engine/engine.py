@@ -24,6 +24,7 @@ from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models.build import BuiltModel, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
+from weft.models.freeze import freeze
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
@@ -77,6 +78,8 @@ class Engine:
         )
         self.module = self.built.module
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
+        if config.purpose == "train":
+            freeze(self.module, config.model.freeze)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )

@@ -70,21 +70,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
-    """What is decayed and what is not, for the table at start; elements are counted over all ranks."""
-    rows = []
-    members = [(name, p) for name, p in named_parameters if p.requires_grad]
-    for decayed in (True, False):
-        group = [(name, p) for name, p in members if decays(name, p.ndim) == decayed]
-        rows.append(
-            OptimizerGroupRow(
-                name="decayed" if decayed else "not decayed",
-                weight_decay=config.weight_decay if decayed else 0.0,
-                parameters=len(group),
-                elements=sum(p.numel() for _, p in group),
-                examples=_kinds(name for name, _ in group),
-            )
+    """What is decayed, what is not, and what is frozen, for the table at start; elements are counted over all ranks."""
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"decayed": [], "not decayed": [], "frozen": []}
+    for name, p in named_parameters:
+        kind = "frozen" if not p.requires_grad else "decayed" if decays(name, p.ndim) else "not decayed"
+        groups[kind].append((name, p))
+    return [
+        OptimizerGroupRow(
+            name=kind,
+            weight_decay=config.weight_decay if kind == "decayed" else 0.0,
+            parameters=len(group),
+            elements=sum(p.numel() for _, p in group),
+            examples=_kinds(name for name, _ in group),
         )
-    return rows
+        for kind, group in groups.items()
+        if group or kind != "frozen"
+    ]
 
 
 def _kinds(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import transformers
@@ -29,13 +30,15 @@ class Optimizer:
 
 
 class Reference:
-    """A plain model in one process. Tensors come back by transformers' parameter names."""
+    """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names."""
 
-    def __init__(self, path: str, device: str = "cpu") -> None:
+    def __init__(self, path: str, device: str = "cpu", freeze: Sequence[str] = ()) -> None:
         config = transformers.AutoConfig.from_pretrained(path)
         cls = getattr(transformers, config.architectures[0])
         self.model: nn.Module = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.model.eval().to(device)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
         self.device = device
         self.optimizer: torch.optim.Optimizer | None = None
 
