@@ -53,6 +53,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "dtype of the stepped weights and optimizer state",
         "test_precision.py::test_every_dtype_is_the_configs",
     ),
+    "fsdp.wrap": ("which modules are gathered together", "test_knobs_wrap.py::test_units"),
     "fsdp.reshard_after_forward": (
         "when gathered parameters are freed",
         "test_engine.py::test_what_stays_gathered_after_forward",

@@ -13,7 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "fsdp.wrap",
     "fsdp.prefetch",
     "fsdp.cpu_offload",
     "data.columns",
@@ -83,7 +82,7 @@ _CP = "weft calls it `mesh.cp`, which is not in this version yet: leave it out."
 _EP = "weft calls it `mesh.ep`, which is not in this version yet: leave it out."
 _PP = "weft calls it `mesh.pp`, which is not in this version yet: leave it out."
 _RANKS = "the number of ranks is --nproc on the command line, or torchrun's: leave it out."
-_WRAP = "units are found by themselves and printed; `fsdp.wrap` is not in this version yet: leave it out."
+_WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of layers, head, embedding and class names."
 _PREFETCH = "`fsdp.prefetch` is not in this version yet: leave it out."
 _OFFLOAD = "`fsdp.cpu_offload` is not in this version yet: leave it out."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
@@ -270,6 +269,7 @@ ALIASES: dict[str, str] = {
     "num_processes": _RANKS,
     # FSDP
     "wrap_policy": _WRAP,
+    "moe_experts": _WRAP,
     "transformer_layer_cls_to_wrap": _WRAP,
     "fsdp_transformer_layer_cls_to_wrap": _WRAP,
     "forward_prefetch": _PREFETCH,

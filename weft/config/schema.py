@@ -71,6 +71,12 @@ class FsdpConfig:
     master_dtype: Literal["fp32", "bf16"] = key(
         "Dtype of the weights that the optimizer steps, and of its state.", "fp32"
     )
+    wrap: Literal["auto"] | tuple[str, ...] = key(
+        "Modules that are gathered as units of their own: a list of `layers` (each decoder layer), `head` (with the "
+        "final norm), `embedding`, and names of classes in the model, such as Qwen3MoeExperts; units may lie inside "
+        "others, and the root holds the rest. `auto` is [layers, head], less what tied weights forbid.",
+        "auto",
+    )
     reshard_after_forward: bool | int = key(
         "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
         "an int: reshard to groups of that many ranks.",

@@ -28,9 +28,10 @@ from weft.models.freeze import freeze
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
-from weft.parallel.fsdp import Unit, fsdp_modules, reduction
+from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, parallelize
+from weft.parallel.units import Unit
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from weft.observe.tables import (
     unit_table,
 )
 from weft.ops.attention import kernel_for
-from weft.parallel.fsdp import Unit
+from weft.parallel.units import own_parameters
 
 
 def print_opening(config: SftConfig, engine: Engine, report: DataReport, folder: Path) -> None:
@@ -112,15 +112,11 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
     """FSDP units and what the root keeps."""
-    rows = [_unit_row(unit, engine.precision.compute.itemsize) for unit in engine.units]
-    owned = {id(p) for unit in engine.units for module in unit.modules for p in module.parameters()}
-    rest = sum(p.numel() for p in engine.module.parameters() if id(p) not in owned)
-    return [*rows, UnitRow("root", rest, rest * engine.precision.compute.itemsize)]
-
-
-def _unit_row(unit: Unit, itemsize: int) -> UnitRow:
-    parameters = {id(p): p.numel() for module in unit.modules for p in module.parameters()}
-    return UnitRow(unit.name, sum(parameters.values()), sum(parameters.values()) * itemsize)
+    size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
+    counts = [sum(p.numel() for p in parameters) for parameters in owned]
+    rows = [UnitRow(unit.name, count, count * size) for unit, count in zip(engine.units, counts, strict=True)]
+    rest = _elements(engine.module) - sum(counts)
+    return [*rows, UnitRow("root", rest, rest * size)]
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:

@@ -1,14 +1,12 @@
-"""FSDP2 on the data axes: which modules form a unit, and how gradients are summed.
+"""FSDP2 on the data axes: how units are sharded, and how gradients are summed.
 
 FSDP's own averaging is off everywhere: the engine divides by the step's count, computed on the host.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,34 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
+from weft.parallel.units import Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules whose parameters are gathered together. keep: stay gathered between forward and backward."""
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    keep: bool = False
-
-
-def find_units(module: TrainModule) -> list[Unit]:
-    """Each layer; the final norm with the head; the root holds what is left.
-
-    Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head,
-    and layers that are tied to one another (zamba2).
-    """
-    uses = Counter(id(p) for _, layer in module.layers for p in set(layer.parameters()))
-    units = [Unit(name, (layer,)) for name, layer in module.layers if all(uses[id(p)] == 1 for p in layer.parameters())]
-    facts, head = module.facts, module.head
-    embedding = module.get_submodule(facts.embedding)
-    if not any(head.weight is p for p in embedding.parameters()):
-        norm = () if facts.final_norm is None else (module.get_submodule(facts.final_norm),)
-        name = facts.head if facts.final_norm is None else f"{facts.final_norm} + {facts.head}"
-        units.append(Unit(name, (*norm, head), keep=True))
-    return units
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
