@@ -436,6 +436,8 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "step.tokens=4096", "train.steps=7"],
         ["schedule.name=wsd", "schedule.warmup_steps=3", "fsdp.reshard_after_forward=2", "run.dir=1e-5"],
         ["fsdp.wrap=[layers, LlamaMLP]"],
+        ["fsdp.prefetch=2"],
+        ["fsdp.prefetch=[2, 3]"],
         ["model.freeze=[lm_head, '*.mlp']"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],

@@ -58,6 +58,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "when gathered parameters are freed",
         "test_engine.py::test_what_stays_gathered_after_forward",
     ),
+    "fsdp.prefetch": (
+        "how many units are gathered ahead",
+        "test_knobs_prefetch.py::test_units_are_gathered_ahead",
+    ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),

@@ -13,7 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "fsdp.prefetch",
     "fsdp.cpu_offload",
     "data.columns",
     "data.split",
@@ -83,7 +82,7 @@ _EP = "weft calls it `mesh.ep`, which is not in this version yet: leave it out."
 _PP = "weft calls it `mesh.pp`, which is not in this version yet: leave it out."
 _RANKS = "the number of ranks is --nproc on the command line, or torchrun's: leave it out."
 _WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of layers, head, embedding and class names."
-_PREFETCH = "`fsdp.prefetch` is not in this version yet: leave it out."
+_PREFETCH = "say `fsdp.prefetch`: how many units ahead, in forward and backward; null leaves it to FSDP2."
 _OFFLOAD = "`fsdp.cpu_offload` is not in this version yet: leave it out."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
 _LORA = "`lora` is not in this version yet: all weights are trained. Leave it out."
@@ -273,6 +272,10 @@ ALIASES: dict[str, str] = {
     "transformer_layer_cls_to_wrap": _WRAP,
     "fsdp_transformer_layer_cls_to_wrap": _WRAP,
     "forward_prefetch": _PREFETCH,
+    "backward_prefetch": _PREFETCH,
+    "enable_fsdp2_prefetch": _PREFETCH,
+    "fsdp2_backward_prefetch_depth": _PREFETCH,
+    "fsdp2_forward_prefetch_depth": _PREFETCH,
     "offload_policy": _OFFLOAD,
     "param_offload": _OFFLOAD,
     "optimizer_offload": _OFFLOAD,

@@ -82,6 +82,11 @@ class FsdpConfig:
         "an int: reshard to groups of that many ranks.",
         True,
     )
+    prefetch: int | tuple[int, int] | None = key(
+        "Units that are gathered ahead of the one that runs: a number for forward and backward, or [forward, "
+        "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
+        None,
+    )
     reduce: Literal["every", "scatter", "last"] = key(
         "When gradients are reduced within a step: `every` micro-batch over all data ranks; `scatter` over dp_shard "
         "each micro-batch and over dp_replicate at the last; `last`: only at the last (more memory, less traffic).",

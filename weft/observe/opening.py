@@ -61,10 +61,24 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     )
     if built.flops.expert:
         say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+    say(f"fsdp     {fsdp_line(engine)}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
     show(optimizer_table(describe_groups(engine.module.named_parameters(), config.optimizer)))
+
+
+def fsdp_line(engine: Engine) -> str:
+    """What FSDP2 was told beyond units, mesh and dtypes."""
+    config = engine.config.fsdp
+    ahead = "FSDP2's own" if config.prefetch is None else f"{config.prefetch} units ahead"
+    return ", ".join(
+        [
+            f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
+            f"gradients reduced: {config.reduce}",
+            f"prefetch {ahead}",
+        ]
+    )
 
 
 def _attention(config: SftConfig, engine: Engine) -> str:

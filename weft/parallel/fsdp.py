@@ -5,7 +5,7 @@ FSDP's own averaging is off everywhere: the engine divides by the step's count, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
-from weft.parallel.units import Unit
+from weft.parallel.units import Unit, nested
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -31,10 +31,44 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         reshard = False if unit.keep else config.reshard_after_forward
         fully_shard(target, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=False)
+    if config.prefetch is not None:
+        depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
+        prefetch(module, units, *depth)
     for child in fsdp_modules(module):
         # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
+    """Let each unit gather those that run after it, so many ahead, each with the units inside it.
+
+    The root, and a unit that holds others, begin with their first ones (in backward their last). No unit looks out of
+    the one that holds it: recomputation runs a layer again in backward, when the next layer has long been done.
+    """
+    inside = nested(root, units)
+
+    def with_inner(several: Sequence[Unit], order: int) -> list[FSDPModule]:
+        parts = []
+        for unit in several:
+            parts += [_fsdp(unit.modules[0]), *with_inner(inside.get(id(unit.modules[0]), [])[::order], order)]
+        return parts
+
+    def look_ahead(part: nn.Module, after: Sequence[Unit], before: Sequence[Unit]) -> None:
+        inner = inside.get(id(part), [])
+        _fsdp(part).set_modules_to_forward_prefetch(with_inner([*inner[:forward], *after[:forward]], 1))
+        first_in_backward = [*inner[::-1][:backward], *before[::-1][:backward]]
+        _fsdp(part).set_modules_to_backward_prefetch(with_inner(first_in_backward, -1))
+
+    look_ahead(root, (), ())
+    for beside in inside.values():
+        for place, unit in enumerate(beside):
+            look_ahead(unit.modules[0], beside[place + 1 :], beside[:place])
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

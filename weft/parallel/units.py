@@ -65,6 +65,26 @@ def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
     return owned
 
 
+def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
+    """id of a unit's first module, or of the root -> the units that lie directly in it, in the model's order."""
+    holder = {id(part): unit for unit in units for part in unit.modules}
+    inside: dict[int, list[Unit]] = {}
+    seen: set[int] = set()
+
+    def visit(part: nn.Module, within: int) -> None:
+        unit = holder.get(id(part))
+        if unit is not None:
+            if id(unit) not in seen:
+                seen.add(id(unit))
+                inside.setdefault(within, []).append(unit)
+            within = id(unit.modules[0])
+        for child in part.children():
+            visit(child, within)
+
+    visit(root, id(root))
+    return inside
+
+
 def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], asked: bool) -> list[Unit]:
     """The final norm and the head, which run one after the other, last in forward and first in backward."""
     facts = module.facts
