@@ -248,6 +248,7 @@ def test_neither_partner_is_refused() -> None:
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("schedule.decay_ratio", "0.2", []),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
@@ -261,6 +262,7 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
+    tried |= {"optimizer.state_dtype"}
     assert {rule.key for rule in INERT} == tried | {"schedule.min_lr_ratio", "schedule.warmup_ratio"}
 
 
@@ -270,6 +272,7 @@ def test_every_inert_rule_is_tried() -> None:
         (["data.max_length=9000"], "set step.max_tokens_per_device=9000"),
         (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
+        (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
     ],
 )
@@ -281,6 +284,7 @@ OUT_OF_RANGE = {
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",
+    "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
     "step.tokens": "0",

@@ -73,6 +73,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
     "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
     "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.state_dtype": (
+        "dtype of the optimizer's state",
+        "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
+    ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
     "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
     "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),

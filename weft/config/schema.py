@@ -69,7 +69,9 @@ class FsdpConfig:
     )
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
-        "Dtype of the weights that the optimizer steps, and of its state.", "fp32"
+        "Dtype of the weights that the optimizer steps, of their gradients, and of its state unless "
+        "optimizer.state_dtype says otherwise.",
+        "fp32",
     )
     wrap: Literal["auto"] | tuple[str, ...] = key(
         "Modules that are gathered as units of their own: a list of `layers` (each decoder layer), `head` (with the "
@@ -140,6 +142,11 @@ class OptimizerConfig:
     betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
     eps: float = key("AdamW's epsilon.", 1.0e-8)
     momentum: float = key("SGD's momentum.", 0.0)
+    state_dtype: Literal["auto", "fp32", "bf16"] = key(
+        "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
+        "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
+        "auto",
+    )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
 
 

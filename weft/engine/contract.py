@@ -20,9 +20,9 @@ def check_contract(engine: Engine) -> None:
             raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             local = value.to_local() if isinstance(value, DTensor) else value
-            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != master:
+            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != engine.state_dtype:
                 raise RuntimeError(
-                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}"
+                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {engine.state_dtype}"
                 )
     for name, buffer in engine.module.named_buffers():
         built = engine.built.buffer_dtypes[name]

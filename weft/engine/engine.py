@@ -18,7 +18,7 @@ from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
-from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
+from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate, state_dtype
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
@@ -69,6 +69,7 @@ class Engine:
         self.precision = Precision.of(config.fsdp, ranks.device)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute)
+        self.state_dtype = state_dtype(config.optimizer, self.precision.master)
         self.built: BuiltModel = build_model(
             config.model,
             dtype=self.precision.master,

@@ -118,7 +118,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
         DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
-        DtypeRow("optimizer", _name(precision.master), "state"),
+        DtypeRow("optimizer", _name(engine.state_dtype), "state"),
         DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
         DtypeRow("export", ", ".join(export), "each tensor as in the source's files"),
     ]

@@ -61,7 +61,8 @@ class Trainer:
         """(weights before, weights after, (loss, norm) of each step)."""
         plain, c = self.reference(), self.config
         start = _on_cpu(plain.weights())
-        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm))
+        state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
+        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm, state))
         curve = []
         with _recording(recorder, plain):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):

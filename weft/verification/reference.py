@@ -27,6 +27,7 @@ class Optimizer:
     weight_decay: float = 0.1
     momentum: float = 0.0
     max_grad_norm: float | None = 1.0
+    state: torch.dtype = torch.float32  # after each step the optimizer's state is rounded to it
 
 
 class Reference:
@@ -108,7 +109,7 @@ class Reference:
             self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
-        self.clip = optimizer.max_grad_norm
+        self.clip, self.state = optimizer.max_grad_norm, optimizer.state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
         """One optimizer step: (loss, gradient norm before clipping); padded: see padded_gradients, loss is 0 then."""
@@ -122,6 +123,9 @@ class Reference:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        for state in self.optimizer.state.values():
+            for key in state.keys() - {"step"}:
+                state[key].copy_(state[key].to(self.state))
         return loss, float(norm)
 
 
