@@ -142,6 +142,8 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("fsdp.param_dtype=fp16", "fp16 is not in this version yet"),
         ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
         ("model.freeze=[1]", "a list of strings"),
+        ("fsdp.overrides=[lm_head]", "a mapping of names to one of full, replicate or an integer"),
+        ("fsdp.overrides={lm_head: whole}", "a mapping of names to"),
         ("mesh=4", "mesh is a section, not a value (4): set mesh.dp_replicate or mesh.dp_shard"),
     ],
 )
@@ -284,6 +286,7 @@ OUT_OF_RANGE = {
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",
+    "fsdp.overrides": "{lm_head: 1}",
     "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
@@ -406,6 +409,10 @@ def test_an_integer_reshard_must_divide_the_shards() -> None:
         check_reshard(config, MeshSizes(1, 9))
     with pytest.raises(UserError, match="must be one of true, false"):
         check_reshard(config, MeshSizes(2, 2))
+    mixed = load("fsdp.overrides={'*.mlp': 2, lm_head: replicate}")
+    check_reshard(mixed, MeshSizes(1, 4))
+    with pytest.raises(UserError, match=r"fsdp.overrides: \*.mlp is 2, .*dp_shard = 2 .* one of full, replicate\."):
+        check_reshard(mixed, MeshSizes(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -442,6 +449,7 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         ["fsdp.wrap=[layers, LlamaMLP]"],
         ["fsdp.prefetch=2"],
         ["fsdp.prefetch=[2, 3]"],
+        ["fsdp.overrides={'*.mlp': replicate, model.embed_tokens: 2, lm_head: full}"],
         ["model.freeze=[lm_head, '*.mlp']"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],

@@ -54,6 +54,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_precision.py::test_every_dtype_is_the_configs",
     ),
     "fsdp.wrap": ("which modules are gathered together", "test_knobs_wrap.py::test_units"),
+    "fsdp.overrides": (
+        "over how many ranks single modules are sharded",
+        "test_knobs_overrides.py::test_where_parameters_lie",
+    ),
     "fsdp.reshard_after_forward": (
         "when gathered parameters are freed",
         "test_engine.py::test_what_stays_gathered_after_forward",

@@ -55,6 +55,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": _AXIS,
     "mesh.dp_shard": _AXIS,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
+    "fsdp.overrides": (
+        lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
+        "of full, replicate, or groups of 2 or more",
+    ),
     "fsdp.prefetch": (
         lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))),
         "1 or more, or two such numbers",

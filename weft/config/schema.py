@@ -79,6 +79,13 @@ class FsdpConfig:
         "others, and the root holds the rest. `auto` is [layers, head], less what tied weights forbid.",
         "auto",
     )
+    overrides: dict[str, Literal["full", "replicate"] | int] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "How modules are sharded that are to differ: pattern of module names -> `full` (over dp_shard), `replicate` "
+        "(whole on every rank), or an integer (over groups of that many ranks, replicated over the others), as in "
+        "{'*.mlp.gate': replicate, model.embed_tokens: 2}. The outermost modules that a pattern names become units, "
+        "with all that lies in them; gradients are summed over all data ranks all the same.",
+        default_factory=dict,
+    )
     reshard_after_forward: bool | int = key(
         "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
         "an int: reshard to groups of that many ranks.",

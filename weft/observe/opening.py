@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from weft.observe.tables import (
     unit_table,
 )
 from weft.ops.attention import kernel_for
-from weft.parallel.units import own_parameters
+from weft.parallel.units import Unit, own_parameters
 
 
 def print_opening(config: SftConfig, engine: Engine, report: DataReport, folder: Path) -> None:
@@ -128,21 +129,38 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
     """FSDP units and what the root keeps."""
     size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
     counts = [sum(p.numel() for p in parameters) for parameters in owned]
-    rows = [UnitRow(unit.name, count, count * size) for unit, count in zip(engine.units, counts, strict=True)]
+    rows = [
+        UnitRow(unit.name, count, count * size, _sharding(unit))
+        for unit, count in zip(engine.units, counts, strict=True)
+    ]
     rest = _elements(engine.module) - sum(counts)
     return [*rows, UnitRow("root", rest, rest * size)]
 
 
+def _sharding(unit: Unit) -> str:
+    """What fsdp.overrides says of a unit."""
+    if unit.shard == "full":
+        return ""
+    return "replicated" if unit.shard == "replicate" else f"groups of {unit.shard}"
+
+
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
-    return [_parameter_row(name, parameter) for name, parameter in engine.module.named_parameters()]
+    sizes = engine.mesh.axes
+    return [_parameter_row(name, parameter, sizes) for name, parameter in engine.module.named_parameters()]
 
 
-def _parameter_row(name: str, parameter: nn.Parameter) -> ParameterRow:
-    local, axes = parameter, ()
+def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int]) -> ParameterRow:
+    local: torch.Tensor = parameter
+    axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        axes = tuple(n for n, place in zip(names, parameter.placements, strict=True) if isinstance(place, Shard))
+        placed = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        axes = tuple(
+            axis if size == mesh[axis] else f"{axis} in groups of {size}"
+            for axis, size, placement in placed
+            if isinstance(placement, Shard) and (size > 1 or mesh[axis] == 1)
+        )
         local = parameter.to_local()
     return ParameterRow(
         name, tuple(parameter.shape), tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size()

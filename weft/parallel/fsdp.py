@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.config.schema import FsdpConfig
@@ -26,10 +27,14 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
+    meshes: dict[int, DeviceMesh] = {}
     for unit in units:
+        size = mesh.dp_shard if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
+        if size not in meshes:
+            meshes[size] = mesh.sharded_over(size)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        reshard = False if unit.keep else config.reshard_after_forward
-        fully_shard(target, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=reshard)
+        reshard = False if unit.keep else _reshard(config.reshard_after_forward, size)
+        fully_shard(target, mesh=meshes[size], mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=False)
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
@@ -38,6 +43,13 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+def _reshard(wanted: bool | int, shards: int) -> bool | int:
+    """What to ask of a unit that has so many shards; a group that does not divide them is the unit's own."""
+    if isinstance(wanted, bool) or (wanted < shards and shards % wanted == 0):
+        return wanted
+    return True
 
 
 def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:

@@ -43,7 +43,7 @@ def parallelize(
         parameter.data = parameter.data.to(precision.master)
 
     # 3. Data axes: FSDP2 or HSDP over whatever the other axes have left.
-    units = find_units(module, fsdp.wrap)
+    units = find_units(module, fsdp.wrap, fsdp.overrides)
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 4. Buffers are not FSDP's: move them to where the compute is.

@@ -1,15 +1,19 @@
-"""Which modules FSDP2 gathers together (fsdp.wrap)."""
+"""Which modules FSDP2 gathers together (fsdp.wrap), and over how many ranks each is sharded (fsdp.overrides)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
 from weft.errors import UserError
+from weft.models.patterns import nearest
 from weft.models.train_module import TrainModule
+
+Strategy = Literal["full", "replicate"] | int
 
 AUTO = ("layers", "head")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -18,21 +22,42 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 @dataclass(frozen=True)
 class Unit:
     """Modules whose parameters are gathered together, without those of units inside them. keep: stay gathered between
-    forward and backward."""
+    forward and backward. parts: the modules' names. shard: over how many ranks; full: those of dp_shard."""
 
-    name: str
+    name: str = field(init=False)
+    parts: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     keep: bool = False
+    shard: Strategy = "full"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", " + ".join(self.parts))
 
 
-def find_units(module: TrainModule, wrap: Literal["auto"] | Sequence[str] = "auto") -> list[Unit]:
-    """The units that `wrap` asks for, inner ones first; the root holds what is left.
+def find_units(
+    module: TrainModule,
+    wrap: Literal["auto"] | Sequence[str] = "auto",
+    overrides: Mapping[str, Strategy] | None = None,
+) -> list[Unit]:
+    """The units that `wrap` and `overrides` ask for, inner ones first; the root holds what is left.
 
     Entries: `layers` (each decoder layer), `head` (the final norm with it), `embedding`, and names of classes. Weights
     that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head, and layers
     that are tied to one another (zamba2). UserError where an entry asks for such a unit by name, matches nothing, or
     names modules that some rank may not run.
+
+    overrides: pattern of module names -> how its modules are sharded. The outermost modules that a pattern names become
+    units; what lies in them follows, except where a pattern names it too.
     """
+    units = _wrapped(module, wrap)
+    if overrides:
+        units = _overridden(module, units, overrides)
+    order = {id(child): place for place, child in enumerate(module.modules())}
+    unique = {id(unit.modules[0]): unit for unit in units}
+    return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))
+
+
+def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Unit]:
     entries, units = AUTO if wrap == "auto" else tuple(wrap), []
     places = _places(module)
     for entry in entries:
@@ -41,7 +66,7 @@ def find_units(module: TrainModule, wrap: Literal["auto"] | Sequence[str] = "aut
     taken = {id(part) for unit in units for part in unit.modules}
     if "layers" in entries:
         units += [
-            Unit(name, (layer,))
+            Unit((name,), (layer,))
             for name, layer in module.layers
             if id(layer) not in taken and _split_tie(module, [name], places) is None
         ]
@@ -49,9 +74,50 @@ def find_units(module: TrainModule, wrap: Literal["auto"] | Sequence[str] = "aut
         units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, places))
     if "head" in entries:
         units += _head(module, taken, places, asked=wrap != "auto")
-    order = {id(child): place for place, child in enumerate(module.modules())}
-    unique = {id(unit.modules[0]): unit for unit in units}
-    return sorted(unique.values(), key=lambda unit: (-unit.name.count("."), order[id(unit.modules[0])]))
+    return units
+
+
+def _overridden(module: TrainModule, units: list[Unit], overrides: Mapping[str, Strategy]) -> list[Unit]:
+    chosen: dict[str, Strategy] = {}  # a later pattern wins
+    for pattern, strategy in overrides.items():
+        chosen |= dict.fromkeys(_outermost(module, pattern), strategy)
+    there = {part for unit in units for part in unit.parts}
+    places = _places(module)
+    units = units + [_named(module, f"fsdp.overrides: {name}", name, places) for name in chosen if name not in there]
+    out = []
+    for unit in units:
+        strategies = [_strategy(part, chosen) for part in unit.parts]
+        if len(set(strategies)) == 1:
+            out.append(replace(unit, shard=strategies[0]))
+            continue
+        parts = zip(unit.parts, unit.modules, strategies, strict=True)
+        out += [Unit((part,), (child,), unit.keep, strategy) for part, child, strategy in parts]
+    return out
+
+
+def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
+    """That of the innermost module that was chosen and holds this one."""
+    while name:
+        if name in chosen:
+            return chosen[name]
+        name = _parent(name)
+    return "full"
+
+
+def _outermost(module: TrainModule, pattern: str) -> list[str]:
+    """The outermost modules with parameters that the pattern names; for a list, its members."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not name or inside or isinstance(child, _CONTAINERS) or not any(True for _ in child.parameters()):
+            continue
+        listed = isinstance(module.get_submodule(_parent(name)), _CONTAINERS) and fnmatchcase(_parent(name), pattern)
+        if listed or fnmatchcase(name, pattern):
+            found.append(name)
+    if not found:
+        names = [name for name, _ in module.named_modules() if name]
+        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{nearest(pattern, names)}")
+    return found
 
 
 def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
@@ -95,7 +161,7 @@ def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], as
         raise _tie_refusal("fsdp.wrap: head", facts.head, tied)
     if tied is not None or facts.head not in names:
         return []
-    return [Unit(" + ".join(names), tuple(module.get_submodule(name) for name in names), keep=True)]
+    return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
 
 
 def _named(module: TrainModule, who: str, name: str, places: dict[int, list[str]]) -> Unit:
@@ -110,7 +176,7 @@ def _named(module: TrainModule, who: str, name: str, places: dict[int, list[str]
     tied = _split_tie(module, [name], places)
     if tied is not None:
         raise _tie_refusal(who, name, tied)
-    return Unit(name, (module.get_submodule(name),))
+    return Unit((name,), (module.get_submodule(name),), keep=name == module.facts.head)
 
 
 def _tie_refusal(who: str, name: str, tied: tuple[str, str]) -> UserError:
