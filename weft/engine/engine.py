@@ -18,21 +18,23 @@ from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
-from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
+from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate, state_dtype
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.build import BuiltModel, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
+from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
-from weft.parallel.fsdp import Unit, fsdp_modules, reduction
+from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, parallelize
+from weft.parallel.units import Unit
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Engine:
         self.precision = Precision.of(config.fsdp, ranks.device)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute)
+        self.state_dtype = state_dtype(config.optimizer, self.precision.master)
         self.built: BuiltModel = build_model(
             config.model,
             dtype=self.precision.master,
@@ -85,6 +88,8 @@ class Engine:
         )
         self.module = self.built.module
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
+        if config.purpose == "train":
+            freeze(self.module, config.model.freeze)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
