@@ -93,6 +93,7 @@ def _serve(pipe: Connection) -> None:
 
 def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], args: Any, timeout: float) -> Any:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
         "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
@@ -101,3 +102,5 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
         return function(*args)
     finally:
         dist.destroy_process_group()
+        # DTensor remembers meshes by their shape, and with them the names of process groups that are now others.
+        _clear_sharding_prop_cache()

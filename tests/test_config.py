@@ -140,6 +140,10 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("data.shuffle=no", "write false"),
         ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
         ("fsdp.param_dtype=fp16", "fp16 is not in this version yet"),
+        ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
+        ("model.freeze=[1]", "a list of strings"),
+        ("fsdp.overrides=[lm_head]", "a mapping of names to one of full, replicate or an integer"),
+        ("fsdp.overrides={lm_head: whole}", "a mapping of names to"),
         ("mesh=4", "mesh is a section, not a value (4): set mesh.dp_replicate or mesh.dp_shard"),
     ],
 )
@@ -247,6 +251,7 @@ def test_neither_partner_is_refused() -> None:
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("schedule.decay_ratio", "0.2", []),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
@@ -262,9 +267,8 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
-    assert {rule.key for rule in INERT} == tried | {
-        "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"
-    }  # fmt: skip
+    tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
+    assert {rule.key for rule in INERT} == tried
 
 
 @pytest.mark.parametrize(
@@ -274,6 +278,7 @@ def test_every_inert_rule_is_tried() -> None:
         (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
         (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
+        (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
     ],
 )
@@ -289,6 +294,8 @@ OUT_OF_RANGE = {
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",
+    "fsdp.overrides": "{lm_head: 1}",
+    "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
     "step.tokens": "0",
@@ -410,6 +417,10 @@ def test_an_integer_reshard_must_divide_the_shards() -> None:
         check_reshard(config, MeshSizes(1, 9))
     with pytest.raises(UserError, match="must be one of true, false"):
         check_reshard(config, MeshSizes(2, 2))
+    mixed = load("fsdp.overrides={'*.mlp': 2, lm_head: replicate}")
+    check_reshard(mixed, MeshSizes(1, 4))
+    with pytest.raises(UserError, match=r"fsdp.overrides: \*.mlp is 2, .*dp_shard = 2 .* one of full, replicate\."):
+        check_reshard(mixed, MeshSizes(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -443,6 +454,11 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         [],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "step.tokens=4096", "train.steps=7"],
         ["schedule.name=wsd", "schedule.warmup_steps=3", "fsdp.reshard_after_forward=2", "run.dir=1e-5"],
+        ["fsdp.wrap=[layers, LlamaMLP]"],
+        ["fsdp.prefetch=2"],
+        ["fsdp.prefetch=[2, 3]"],
+        ["fsdp.overrides={'*.mlp': replicate, model.embed_tokens: 2, lm_head: full}"],
+        ["model.freeze=[lm_head, '*.mlp']"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],
 )

@@ -32,6 +32,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "full: layers run again in backward, with equal gradients",
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
+    "model.freeze": (
+        "which parameters have no gradient and no optimizer state",
+        "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
+    ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
     "data.shuffle": (
         "the order of the documents",
@@ -53,9 +57,18 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "dtype of the stepped weights and optimizer state",
         "test_precision.py::test_every_dtype_is_the_configs",
     ),
+    "fsdp.wrap": ("which modules are gathered together", "test_knobs_wrap.py::test_units"),
+    "fsdp.overrides": (
+        "over how many ranks single modules are sharded",
+        "test_knobs_overrides.py::test_where_parameters_lie",
+    ),
     "fsdp.reshard_after_forward": (
         "when gathered parameters are freed",
         "test_engine.py::test_what_stays_gathered_after_forward",
+    ),
+    "fsdp.prefetch": (
+        "how many units are gathered ahead",
+        "test_knobs_prefetch.py::test_units_are_gathered_ahead",
     ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
@@ -68,6 +81,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
     "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
     "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.state_dtype": (
+        "dtype of the optimizer's state",
+        "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
+    ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
     "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
     "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),

@@ -106,12 +106,13 @@ def test_groups_of_real_families(family: str) -> None:
     assert [row.weight_decay for row in rows] == [0.3, 0.0]
 
 
-def test_describe_groups_counts_what_trains() -> None:
+def test_describe_groups_counts_what_trains_and_what_does_not() -> None:
     layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
     layers[0].weight.requires_grad_(False)
     rows = describe_groups(layers.named_parameters(prefix="layers"), OptimizerConfig())
-    assert [(r.name, r.parameters, r.elements) for r in rows] == [("decayed", 1, 6), ("not decayed", 2, 4)]
-    assert [r.examples for r in rows] == [("*.weight",), ("*.bias",)]
+    counted = [(r.name, r.parameters, r.elements) for r in rows]
+    assert counted == [("decayed", 1, 6), ("not decayed", 2, 4), ("frozen", 1, 6)]
+    assert [r.examples for r in rows] == [("*.weight",), ("*.bias",), ("*.weight",)]
 
 
 # ---------------------------------------------------------------- steps by hand

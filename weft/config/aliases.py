@@ -13,8 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "fsdp.wrap",
-    "fsdp.prefetch",
     "fsdp.cpu_offload",
     "data.columns",
     "data.split",
@@ -49,6 +47,7 @@ _DTYPE = (
     "accelerators and keeps fp32 masters."
 )
 _RECOMPUTE = "say `model.recompute`: none or full."
+_FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
 _DATA = "say `data.path`, a local JSONL file."
 _COLUMNS = (
@@ -88,8 +87,8 @@ _CP = "weft calls it `mesh.cp`, which is not in this version yet: leave it out."
 _EP = "weft calls it `mesh.ep`, which is not in this version yet: leave it out."
 _PP = "weft calls it `mesh.pp`, which is not in this version yet: leave it out."
 _RANKS = "the number of ranks is --nproc on the command line, or torchrun's: leave it out."
-_WRAP = "units are found by themselves and printed; `fsdp.wrap` is not in this version yet: leave it out."
-_PREFETCH = "`fsdp.prefetch` is not in this version yet: leave it out."
+_WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of layers, head, embedding and class names."
+_PREFETCH = "say `fsdp.prefetch`: how many units ahead, in forward and backward; null leaves it to FSDP2."
 _OFFLOAD = "`fsdp.cpu_offload` is not in this version yet: leave it out."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
 _LORA = "`lora` is not in this version yet: all weights are trained. Leave it out."
@@ -156,6 +155,9 @@ ALIASES: dict[str, str] = {
     "use_liger_kernel": _CHUNKED,
     "use_fused_kernels": _CHUNKED,
     "log_probs_chunk_size": _CHUNKED,
+    "freeze_modules": _FREEZE,
+    "frozen_modules": _FREEZE,
+    "freeze_params": _FREEZE,
     # the data
     "dataset": _DATA,
     "dataset_name": _DATA,
@@ -288,9 +290,14 @@ ALIASES: dict[str, str] = {
     "num_processes": _RANKS,
     # FSDP
     "wrap_policy": _WRAP,
+    "moe_experts": _WRAP,
     "transformer_layer_cls_to_wrap": _WRAP,
     "fsdp_transformer_layer_cls_to_wrap": _WRAP,
     "forward_prefetch": _PREFETCH,
+    "backward_prefetch": _PREFETCH,
+    "enable_fsdp2_prefetch": _PREFETCH,
+    "fsdp2_backward_prefetch_depth": _PREFETCH,
+    "fsdp2_forward_prefetch_depth": _PREFETCH,
     "offload_policy": _OFFLOAD,
     "param_offload": _OFFLOAD,
     "optimizer_offload": _OFFLOAD,

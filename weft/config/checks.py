@@ -30,6 +30,11 @@ INERT = (
     Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
+    Inert(
+        "optimizer.state_dtype",
+        lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0,
+        "SGD without momentum has no state",
+    ),
     Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
@@ -52,6 +57,14 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": _AXIS,
     "mesh.dp_shard": _AXIS,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
+    "fsdp.overrides": (
+        lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
+        "of full, replicate, or groups of 2 or more",
+    ),
+    "fsdp.prefetch": (
+        lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))),
+        "1 or more, or two such numbers",
+    ),
     "data.max_length": _AT_LEAST_2,
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
@@ -138,6 +151,13 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "step.tokens",
             f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
             f"set step.tokens={longest} or more.",
+        )
+    if config.optimizer.name == "adamw" and config.optimizer.state_dtype == "bf16" and config.optimizer.betas[1] > 0.99:
+        yield (
+            "optimizer.state_dtype",
+            f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {config.optimizer.betas[1]:g}: a "
+            "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
+            "most 0.99, or optimizer.state_dtype=fp32.",
         )
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every

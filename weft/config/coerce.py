@@ -27,6 +27,8 @@ def coerce(node: Node, hint: Any) -> Any:
         return _coerce_literal(node, get_args(hint))
     if origin is tuple:
         return _coerce_tuple(node, get_args(hint))
+    if origin is dict:
+        return _coerce_mapping(node, get_args(hint))
     return _coerce_scalar(node, hint)
 
 
@@ -40,6 +42,8 @@ def describe(hint: Any) -> str:
     if origin is tuple:
         members = get_args(hint)
         return "a list of strings" if members[-1] is ... else f"a list of {len(members)} numbers"
+    if origin is dict:
+        return f"a mapping of names to {describe(get_args(hint)[1])}"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}[hint]
 
 
@@ -64,12 +68,19 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
-        raise MismatchError("")
+        several = members[-1] is ... and isinstance(node.value, str)
+        raise MismatchError(f"write [{node.value}]" if several else "")
     if members[-1] is ...:
-        members = (members[0],) * len(node.value)
+        return tuple(coerce(Node(value, node.where), members[0]) for value in node.value)
     if len(node.value) != len(members):
         raise MismatchError(f"it has {len(node.value)} values")
     return tuple(coerce(Node(value, node.where), hint) for value, hint in zip(node.value, members, strict=True))
+
+
+def _coerce_mapping(node: Node, members: tuple[Any, ...]) -> dict[str, Any]:
+    if not isinstance(node.value, dict):
+        raise MismatchError("")
+    return {name: coerce(Node(value, node.where), members[1]) for name, value in node.value.items()}
 
 
 def _coerce_scalar(node: Node, hint: type) -> Any:

@@ -46,15 +46,18 @@ def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
 
 
 def check_reshard(config: Any, sizes: MeshSizes) -> None:
-    """UserError unless an integer fsdp.reshard_after_forward divides the shards into smaller groups."""
-    group = config.fsdp.reshard_after_forward
-    if isinstance(group, bool) or (1 < group < sizes.dp_shard and sizes.dp_shard % group == 0):
+    """UserError unless integers in fsdp.reshard_after_forward and fsdp.overrides cut the shards into smaller groups."""
+    _check_group("fsdp.reshard_after_forward", config.fsdp.reshard_after_forward, ("true", "false"), sizes)
+    for pattern, group in config.fsdp.overrides.items():
+        _check_group(f"fsdp.overrides: {pattern}", group, ("full", "replicate"), sizes)
+
+
+def _check_group(what: str, group: str | int, others: tuple[str, str], sizes: MeshSizes) -> None:
+    if isinstance(group, bool | str) or (1 < group < sizes.dp_shard and sizes.dp_shard % group == 0):
         return
     divisors = [str(n) for n in range(2, sizes.dp_shard) if sizes.dp_shard % n == 0]
-    choices = ", ".join(["true", "false", *divisors])
-    raise UserError(
-        f"fsdp.reshard_after_forward is {group}, but with mesh.dp_shard = {sizes.dp_shard} it must be one of {choices}."
-    )
+    choices = ", ".join([*others, *divisors])
+    raise UserError(f"{what} is {group}, but with mesh.dp_shard = {sizes.dp_shard} it must be one of {choices}.")
 
 
 def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:

@@ -44,6 +44,11 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    freeze: tuple[str, ...] = key(
+        "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
+        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
+        (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +74,32 @@ class FsdpConfig:
     )
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
-        "Dtype of the weights that the optimizer steps, and of its state.", "fp32"
+        "Dtype of the weights that the optimizer steps, of their gradients, and of its state unless "
+        "optimizer.state_dtype says otherwise.",
+        "fp32",
+    )
+    wrap: Literal["auto"] | tuple[str, ...] = key(
+        "Modules that are gathered as units of their own: a list of `layers` (each decoder layer), `head` (with the "
+        "final norm), `embedding`, and names of classes in the model, such as Qwen3MoeExperts; units may lie inside "
+        "others, and the root holds the rest. `auto` is [layers, head], less what tied weights forbid.",
+        "auto",
+    )
+    overrides: dict[str, Literal["full", "replicate"] | int] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "How modules are sharded that are to differ: pattern of module names -> `full` (over dp_shard), `replicate` "
+        "(whole on every rank), or an integer (over groups of that many ranks, replicated over the others), as in "
+        "{'*.mlp.gate': replicate, model.embed_tokens: 2}. The outermost modules that a pattern names become units, "
+        "with all that lies in them; gradients are summed over all data ranks all the same.",
+        default_factory=dict,
     )
     reshard_after_forward: bool | int = key(
         "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
         "an int: reshard to groups of that many ranks.",
         True,
+    )
+    prefetch: int | tuple[int, int] | None = key(
+        "Units that are gathered ahead of the one that runs: a number for forward and backward, or [forward, "
+        "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
+        None,
     )
     reduce: Literal["every", "scatter", "last"] = key(
         "When gradients are reduced within a step: `every` micro-batch over all data ranks; `scatter` over dp_shard "
@@ -129,6 +154,11 @@ class OptimizerConfig:
     betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
     eps: float = key("AdamW's epsilon.", 1.0e-8)
     momentum: float = key("SGD's momentum.", 0.0)
+    state_dtype: Literal["auto", "fp32", "bf16"] = key(
+        "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
+        "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
+        "auto",
+    )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
 
 
@@ -151,7 +181,11 @@ class TrainConfig:
     steps: int | None = key("Optimizer steps; instead of train.epochs.", None)
     epochs: int | None = key("Passes over the data; null where train.steps is set.", 1)
     seed: int = key("Seed of initial weights and of the data order.", 0)
-    timeout: float = key("Seconds a collective may wait for the other ranks before the run ends with an error.", 600.0)
+    timeout: float = key(
+        "Seconds a collective may wait for the other ranks, or a phase pass without progress, before the run ends with "
+        "an error; loading, saving and the first step have ten times as long outside of collectives.",
+        600.0,
+    )
     max_nonfinite: int = key("End the run after this many steps in a row whose loss or gradient is not finite.", 3)
     deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
 

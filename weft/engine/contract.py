@@ -16,11 +16,13 @@ def check_contract(engine: Engine) -> None:
     for name, parameter in engine.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != master:
             raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
+        if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
+            raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             local = value.to_local() if isinstance(value, DTensor) else value
-            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != master:
+            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != engine.state_dtype:
                 raise RuntimeError(
-                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {master}"
+                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {engine.state_dtype}"
                 )
     for name, buffer in engine.module.named_buffers():
         built = engine.built.buffer_dtypes[name]

@@ -18,20 +18,23 @@ from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
-from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
+from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate, state_dtype
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.build import BuiltModel, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
+from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
 from weft.objectives.base import Batch, Objective, Terms
+from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
-from weft.parallel.fsdp import Unit, fsdp_modules, reduction
+from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, parallelize
+from weft.parallel.units import Unit
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Engine:
         self.precision = Precision.of(config.fsdp, ranks.device)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute)
+        self.state_dtype = state_dtype(config.optimizer, self.precision.master)
         self.built: BuiltModel = build_model(
             config.model,
             dtype=self.precision.master,
@@ -91,6 +95,8 @@ class Engine:
         )
         self.module = self.built.module
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
+        if config.purpose == "train":
+            freeze(self.module, config.model.freeze)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
@@ -165,22 +171,31 @@ class Engine:
         assert self.optimizer is not None, "this engine was opened for inference"
         normaliser = objective.normaliser(plan)
         sums, losses = Sums(), []
+        flight.planned(plan.fingerprint())
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
         for micro in range(plan.micro_batches):
+            flight.at("forward", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
+                flight.at("backward", micro + 1)
                 (terms.loss_sum / normaliser).backward()
             losses.append(terms.loss_sum.detach())
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
-        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
-        return self._reduce(rows, sums, losses)
+        return self._reduce(plan, rows, sums, losses)
 
-    def _reduce(self, rows: list[list[str]], sums: Sums, losses: list[Tensor]) -> dict[str, float | None]:
-        """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards."""
+    def _reduce(
+        self, plan: StepPlan, rows: list[list[str]], sums: Sums, losses: list[Tensor]
+    ) -> dict[str, float | None]:
+        """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards.
+
+        So are plans that are not the same on all ranks: their digests take part.
+        """
+        flight.at("reduce", documents=[source for row in rows for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
-        metrics = sums.reduce(self.mesh.data_group)
+        metrics = sums.reduce(self.mesh.data_group, alike={"the plan of the step": plan.fingerprint()})
         if metrics.pop("_nonfinite"):
             self._nonfinite = self._name_nonfinite(rows, (~finite).nonzero().flatten().tolist())
         return metrics
@@ -245,6 +260,7 @@ class Engine:
     def apply(self, lr: float) -> StepResult:
         """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
+        flight.at("optimizer")
         norm = clip_gradients(self.module.named_parameters(), self.config.optimizer.max_grad_norm)
         reason = self._nonfinite or ("" if math.isfinite(norm) else self._name_bad_gradients())
         if not reason:

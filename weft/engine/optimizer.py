@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.rounded import RoundedAdamW, RoundedSGD
 from weft.observe.tables import OptimizerGroupRow
+from weft.parallel.fsdp import DTYPES
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -44,8 +46,9 @@ def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) 
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD over the parameters that require a gradient.
 
     Decayed and undecayed parameters are in groups of their own, and so are those of different meshes, because torch's
-    list kernels take one mesh at a time. State has the dtype and the sharding of its parameter. `set_learning_rate`
-    sets the rate before each step; a parameter without a gradient is skipped.
+    list kernels take one mesh at a time. State has the sharding of its parameter, and its dtype unless
+    optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; a parameter without a gradient
+    is skipped.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
@@ -56,11 +59,24 @@ def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) 
         {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
         for (decayed, _), parameters in groups.items()
     ]
+    masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
+    state = {state_dtype(config, master) for master in masters}
+    has_state = config.name == "adamw" or config.momentum > 0
+    if has_state and state != masters:
+        (dtype,) = state
+        if config.name == "adamw":
+            return RoundedAdamW(settings, dtype, config.lr, config.betas, config.eps)
+        return RoundedSGD(settings, dtype, config.lr, config.momentum)
     if config.name == "adamw":
         # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
         return torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     # The fused SGD kernel has no rule for DTensors.
     return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, foreach=True)
+
+
+def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
+    """The dtype of the optimizer's state over masters of this dtype."""
+    return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -70,21 +86,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
-    """What is decayed and what is not, for the table at start; elements are counted over all ranks."""
-    rows = []
-    members = [(name, p) for name, p in named_parameters if p.requires_grad]
-    for decayed in (True, False):
-        group = [(name, p) for name, p in members if decays(name, p.ndim) == decayed]
-        rows.append(
-            OptimizerGroupRow(
-                name="decayed" if decayed else "not decayed",
-                weight_decay=config.weight_decay if decayed else 0.0,
-                parameters=len(group),
-                elements=sum(p.numel() for _, p in group),
-                examples=_kinds(name for name, _ in group),
-            )
+    """What is decayed, what is not, and what is frozen, for the table at start; elements are counted over all ranks."""
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"decayed": [], "not decayed": [], "frozen": []}
+    for name, p in named_parameters:
+        kind = "frozen" if not p.requires_grad else "decayed" if decays(name, p.ndim) else "not decayed"
+        groups[kind].append((name, p))
+    return [
+        OptimizerGroupRow(
+            name=kind,
+            weight_decay=config.weight_decay if kind == "decayed" else 0.0,
+            parameters=len(group),
+            elements=sum(p.numel() for _, p in group),
+            examples=_kinds(name for name, _ in group),
         )
-    return rows
+        for kind, group in groups.items()
+        if group or kind != "frozen"
+    ]
 
 
 def _kinds(names: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -18,6 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.checkpoint.boxes import Box, local_box, overlap
 from weft.models.layout import Piece
+from weft.parallel.torch_versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
 
@@ -164,8 +164,9 @@ class _Lane:
         self.places = [self._places(state, place) for place in range(size)]
         self.length = max(end for _, end in self.places)
         device = local_box(state[self.parts[0].runtime])[1].device
-        sent = torch.zeros(self.length, dtype=torch.uint8, device=device)
+        sent = torch.empty(self.length, dtype=torch.uint8, device=device)
         starts, _ = self.places[self.mesh.get_local_rank(self.axis)]
+        self.rows = all(state[part.runtime].placements[self.axis].dim == 0 for part in self.parts)
         for part in self.parts:
             box, local = local_box(state[part.runtime])
             share = overlap(part.box, box)
@@ -174,14 +175,16 @@ class _Lane:
                 sent[starts[part] : starts[part] + values.numel()] = values
         self.gathered = torch.empty(size * self.length, dtype=torch.uint8, device=device)
         group = self.mesh.get_group(self.axis)
-        self.work = dist.all_gather_into_tensor(self.gathered, sent, group=group, async_op=True)
-        self.arrived = False
+        self.work = all_gather_single(self.gathered, sent, group=group, async_op=True)
+        self.sent: Tensor | None = sent
 
     def take(self, state: Mapping[str, Tensor], part: _Part) -> Tensor:
         """A part, put together from every rank's boxes."""
-        if not self.arrived:
+        if self.sent is not None:
             self.work.wait()
-            self.arrived = True
+            self.sent = None
+        if self._is_in_order(part):
+            return self.gathered.view(part.dtype).reshape(part.box.size)
         out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered.device)
         for place, (starts, _) in enumerate(self.places):
             share = overlap(part.box, self._box(state[part.runtime], place))
@@ -190,6 +193,10 @@ class _Lane:
                 values = self.gathered[begin : begin + share.numel * part.dtype.itemsize]
                 out[share.within(part.box)] = values.view(part.dtype).reshape(share.size)
         return out
+
+    def _is_in_order(self, part: _Part) -> bool:
+        """Whether what arrived is the part as it lies: alone, in whole rows, with nothing between the ranks' shares."""
+        return len(self.parts) == 1 and self.rows and self.gathered.numel() == part.bytes
 
     def _places(self, state: Mapping[str, Tensor], place: int) -> tuple[dict[_Part, int], int]:
         """(first byte of each part in what the rank at `place` sends, their length)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from weft.observe.tables import (
     unit_table,
 )
 from weft.ops.attention import kernel_for
-from weft.parallel.fsdp import Unit
+from weft.parallel.units import Unit, own_parameters
 
 
 def print_opening(
@@ -85,6 +85,7 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     )
     if built.flops.expert:
         say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+    say(f"fsdp     {fsdp_line(engine)}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
@@ -100,10 +101,23 @@ def _loaded(report: LoadReport) -> str:
     return text
 
 
+def fsdp_line(engine: Engine) -> str:
+    """What FSDP2 was told beyond units, mesh and dtypes."""
+    config = engine.config.fsdp
+    ahead = "FSDP2's own" if config.prefetch is None else f"{config.prefetch} units ahead"
+    return ", ".join(
+        [
+            f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
+            f"gradients reduced: {config.reduce}",
+            f"prefetch {ahead}",
+        ]
+    )
+
+
 def _attention(config: SftConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
-        return "attention of the family's own, eager"
+        return "attention of the family's own, eager" if built.findings.attends else "no attention"
     kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
     traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
     return f"attention kernel {kernel}{traits}"
@@ -137,7 +151,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
         DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
-        DtypeRow("optimizer", _name(precision.master), "state"),
+        DtypeRow("optimizer", _name(engine.state_dtype), "state"),
         DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
         DtypeRow("export", ", ".join(export), "each tensor as in the source's files"),
     ]
@@ -145,27 +159,40 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
     """FSDP units and what the root keeps."""
-    rows = [_unit_row(unit, engine.precision.compute.itemsize) for unit in engine.units]
-    owned = {id(p) for unit in engine.units for module in unit.modules for p in module.parameters()}
-    rest = sum(p.numel() for p in engine.module.parameters() if id(p) not in owned)
-    return [*rows, UnitRow("root", rest, rest * engine.precision.compute.itemsize)]
+    size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
+    counts = [sum(p.numel() for p in parameters) for parameters in owned]
+    rows = [
+        UnitRow(unit.name, count, count * size, _sharding(unit))
+        for unit, count in zip(engine.units, counts, strict=True)
+    ]
+    rest = _elements(engine.module) - sum(counts)
+    return [*rows, UnitRow("root", rest, rest * size)]
 
 
-def _unit_row(unit: Unit, itemsize: int) -> UnitRow:
-    parameters = {id(p): p.numel() for module in unit.modules for p in module.parameters()}
-    return UnitRow(unit.name, sum(parameters.values()), sum(parameters.values()) * itemsize)
+def _sharding(unit: Unit) -> str:
+    """What fsdp.overrides says of a unit."""
+    if unit.shard == "full":
+        return ""
+    return "replicated" if unit.shard == "replicate" else f"groups of {unit.shard}"
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
-    return [_parameter_row(name, parameter) for name, parameter in engine.module.named_parameters()]
+    sizes = engine.mesh.axes
+    return [_parameter_row(name, parameter, sizes) for name, parameter in engine.module.named_parameters()]
 
 
-def _parameter_row(name: str, parameter: nn.Parameter) -> ParameterRow:
-    local, axes = parameter, ()
+def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int]) -> ParameterRow:
+    local: torch.Tensor = parameter
+    axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        axes = tuple(n for n, place in zip(names, parameter.placements, strict=True) if isinstance(place, Shard))
+        placed = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        axes = tuple(
+            axis if size == mesh[axis] else f"{axis} in groups of {size}"
+            for axis, size, placement in placed
+            if isinstance(placement, Shard) and (size > 1 or mesh[axis] == 1)
+        )
         local = parameter.to_local()
     return ParameterRow(
         name, tuple(parameter.shape), tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size()

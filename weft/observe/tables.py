@@ -40,11 +40,13 @@ class DtypeRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """Modules that FSDP gathers together. parameters: elements over all ranks. bytes: of the unit when gathered."""
+    """Modules that FSDP gathers together. parameters: elements over all ranks. bytes: of the unit when gathered.
+    sharding: where it is not the mesh's."""
 
     name: str
     parameters: int
     bytes: int
+    sharding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,15 @@ def dtype_table(rows: Iterable[DtypeRow]) -> Table:
 
 def unit_table(units: Sequence[UnitRow]) -> Table:
     """FSDP units; those that differ only in a number are one row."""
-    table = _table("FSDP units", ">units", "name", ">parameters each", ">bytes each")
-    alike: dict[tuple[str, int, int], list[str]] = {}
+    mixed = ["sharding"] if any(unit.sharding for unit in units) else []
+    table = _table("FSDP units", ">units", "name", ">parameters each", ">bytes each", *mixed)
+    alike: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
-        alike.setdefault((re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes), []).append(unit.name)
-    for (pattern, parameters, size), names in alike.items():
+        key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)
+        alike.setdefault(key, []).append(unit.name)
+    for (pattern, parameters, size, sharding), names in alike.items():
         name = names[0] if len(names) == 1 else pattern
-        table.add_row(str(len(names)), name, count(parameters), byte_count(size))
+        table.add_row(str(len(names)), name, count(parameters), byte_count(size), *([sharding] if mixed else []))
     table.add_section()
     total, size = sum(u.parameters for u in units), sum(u.bytes for u in units)
     table.add_row(str(len(units)), "all", count(total), byte_count(size))

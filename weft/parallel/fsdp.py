@@ -1,51 +1,25 @@
-"""FSDP2 on the data axes: which modules form a unit, and how gradients are summed.
+"""FSDP2 on the data axes: how units are sharded, and how gradients are summed.
 
 FSDP's own averaging is off everywhere: the engine divides by the step's count, computed on the host.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
+from weft.parallel.units import Unit, nested
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules whose parameters are gathered together. keep: stay gathered between forward and backward."""
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    keep: bool = False
-
-
-def find_units(module: TrainModule) -> list[Unit]:
-    """Each layer; the final norm with the head; the root holds what is left.
-
-    Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head,
-    and layers that are tied to one another (zamba2).
-    """
-    uses = Counter(id(p) for _, layer in module.layers for p in set(layer.parameters()))
-    units = [Unit(name, (layer,)) for name, layer in module.layers if all(uses[id(p)] == 1 for p in layer.parameters())]
-    facts, head = module.facts, module.head
-    embedding = module.get_submodule(facts.embedding)
-    if not any(head.weight is p for p in embedding.parameters()):
-        norm = () if facts.final_norm is None else (module.get_submodule(facts.final_norm),)
-        name = facts.head if facts.final_norm is None else f"{facts.final_norm} + {facts.head}"
-        units.append(Unit(name, (*norm, head), keep=True))
-    return units
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
@@ -53,15 +27,60 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
+    meshes: dict[int, DeviceMesh] = {}
     for unit in units:
+        size = mesh.dp_shard if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
+        if size not in meshes:
+            meshes[size] = mesh.sharded_over(size)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        reshard = False if unit.keep else config.reshard_after_forward
-        fully_shard(target, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=reshard)
+        reshard = False if unit.keep else _reshard(config.reshard_after_forward, size)
+        fully_shard(target, mesh=meshes[size], mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=False)
+    if config.prefetch is not None:
+        depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
+        prefetch(module, units, *depth)
     for child in fsdp_modules(module):
         # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+def _reshard(wanted: bool | int, shards: int) -> bool | int:
+    """What to ask of a unit that has so many shards; a group that does not divide them is the unit's own."""
+    if isinstance(wanted, bool) or (wanted < shards and shards % wanted == 0):
+        return wanted
+    return True
+
+
+def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
+    """Let each unit gather those that run after it, so many ahead, each with the units inside it.
+
+    The root, and a unit that holds others, begin with their first ones (in backward their last). No unit looks out of
+    the one that holds it: recomputation runs a layer again in backward, when the next layer has long been done.
+    """
+    inside = nested(root, units)
+
+    def with_inner(several: Sequence[Unit], order: int) -> list[FSDPModule]:
+        parts = []
+        for unit in several:
+            parts += [_fsdp(unit.modules[0]), *with_inner(inside.get(id(unit.modules[0]), [])[::order], order)]
+        return parts
+
+    def look_ahead(part: nn.Module, after: Sequence[Unit], before: Sequence[Unit]) -> None:
+        inner = inside.get(id(part), [])
+        _fsdp(part).set_modules_to_forward_prefetch(with_inner([*inner[:forward], *after[:forward]], 1))
+        first_in_backward = [*inner[::-1][:backward], *before[::-1][:backward]]
+        _fsdp(part).set_modules_to_backward_prefetch(with_inner(first_in_backward, -1))
+
+    look_ahead(root, (), ())
+    for beside in inside.values():
+        for place, unit in enumerate(beside):
+            look_ahead(unit.modules[0], beside[place + 1 :], beside[:place])
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -31,6 +31,13 @@ class Mesh:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    def sharded_over(self, size: int) -> DeviceMesh:
+        """The same ranks, in groups of `size` to shard over (a divisor of dp_shard), with copies over the rest."""
+        if size == self.dp_shard:
+            return self.dp
+        shape = (self.data_ranks // size, size)
+        return init_device_mesh(self.dp.device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
     @property
     def axes(self) -> dict[str, int]:
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}

@@ -10,8 +10,9 @@ from torch import nn
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.parallel.fsdp import DTYPES, Unit, find_units, shard
+from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
+from weft.parallel.units import Unit, find_units
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def parallelize(
         parameter.data = parameter.data.to(precision.master)
 
     # 3. Data axes: FSDP2 or HSDP over whatever the other axes have left.
-    units = find_units(module)
+    units = find_units(module, fsdp.wrap, fsdp.overrides)
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 4. Buffers are not FSDP's: move them to where the compute is.

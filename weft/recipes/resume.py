@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from weft.checkpoint import rng
 from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
@@ -22,12 +19,14 @@ from weft.config.keys import schema_keys
 from weft.config.load import show_default
 from weft.config.schema import ScheduleConfig, SftConfig
 from weft.config.yaml12 import show
+from weft.data.documents import fingerprint
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
 from weft.observe.summary import versions
 from weft.recipes.folder import DROPPED, cut_metrics, write_config
+from weft.recipes.identity import model_fingerprint
 
 T = TypeVar("T")
 
@@ -186,27 +185,9 @@ def constants(config: SftConfig, documents: Sequence[Document], steps: int) -> d
     return {
         "steps": steps,
         "config": to_dict(config),
-        "data": {"documents": len(documents), "sha256": data_fingerprint(documents)},
+        "data": {"documents": len(documents), "digest": fingerprint(documents)},
         "model": {"sha256": model_fingerprint(config.model.path)},
     }
-
-
-def data_fingerprint(documents: Sequence[Document]) -> str:
-    """Changes with any token or loss weight, and with the order of the documents."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(len(document).to_bytes(8, "little"))
-        digest.update(document.tokens.numpy().tobytes())
-        digest.update(document.weights.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def model_fingerprint(path: str) -> str:
-    """Changes with config.json, but for what does not change what the model computes."""
-    raw, _ = PretrainedConfig.get_config_dict(path)
-    for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        raw.pop(name, None)
-    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -254,7 +235,7 @@ def _rates_changed(content: Mapping[str, Any], config: SftConfig, steps: int) ->
 
 def _contents_changed(state: TrainerState, config: SftConfig, documents: Sequence[Document]) -> list[str]:
     problems = []
-    if state.content["data"]["sha256"] != data_fingerprint(documents):
+    if state.content["data"]["digest"] != fingerprint(documents):
         before = state.content["data"]["documents"]
         problems.append(
             f"data.path: {config.data.path} gives other documents than before ({len(documents):,}; {before:,} before): "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
 from weft.cluster.agree import largest
+from weft.cluster.alike import require_agreement
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
@@ -23,11 +22,13 @@ from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.folder import open_folder
+from weft.recipes.identity import identity
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
 
@@ -43,14 +44,18 @@ def run(config: SftConfig, options: SftOptions) -> None:
         return
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
+        flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
+        require_agreement(identity(config, documents))
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
             start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
             if start.step == steps:
                 say_finished(folder, steps, ranks)
                 return
+            flight.in_run(folder)
+            flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
@@ -116,15 +121,17 @@ def train(
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with saver, StopSignals() as signals, progress:
         for step in steps.starting_at(start.step + 1):
-            with phases("train"), located(f"in step {step.number} of {len(steps)}"):
+            with phases("train"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
+                flight.step(step.number, len(steps), [document.source for document in chosen])
                 plan = engine.plan([engine.meta(document) for document in chosen])
                 metrics = engine.accumulate(plan, {i: chosen[i] for i in engine.needs(plan)}, objective)
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
                 result = engine.apply(lr)
                 updates += not result.skipped
                 seconds = time.perf_counter() - began
+            flight.at("record")
             if step.number == start.step + 1:
                 check_contract(engine)
             memory_gib, stop, overdue, failed = meet(engine, signals, saver)
@@ -133,11 +140,13 @@ def train(
             if failed:
                 saver.raise_failure()
             if stop or overdue or saver.due(step.number, len(steps)):
+                flight.at("save")
                 with phases("save"):
                     saver.save(step.number, recorder.progress(step, updates, phases))
             progress.notes(saver.take_news())
             if stop:
                 break
+        flight.at("save")
         with phases("save"):
             saved = saver.finish()
         progress.notes(saver.take_news())
@@ -153,13 +162,3 @@ def meet(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int
     own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
     memory, stop, overdue, failed = largest(own, engine.mesh.data_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Add to an exception where it happened."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise

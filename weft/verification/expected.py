@@ -41,44 +41,28 @@ class Expected:
     routes: Routes = field(default_factory=dict)
 
 
-def expect(
-    path: str, steps: Sequence[Step], lrs: Sequence[float], optimizer: OptimizerConfig, device: str, facts: FlopFacts
-) -> Expected:
-    """Compute everything that an engine will be compared with."""
-    out = Expected()
-    recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
-    plain = reference.Reference(path, device)
-    with _recording(recorder, plain):
-        out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
-        found = [plain.gradients(step) for step in steps]
-    for step, (loss, gradients) in zip(steps, found, strict=True):
-        norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-        others = [plain.gradients(list(step)[::-1])[1], plain.padded_gradients(step)]
-        out.steps.append(ExpectedGradient(loss, norm, _on_cpu(gradients), [_on_cpu(other) for other in others]))
-    trainer = Trainer(path, lrs, optimizer, device)
-    out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
-    reordered = [list(step)[::-1] for step in steps]
-    out.others = [trainer.train(reordered)[1], trainer.train(steps, padded=True)[1]]
-    out.routes = recorder.routes if recorder is not None else {}
-    return out
-
-
 @dataclass(frozen=True)
 class Trainer:
-    """Trains fresh references from the weights at `path`."""
+    """Trains fresh references from the weights at `path`. freeze: patterns of parameters that are not trained."""
 
     path: str
     lrs: Sequence[float]
     config: OptimizerConfig
     device: str
+    freeze: Sequence[str] = ()
+
+    def reference(self) -> reference.Reference:
+        """A fresh one."""
+        return reference.Reference(self.path, self.device, self.freeze)
 
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
         """(weights before, weights after, (loss, norm) of each step)."""
-        plain, c = reference.Reference(self.path, self.device), self.config
+        plain, c = self.reference(), self.config
         start = _on_cpu(plain.weights())
-        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm))
+        state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
+        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm, state))
         curve = []
         with _recording(recorder, plain):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
@@ -86,6 +70,25 @@ class Trainer:
                     recorder.stage = number
                 curve.append(plain.step(step, lr, padded))
         return start, _on_cpu(plain.weights()), curve
+
+
+def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
+    """Compute everything that an engine will be compared with."""
+    out = Expected()
+    recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
+    plain = trainer.reference()
+    with _recording(recorder, plain):
+        out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
+        found = [plain.gradients(step) for step in steps]
+    for step, (loss, gradients) in zip(steps, found, strict=True):
+        norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+        others = [plain.gradients(list(step)[::-1])[1], plain.padded_gradients(step)]
+        out.steps.append(ExpectedGradient(loss, norm, _on_cpu(gradients), [_on_cpu(other) for other in others]))
+    out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
+    reordered = [list(step)[::-1] for step in steps]
+    out.others = [trainer.train(reordered)[1], trainer.train(steps, padded=True)[1]]
+    out.routes = recorder.routes if recorder is not None else {}
+    return out
 
 
 @contextmanager

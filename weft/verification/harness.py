@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
-from weft.verification.expected import Expected, ExpectedGradient, expect
+from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
 from weft.verification.reference import Reference
 from weft.verification.routing import Differences, Routes
@@ -67,7 +67,9 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     """
     first, expected = engine.ranks.is_first, None
     if first:
-        expected = expect(path, steps, lrs, engine.config.optimizer, str(engine.device), engine.built.flops)
+        config = engine.config
+        trainer = Trainer(path, lrs, config.optimizer, str(engine.device), config.model.freeze)
+        expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
         dist.broadcast_object_list(shared, src=0)
@@ -217,7 +219,7 @@ def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)
     if not engine.ranks.is_first:
         return "", moved
-    expected_loss, expected = Reference(path, str(engine.device)).gradients(step)
+    expected_loss, expected = Reference(path, str(engine.device), engine.config.model.freeze).gradients(step)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
     words = (
         f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; no verdict): "

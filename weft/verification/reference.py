@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import transformers
@@ -26,16 +27,19 @@ class Optimizer:
     weight_decay: float = 0.1
     momentum: float = 0.0
     max_grad_norm: float | None = 1.0
+    state: torch.dtype = torch.float32  # after each step the optimizer's state is rounded to it
 
 
 class Reference:
-    """A plain model in one process. Tensors come back by transformers' parameter names."""
+    """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names."""
 
-    def __init__(self, path: str, device: str = "cpu") -> None:
+    def __init__(self, path: str, device: str = "cpu", freeze: Sequence[str] = ()) -> None:
         config = transformers.AutoConfig.from_pretrained(path)
         cls = getattr(transformers, config.architectures[0])
         self.model: nn.Module = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.model.eval().to(device)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
         self.device = device
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -105,7 +109,7 @@ class Reference:
             self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
-        self.clip = optimizer.max_grad_norm
+        self.clip, self.state = optimizer.max_grad_norm, optimizer.state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
         """One optimizer step: (loss, gradient norm before clipping); padded: see padded_gradients, loss is 0 then."""
@@ -119,6 +123,9 @@ class Reference:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        for state in self.optimizer.state.values():
+            for key in state.keys() - {"step"}:
+                state[key].copy_(state[key].to(self.state))
         return loss, float(norm)
 
 

@@ -1,0 +1,99 @@
+"""AdamW and SGD whose state has another dtype than the parameters (optimizer.state_dtype).
+
+torch's own keep state in the parameter's dtype. Here an update is computed in fp32 from state and parameter as they are
+stored, one parameter at a time, and both are stored again in their own dtypes, rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+
+class _Rounded(torch.optim.Optimizer):
+    """Keeps state in `state_dtype`, through load_state_dict as well, which in torch casts it to the parameter's."""
+
+    state_dtype: torch.dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _buffer(self, parameter: nn.Parameter, name: str) -> tuple[Tensor, Tensor]:
+        """(as stored, in fp32) of this rank's part of a state tensor, zeros at first."""
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        stored = _local(state[name])
+        return stored, stored.float()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's, without its cast of the state to the parameter's dtype."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, parameter in zip(places, parameters, strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                dtype = torch.float32 if name == "step" else self.state_dtype
+                device = value.device if name == "step" else parameter.device
+                self.state[parameter][name] = value.detach().clone().to(device=device, dtype=dtype)
+
+
+class RoundedAdamW(_Rounded):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+    def __init__(
+        self, params: Any, state_dtype: torch.dtype, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.state_dtype = state_dtype
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        step = self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+        first, first32 = self._buffer(parameter, "exp_avg")
+        second, second32 = self._buffer(parameter, "exp_avg_sq")
+        stored = _local(parameter)
+        weight = stored.float()
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weight], [_local(parameter.grad).float()], [first32], [second32], [], [step], foreach=False,
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        for target, result in ((stored, weight), (first, first32), (second, second32)):
+            target.copy_(result)
+
+
+class RoundedSGD(_Rounded):
+    """SGD with momentum, its weight decay added to the gradient, as torch's."""
+
+    def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.state_dtype = state_dtype
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        stored = _local(parameter)
+        weight = stored.float()
+        velocity, velocity32 = self._buffer(parameter, "momentum_buffer")
+        gradient = _local(parameter.grad).float().add(weight, alpha=group["weight_decay"])
+        velocity32.mul_(group["momentum"]).add_(gradient)  # from zero this is the first gradient itself, as in torch
+        stored.copy_(weight.add_(velocity32, alpha=-group["lr"]))
+        velocity.copy_(velocity32)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,32 @@
+"""Which parameters are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from weft.errors import UserError
+from weft.models.patterns import names_it, nearest
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop training the parameters that the patterns name.
+
+    UserError where a pattern names nothing, where tied names would be frozen only in part, or where nothing is left.
+    """
+    names = dict(module.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(names_it(pattern, name) for name in names):
+            raise UserError(f"model.freeze: {pattern!r} matches no parameter{nearest(pattern, names)}")
+    frozen = {name for name in names if any(names_it(pattern, name) for pattern in patterns)}
+    tied = {id(names[name]): name for name in frozen}
+    for name, parameter in names.items():
+        if id(parameter) in tied and name not in frozen:
+            raise UserError(
+                f"model.freeze: {tied[id(parameter)]} and {name} are one tensor (tied): freeze both or neither."
+            )
+    if names and len(frozen) == len(names):
+        raise UserError("model.freeze: every parameter is frozen, so there is nothing to train: leave some out.")
+    for name in frozen:
+        names[name].requires_grad_(False)

@@ -1,0 +1,236 @@
+"""Which modules FSDP2 gathers together (fsdp.wrap), and over how many ranks each is sharded (fsdp.overrides)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from weft.errors import UserError
+from weft.models.patterns import nearest
+from weft.models.train_module import TrainModule
+
+Strategy = Literal["full", "replicate"] | int
+
+AUTO = ("layers", "head")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together, without those of units inside them. keep: stay gathered between
+    forward and backward. parts: the modules' names. shard: over how many ranks; full: those of dp_shard."""
+
+    name: str = field(init=False)
+    parts: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    keep: bool = False
+    shard: Strategy = "full"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", " + ".join(self.parts))
+
+
+def find_units(
+    module: TrainModule,
+    wrap: Literal["auto"] | Sequence[str] = "auto",
+    overrides: Mapping[str, Strategy] | None = None,
+) -> list[Unit]:
+    """The units that `wrap` and `overrides` ask for, inner ones first; the root holds what is left.
+
+    Entries: `layers` (each decoder layer), `head` (the final norm with it), `embedding`, and names of classes. Weights
+    that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head, and layers
+    that are tied to one another (zamba2). UserError where an entry asks for such a unit by name, matches nothing, or
+    names modules that some rank may not run.
+
+    overrides: pattern of module names -> how its modules are sharded. The outermost modules that a pattern names become
+    units; what lies in them follows, except where a pattern names it too.
+    """
+    units = _wrapped(module, wrap)
+    if overrides:
+        units = _overridden(module, units, overrides)
+    order = {id(child): place for place, child in enumerate(module.modules())}
+    unique = {id(unit.modules[0]): unit for unit in units}
+    return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))
+
+
+def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Unit]:
+    entries, units = AUTO if wrap == "auto" else tuple(wrap), []
+    places = _places(module)
+    for entry in entries:
+        if entry not in ("layers", "head", "embedding"):
+            units += [_named(module, f"fsdp.wrap: {entry}", name, places) for name in _of_class(module, entry)]
+    taken = {id(part) for unit in units for part in unit.modules}
+    if "layers" in entries:
+        units += [
+            Unit((name,), (layer,))
+            for name, layer in module.layers
+            if id(layer) not in taken and _split_tie(module, [name], places) is None
+        ]
+    if "embedding" in entries:
+        units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, places))
+    if "head" in entries:
+        units += _head(module, taken, places, asked=wrap != "auto")
+    return units
+
+
+def _overridden(module: TrainModule, units: list[Unit], overrides: Mapping[str, Strategy]) -> list[Unit]:
+    chosen: dict[str, Strategy] = {}  # a later pattern wins
+    for pattern, strategy in overrides.items():
+        chosen |= dict.fromkeys(_outermost(module, pattern), strategy)
+    there = {part for unit in units for part in unit.parts}
+    places = _places(module)
+    units = units + [_named(module, f"fsdp.overrides: {name}", name, places) for name in chosen if name not in there]
+    out = []
+    for unit in units:
+        strategies = [_strategy(part, chosen) for part in unit.parts]
+        if len(set(strategies)) == 1:
+            out.append(replace(unit, shard=strategies[0]))
+            continue
+        parts = zip(unit.parts, unit.modules, strategies, strict=True)
+        out += [Unit((part,), (child,), unit.keep, strategy) for part, child, strategy in parts]
+    return out
+
+
+def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
+    """That of the innermost module that was chosen and holds this one."""
+    while name:
+        if name in chosen:
+            return chosen[name]
+        name = _parent(name)
+    return "full"
+
+
+def _outermost(module: TrainModule, pattern: str) -> list[str]:
+    """The outermost modules with parameters that the pattern names; for a list, its members."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not name or inside or isinstance(child, _CONTAINERS) or not any(True for _ in child.parameters()):
+            continue
+        listed = isinstance(module.get_submodule(_parent(name)), _CONTAINERS) and fnmatchcase(_parent(name), pattern)
+        if listed or fnmatchcase(name, pattern):
+            found.append(name)
+    if not found:
+        names = [name for name, _ in module.named_modules() if name]
+        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{nearest(pattern, names)}")
+    return found
+
+
+def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
+    """Each unit's parameters that no unit inside it holds; `units` as find_units orders them."""
+    seen: set[int] = set()
+    owned = []
+    for unit in units:
+        mine = {id(p): p for part in unit.modules for p in part.parameters() if id(p) not in seen}
+        seen |= mine.keys()
+        owned.append(list(mine.values()))
+    return owned
+
+
+def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
+    """id of a unit's first module, or of the root -> the units that lie directly in it, in the model's order."""
+    holder = {id(part): unit for unit in units for part in unit.modules}
+    inside: dict[int, list[Unit]] = {}
+    seen: set[int] = set()
+
+    def visit(part: nn.Module, within: int) -> None:
+        unit = holder.get(id(part))
+        if unit is not None:
+            if id(unit) not in seen:
+                seen.add(id(unit))
+                inside.setdefault(within, []).append(unit)
+            within = id(unit.modules[0])
+        for child in part.children():
+            visit(child, within)
+
+    visit(root, id(root))
+    return inside
+
+
+def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], asked: bool) -> list[Unit]:
+    """The final norm and the head, which run one after the other, last in forward and first in backward."""
+    facts = module.facts
+    names = [name for name in (facts.final_norm, facts.head) if name is not None]
+    names = [name for name in names if id(module.get_submodule(name)) not in taken]
+    tied = _split_tie(module, [facts.head], places)
+    if tied is not None and asked:
+        raise _tie_refusal("fsdp.wrap: head", facts.head, tied)
+    if tied is not None or facts.head not in names:
+        return []
+    return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
+
+
+def _named(module: TrainModule, who: str, name: str, places: dict[int, list[str]]) -> Unit:
+    """A unit that was asked for by name. UserError where it cannot be one."""
+    holder = _list_inside_a_layer(module, name)
+    if holder is not None:
+        raise UserError(
+            f"{who}: {name} is a member of the list {holder}, and not every rank need run every member: an expert that "
+            "no token of a rank chose is not run there. As a unit of its own it would hang the others or lose their "
+            f"gradients. Name the module that holds the list, {type(module.get_submodule(_parent(holder))).__name__}."
+        )
+    tied = _split_tie(module, [name], places)
+    if tied is not None:
+        raise _tie_refusal(who, name, tied)
+    return Unit((name,), (module.get_submodule(name),), keep=name == module.facts.head)
+
+
+def _tie_refusal(who: str, name: str, tied: tuple[str, str]) -> UserError:
+    return UserError(
+        f"{who}: {name} cannot be a unit of its own, because {tied[0]} and {tied[1]} are one tensor (tied), which "
+        "FSDP2 cannot gather twice: leave it out, and the root holds it."
+    )
+
+
+def _of_class(module: TrainModule, wanted: str) -> list[str]:
+    """Names of the modules of this class that hold parameters. UserError, with the classes there are, where none do."""
+    holding = {
+        name: type(child).__name__
+        for name, child in module.named_modules()
+        if name and not isinstance(child, _CONTAINERS) and any(True for _ in child.parameters())
+    }
+    found = [name for name, kind in holding.items() if kind == wanted]
+    if not found:
+        kinds = ", ".join(sorted(set(holding.values())))
+        raise UserError(
+            f"fsdp.wrap: no module of class {wanted}. Name one of layers, head, embedding, or of this model's classes: "
+            f"{kinds}."
+        )
+    return found
+
+
+def _places(module: nn.Module) -> dict[int, list[str]]:
+    """id of a parameter -> every name that holds it."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    return places
+
+
+def _split_tie(module: nn.Module, names: Sequence[str], places: dict[int, list[str]]) -> tuple[str, str] | None:
+    """Two names of one parameter, one of them inside these modules and one outside."""
+    prefixes = tuple(f"{name}." for name in names)
+    for name in names:
+        for parameter in module.get_submodule(name).parameters():
+            inside = [place for place in places[id(parameter)] if place.startswith(prefixes)]
+            outside = [place for place in places[id(parameter)] if not place.startswith(prefixes)]
+            if outside:
+                return inside[0], outside[0]
+    return None
+
+
+def _list_inside_a_layer(module: TrainModule, name: str) -> str | None:
+    parent = _parent(name)
+    while parent.startswith(f"{module.facts.layers}."):
+        if isinstance(module.get_submodule(parent), _CONTAINERS):
+            return parent
+        parent = _parent(parent)
+    return None
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
