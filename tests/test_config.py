@@ -250,6 +250,7 @@ def test_neither_partner_is_refused() -> None:
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("model.router_aux_loss_coef", "0.1", []),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("schedule.decay_ratio", "0.2", []),
         ("schedule.decay", "linear", []),
@@ -263,7 +264,14 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 
 def test_every_inert_rule_is_tried() -> None:
-    tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
+    tried = {
+        "model.router_aux_loss_coef",
+        "optimizer.betas",
+        "optimizer.eps",
+        "optimizer.momentum",
+        "schedule.decay_ratio",
+        "schedule.decay",
+    }
     tried |= {"optimizer.state_dtype"}
     assert {rule.key for rule in INERT} == tried | {"schedule.min_lr_ratio", "schedule.warmup_ratio"}
 
@@ -306,13 +314,18 @@ OUT_OF_RANGE = {
     "train.epochs": "0",
     "train.seed": "-1",
     "train.timeout": "0",
+    "model.router_aux_loss_coef": "0",
     "train.max_nonfinite": "0",
 }
 
 
 @pytest.mark.parametrize("key", RANGES)
 def test_a_value_out_of_range_is_refused(key: str) -> None:
-    extra = ["optimizer.name=sgd"] if key == "optimizer.momentum" else []
+    needed = {
+        "optimizer.momentum": ["optimizer.name=sgd"],
+        "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
+    }
+    extra = needed.get(key, [])
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
     assert f"command line: {key} is " in message
@@ -463,7 +476,7 @@ def test_a_resolved_config_loads_to_itself(overrides: list[str]) -> None:
 def test_to_dict_is_plain_and_whole() -> None:
     rendered = to_dict(load())
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
-    unread = {"optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
+    unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

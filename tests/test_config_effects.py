@@ -32,6 +32,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "full: layers run again in backward, with equal gradients",
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
+    "model.router_aux_loss": (
+        "document: the experts' auxiliary loss is part of the gradient",
+        "test_balance.py::test_parity_with_transformers_own_loss_of_each_document",
+    ),
+    "model.router_aux_loss_coef": (
+        "factor of that loss",
+        "test_balance.py::test_the_coefficient_is_the_configs_unless_it_is_set",
+    ),
     "model.freeze": (
         "which parameters have no gradient and no optimizer state",
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",

@@ -52,9 +52,12 @@ class Case:
     sections: tuple[tuple[str, str, Any], ...] = ()
 
 
+BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
 CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
+    "balance-detached": BALANCED,
+    "balance-over-the-row": BALANCED,
     "state-mixer-packed": Case("lfm2"),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("lfm2"),

@@ -27,6 +27,7 @@ class Inert:
 
 
 INERT = (
+    Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
@@ -56,6 +57,7 @@ _AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as
 RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": _AXIS,
     "mesh.dp_shard": _AXIS,
+    "model.router_aux_loss_coef": _POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
     "fsdp.overrides": (
         lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),

@@ -44,6 +44,14 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    router_aux_loss: Literal["none", "document"] = key(
+        "Load balancing of a mixture of experts: `document` adds transformers' own auxiliary loss, computed for each "
+        "document and weighted by its tokens, so that no cut of the step can change it; `none` leaves it out.",
+        "none",
+    )
+    router_aux_loss_coef: float | None = key(
+        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None
+    )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
         "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",

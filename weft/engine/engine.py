@@ -23,10 +23,11 @@ from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.build import BuiltModel, build_model
+from weft.models.build import BuiltModel, balance_coefficient, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.train_module import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
@@ -94,6 +95,7 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
             freeze(self.module, config.model.freeze)
@@ -170,6 +172,7 @@ class Engine:
         """
         assert self.optimizer is not None, "this engine was opened for inference"
         normaliser = objective.normaliser(plan)
+        balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
         rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
@@ -179,8 +182,12 @@ class Engine:
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
-                (terms.loss_sum / normaliser).backward()
-            losses.append(terms.loss_sum.detach())
+                loss = terms.loss_sum / normaliser
+                if terms.balance_sum is not None:
+                    loss = loss + terms.balance_sum * balance_factor
+                    sums.add("aux_loss", terms.balance_sum, row.real_tokens)
+                loss.backward()
+            losses.append(loss.detach())
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)
@@ -222,12 +229,19 @@ class Engine:
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N))
-        return objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        balance = (row.owner_M, len(row.documents), self.built.flops.experts_per_token) if self.balance else None
+        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
+        balance_sum = readouts.pop("balance", None)
+        terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        return replace(terms, balance_sum=balance_sum)
 
-    def _read(self, row: Row, what: frozenset[str], upstream: Tensor | None = None) -> dict[str, Tensor]:
+    def _read(
+        self, row: Row, what: frozenset[str], upstream: Tensor | None = None, balance: Balance | None = None
+    ) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
-        return self.module(row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream)
+        return self.module(
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
+        )
 
     # ------------------------------------------------------------ readouts
 

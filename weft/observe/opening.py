@@ -84,7 +84,8 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
         "eager forward, documents do not see each other"
     )
     if built.flops.expert:
-        say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+        loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
+        say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
     say(f"fsdp     {fsdp_line(engine)}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
