@@ -219,7 +219,8 @@ def test_what_is_not_yet_built_is_not_in_the_schema() -> None:
     names = set(schema_keys(SftConfig))
     for planned in NOT_YET:
         assert not any(name == planned or name.startswith(planned + ".") for name in names)
-    assert not {key.leaf for key in schema_keys(SftConfig).values()} & set(ALIASES)
+    # A dtype without its section is that of the model elsewhere.
+    assert {key.leaf for key in schema_keys(SftConfig).values()} & set(ALIASES) == {"dtype"}
 
 
 # ---------------------------------------------------------------- keys that do not go together
@@ -255,6 +256,8 @@ def test_neither_partner_is_refused() -> None:
         ("schedule.decay_ratio", "0.2", []),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
+        ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
+        ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -264,16 +267,10 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 
 def test_every_inert_rule_is_tried() -> None:
-    tried = {
-        "model.router_aux_loss_coef",
-        "optimizer.betas",
-        "optimizer.eps",
-        "optimizer.momentum",
-        "schedule.decay_ratio",
-        "schedule.decay",
-    }
-    tried |= {"optimizer.state_dtype"}
-    assert {rule.key for rule in INERT} == tried | {"schedule.min_lr_ratio", "schedule.warmup_ratio"}
+    tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
+    tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
+    tried |= {"model.router_aux_loss_coef"}
+    assert {rule.key for rule in INERT} == tried
 
 
 @pytest.mark.parametrize(
@@ -281,6 +278,7 @@ def test_every_inert_rule_is_tried() -> None:
     [
         (["data.max_length=9000"], "set step.max_tokens_per_device=9000"),
         (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
+        (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
@@ -291,6 +289,10 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "checkpoint.every": "-1",
+    "checkpoint.every_minutes": "0",
+    "checkpoint.keep": "0",
+    "checkpoint.keep_every": "0",
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",

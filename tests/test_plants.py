@@ -25,7 +25,7 @@ from weft.data.documents import DataReport
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
 from weft.verification import reference
@@ -120,7 +120,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
-        with suppress(FloatingPointError):
+        with suppress(FloatingPointError, RanksDisagreeError):
             sft.train(config, engine, documents, report, Path(folder), Phases())
 
 
