@@ -184,7 +184,7 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "`mesh.tp`, which is not in this version yet"),
         ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
-        ("checkpoint.every=100", "checkpoint is not in this version yet"),
+        ("eval.every=100", "eval is not in this version yet"),
         ("rollout.num_generations=8", "rollout is not in this version yet"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -108,13 +109,14 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments)
+    config = _load(arguments) if arguments.resume is None else _load_resumed(arguments)
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     world = _world(arguments, config)
     options = SftOptions(
         device=arguments.device,
         world=world,
+        resume=arguments.resume,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
         debug=arguments.debug,
@@ -173,6 +175,20 @@ def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
     return load_config(files, overrides)
+
+
+def _load_resumed(arguments: argparse.Namespace) -> SftConfig:
+    """The config that RUN was started with, and the overrides."""
+    run, written = Path(arguments.resume), Path(arguments.resume) / "config.yaml"
+    files = [word for word in arguments.config if not _is_override(word)]
+    if files:
+        raise UserError(f"--resume {run} reads {written}: leave out {files[0]}, and set keys as section.key=value.")
+    if any(word.startswith("run.dir=") for word in arguments.config):
+        raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
+    if not written.is_file():
+        what = "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
+        raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
+    return load_config([str(written)], [*arguments.config, f"run.dir={json.dumps(arguments.resume)}"])
 
 
 def _is_override(word: str) -> bool:
@@ -242,6 +258,9 @@ def _parser(name: str, summary: str) -> argparse.ArgumentParser:
 
 def _sft_parser() -> argparse.ArgumentParser:
     parser = _parser("sft", COMMANDS["sft"].summary)
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument(

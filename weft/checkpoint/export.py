@@ -105,7 +105,8 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> int:
     """Write this rank's boxes into prepared files, and wait until they are on the disk. Returns the bytes written.
 
-    shards: by the model's own names, on any device. No collective, so that it may run beside training, on a copy.
+    shards: by the model's own names, on any device; of those left out nothing is written. No collective, so that it may
+    run beside training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
     numbers = {name: number for number, name in enumerate(shards)}
@@ -113,9 +114,9 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
     written = 0
     try:
         for piece in plan.pieces:
-            shard = shards[piece.runtime]
-            part = overlap(piece.box, shard.box)
-            if part is None or not shard.is_mine(numbers[piece.runtime]):
+            shard = shards.get(piece.runtime)
+            part = None if shard is None else overlap(piece.box, shard.box)
+            if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
                 continue
             name = by_file[piece.disk]
             file = files.get(name) or files.setdefault(name, TensorFile(folder / name, writable=True))

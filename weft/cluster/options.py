@@ -12,12 +12,14 @@ Device = Literal["auto", "cpu", "cuda"]
 class SftOptions:
     """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
 
+    resume: the run folder whose newest checkpoint the run goes on from.
     dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
     one line per parameter.
     """
 
     device: Device = "auto"
     world: int = 1
+    resume: str | None = None
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False

@@ -26,7 +26,8 @@ class RankReport:
     """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
 
     where: step, phase and documents. collectives: the last ones of the rank, the oldest first. waited: it is another
-    rank that did not come. gone: ranks that had ended before this one did.
+    rank that did not come. gone: ranks that had ended before this one did. is_verdict: no error; the rank ran to its
+    end. exit_status: one that does not follow from the kind.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankReport:
     waited: bool = False
     collectives: Sequence[dict[str, Any]] = ()
     gone: Sequence[int] = ()
+    exit_status: int | None = None
 
     @property
     def is_user_error(self) -> bool:
@@ -53,7 +55,7 @@ class RankReport:
     @property
     def status(self) -> int:
         """The exit status of a rank that ends with it."""
-        return STATUS[self.kind]
+        return STATUS[self.kind] if self.exit_status is None else self.exit_status
 
 
 def of_exception(rank: int, error: BaseException) -> RankReport:
@@ -73,6 +75,11 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
 def of_verdict(rank: int) -> RankReport:
     """The report of a rank that ran to its end and did not pass."""
     return RankReport(rank, time.monotonic(), "did not pass", is_verdict=True)
+
+
+def of_stop(rank: int, status: int) -> RankReport:
+    """The report of a rank that a signal has ended as it should."""
+    return RankReport(rank, time.monotonic(), "stopped", is_verdict=True, exit_status=status)
 
 
 def folder() -> Path | None:

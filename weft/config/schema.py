@@ -191,6 +191,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved of a run, and when. Every checkpoint is a HuggingFace directory; docs/checkpoints.md tells more."""
+
+    every: int = key("Optimizer steps between checkpoints; 0: only the last. The last step is always saved.", 100)
+    every_minutes: float | None = key("Save after so many minutes without a checkpoint, too; null: never.", None)
+    keep: int | None = key("Newest checkpoints that are kept; null: all.", 3)
+    keep_every: int | None = key(
+        "Checkpoints whose step is a multiple of this are never removed; a multiple of checkpoint.every.", None
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
+        "auto",
+    )
+    trainer_state: Literal["all", "last", "none"] = key(
+        "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "
+        "only the `last`, or `none`.",
+        "all",
+    )
+    async_: bool = key(
+        "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run writes."""
 
@@ -209,4 +233,5 @@ class SftConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -64,11 +64,18 @@ class Engine:
     """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
 
     def __init__(
-        self, config: EngineConfig, ranks: Ranks, *, weights: bool = True, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        *,
+        weights: bool = True,
+        fill: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
-        progress: told of bytes filled while weights are read.
+        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run). progress: told of
+        bytes filled while weights are read.
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -93,7 +100,7 @@ class Engine:
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
-        self.loaded = self._load_weights(progress)
+        self.loaded = self._load_weights(progress, fill)
         self.optimizer = None
         if config.purpose == "train" and weights:
             self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
@@ -101,13 +108,13 @@ class Engine:
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
 
-    def _load_weights(self, progress: Progress | None) -> LoadReport | None:
-        """Fill the shards from the source's files; None where the weights were drawn, or there are none."""
+    def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
+        """Fill the shards from the source's files; None where none are read."""
         plan = self.built.load
         if plan is None:
             return None
         materialize(self.module, self.device)
-        report = load_weights(self.module, plan, progress)
+        report = load_weights(self.module, plan, progress) if fill else None
         plan.source.close()
         hf.rebuild_buffers(self.module.hf_model)
         return report
