@@ -117,7 +117,7 @@ def fsdp_line(engine: Engine) -> str:
 def _attention(config: SftConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
-        return "attention of the family's own, eager"
+        return "attention of the family's own, eager" if built.findings.attends else "no attention"
     kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
     traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
     return f"attention kernel {kernel}{traits}"
