@@ -25,10 +25,11 @@ from weft.observe.flops import FlopFacts
 class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
-    pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is on meta; None
-    where it has its weights already, or will never have any.
+    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is
+    on meta; None where it has its weights already, or will never have any.
     """
 
+    path: str
     module: TrainModule
     config: PretrainedConfig
     findings: Findings
@@ -82,7 +83,9 @@ def build_model(
     module = TrainModule(model)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
-    return BuiltModel(module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load)
+    return BuiltModel(
+        config.path, module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load
+    )
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:
