@@ -48,6 +48,11 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_engine.py::test_uneven_shards_add_up",
     ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
+    "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
+    "fsdp.loss_scale_interval": (
+        "when the loss scale is doubled",
+        "test_knobs_fp16.py::test_the_scale_grows_after_good_steps",
+    ),
     "fsdp.reduce_dtype": ("dtype of the gradient reduction", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.master_dtype": (
         "dtype of the stepped weights and optimizer state",

@@ -25,7 +25,7 @@ NOT_YET = (
     "lora",
 )
 # Values of keys that exist.
-NOT_YET_VALUES = {("fsdp.param_dtype", "fp16"), ("model.recompute", "selective"), ("optimizer.name", "muon")}
+NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 _BATCH = (
     "a step is a set of documents, whatever the number of devices. Say `step.documents` = per-device batch x "
@@ -47,6 +47,7 @@ _DTYPE = (
     "say `fsdp.param_dtype` (compute), `fsdp.reduce_dtype` and `fsdp.master_dtype`; the default computes in bf16 on "
     "accelerators and keeps fp32 masters."
 )
+_LOSS_SCALE = "say `fsdp.loss_scale` and `fsdp.loss_scale_interval`, with `fsdp.param_dtype` fp16."
 _RECOMPUTE = "say `model.recompute`: none or full."
 _FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
@@ -134,6 +135,9 @@ ALIASES: dict[str, str] = {
     "bf16": _DTYPE,
     "fp16": _DTYPE,
     "mixed_precision": _DTYPE,
+    "initial_loss_scale": _LOSS_SCALE,
+    "initial_scale_power": _LOSS_SCALE,
+    "loss_scale_window": _LOSS_SCALE,
     "model_dtype": _DTYPE,
     "mixed_precision_param": _DTYPE,
     "mixed_precision_reduce": _DTYPE,

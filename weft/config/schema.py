@@ -64,9 +64,13 @@ class MeshConfig:
 class FsdpConfig:
     """Precision and communication of the sharded model."""
 
-    param_dtype: Literal["auto", "bf16", "fp32"] = key(
-        "Dtype of compute and of gathered parameters. `auto`: bf16 on accelerators, fp32 on CPU.", "auto"
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Dtype of compute and of gathered parameters. `auto`: bf16 on accelerators, fp32 on CPU. `fp16` comes with "
+        "dynamic loss scaling.",
+        "auto",
     )
+    loss_scale: float = key("fp16: the first factor on the loss; halved when a gradient overflows.", 65536.0)
+    loss_scale_interval: int = key("fp16: the factor is doubled after so many steps without overflow.", 2000)
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
         "Dtype of the weights that the optimizer steps, of their gradients, and of its state unless "

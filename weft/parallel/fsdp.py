@@ -19,7 +19,7 @@ from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Unit, nested
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
