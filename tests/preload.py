@@ -5,7 +5,11 @@ import importlib
 import warnings
 
 warnings.simplefilter("ignore")
-for name in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "weft.engine.engine"):
+MODULES = (
+    "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.launcher.api", "transformers",
+    "weft.engine.engine", "weft.recipes.sft", "weft.cli",
+)  # fmt: skip
+for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 

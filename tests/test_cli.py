@@ -104,6 +104,33 @@ def test_under_torchrun_it_joins(recorder: Recorder, monkeypatch: pytest.MonkeyP
     assert len(recorder.calls) == 1
 
 
+def test_restarts_run_in_ranks_even_on_one(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def supervise(command: Sequence[str], again: Any, nproc: int, restarts: int, debug: bool) -> int:
+        asked.append((command[3:], again(Path("r"), True)[3:], again(Path("r"), False)[3:], nproc, restarts))
+        return 0
+
+    monkeypatch.setattr(cli, "run_with_restarts", supervise)
+    words = ["sft", "c.yaml", "optimizer.lr=1", "--restarts", "3", "--device", "cpu"]
+    assert cli.main(words) == 0
+    assert asked == [(words, ["sft", "--resume", "r", "--device", "cpu"], [*words, "run.dir=r"], 1, 3)]
+    assert recorder.calls == []
+
+
+def test_restarts_are_the_launchers_affair(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("weft.cluster.launch._end_rank", lambda status: status)
+    assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 2
+    assert "under torchrun use its --max-restarts" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "launchers_folder", lambda: Path("scratch"))  # a rank of weft's own launcher
+    assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 0
+    assert len(recorder.calls) == 1
+
+
 def test_nproc_that_contradicts_torchrun_is_refused(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "random: weights are drawn and no weight file is needed",
         "test_engine.py::test_random_weights_depend_on_the_seed_and_not_on_the_mesh",
     ),
+    "model.ignore_weights": (
+        "which tensors of the files may be left out",
+        "test_load.py::test_an_unwanted_tensor_is_named_and_can_be_ignored",
+    ),
     "model.attention": ("which kernel computes attention", "test_startup.py::test_model_attention_names_the_kernel"),
     "model.recompute": (
         "full: layers run again in backward, with equal gradients",

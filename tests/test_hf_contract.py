@@ -6,7 +6,6 @@ Runs on the installed transformers and, by `make test-compat`, on the oldest sup
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from transformers.modeling_utils import AttentionInterface, remove_tied_weights_
 from tests.cases import describe, parity, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
+from weft.checkpoint.boxes import Box
 from weft.models import hf
+from weft.models.layout import layout_of
 
 pytestmark = pytest.mark.compat
 
@@ -68,23 +69,32 @@ def test_experts_are_fused_in_memory_and_apart_on_disk() -> None:
     model = hf.build_random(tiny_config("qwen3_moe"), dtype=torch.float32, attention="eager", seed=0)
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.shape == (5, 80, 64) and experts.down_proj.shape == (5, 64, 40)
-    on_disk = hf.to_disk_layout(model, dict(model.state_dict()))
+    on_disk = hf.run_rules_backwards(model, dict(model.state_dict()))
     gate = on_disk["model.layers.0.mlp.experts.3.gate_proj.weight"]
     assert torch.equal(gate, experts.gate_up_proj[3, :40])
+    place = next(p for p in layout_of(model, None) if p.disk == "model.layers.0.mlp.experts.3.gate_proj.weight")
+    assert place.runtime == "model.layers.0.mlp.experts.gate_up_proj" and place.dims == (1, 2)
+    assert place.box == Box((3, 0, 0), (1, 40, 64))
 
 
-def test_a_missing_tensor_is_an_error(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def test_rules_that_a_checkpoint_needs_are_chosen_by_its_names() -> None:
+    model = hf.build_meta(tiny_config("mixtral"), dtype=torch.float32, attention="eager")
+    apart = [piece.disk for piece in layout_of(model, None)]
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in apart
+    fused = list(model.state_dict())
+    assert sorted(piece.disk for piece in layout_of(model, fused)) == sorted(fused)
+    assert sorted(piece.disk for piece in layout_of(model, apart)) == sorted(apart)
+    bare = {name: hf.runtime_names(model, [name])[name] for name in ("layers.0.input_layernorm.weight", "norm.weight")}
+    assert bare == {name: f"model.{name}" for name in bare}
 
-    from weft.errors import UserError
 
-    model = hf.build_random(tiny_config("llama"), dtype=torch.float32, attention="eager", seed=0)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="up_proj"):
-        hf.load_pretrained(str(tmp_path), hf.read_config(str(tmp_path)), dtype=torch.float32, attention="eager")
+def test_buffers_are_rebuilt_and_weights_stay() -> None:
+    model = hf.build_random(tiny_config("gemma3_text"), dtype=torch.float32, attention="eager", seed=0)
+    kept = {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    for _, buffer in model.named_buffers():
+        buffer.fill_(torch.nan)
+    hf.rebuild_buffers(model)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in [*model.named_buffers(), *model.named_parameters()])
 
 
 def test_parity() -> None:

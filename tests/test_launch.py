@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.cluster.launch import describe_failure, guarded, launch
+from weft.cluster.failures import diagnose
+from weft.cluster.launch import guarded, launch
 from weft.cluster.machine import cpu_cores
 from weft.cluster.process import join, pretend
 from weft.cluster.reports import RankReport
+from weft.cluster.watch import Evidence
 from weft.errors import UserError
 
 SCRIPT = str(Path(__file__).parent / "rank_script.py")
@@ -64,7 +66,7 @@ def test_ranks_join_and_share_the_cores(start: Start) -> None:
 def test_one_rank_raises_and_all_end(start: Start) -> None:
     status, _, err = start("raise")
     assert status == 1
-    assert err.startswith("rank 1 failed: RuntimeError: boom\nTraceback")
+    assert err.startswith("rank 1 failed: RuntimeError: boom\nat start\nTraceback")
     assert err.endswith("1 other rank was stopped.\n")
     assert "torch.distributed.elastic" not in err
 
@@ -82,7 +84,7 @@ def test_the_same_user_error_of_all_ranks_is_shown_once(start: Start) -> None:
 
 def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
     status, _, err = start("kill")
-    assert status == 1
+    assert status == 10
     assert err.startswith("rank 1 was killed by SIGKILL")
 
 
@@ -139,7 +141,7 @@ def test_under_torchrun_it_joins() -> None:
 
 
 def report(rank: int, at: float, message: str = "boom", user: bool = False) -> RankReport:
-    return RankReport(rank, at, message, f"Traceback of rank {rank}", user)
+    return RankReport(rank, at, message, f"Traceback of rank {rank}", "user" if user else "failed")
 
 
 @pytest.mark.parametrize(
@@ -166,13 +168,13 @@ def report(rank: int, at: float, message: str = "boom", user: bool = False) -> R
     ],
 )
 def test_the_first_failure_is_shown(found: list[RankReport], exits: dict[int, int], expected: str) -> None:
-    assert describe_failure(found, exits, nproc=max(2, len(exits)), debug=False).startswith(expected)
+    assert diagnose(found, exits, Evidence(), nproc=max(2, len(exits))).message.startswith(expected)
 
 
 def test_debug_shows_the_traceback_of_a_user_error() -> None:
     found = [report(1, 1.0, "set a.b to 1", user=True)]
-    assert "Traceback" not in describe_failure(found, {1: 2, 0: -15}, nproc=2, debug=False)
-    shown = describe_failure(found, {1: 2, 0: -15}, nproc=2, debug=True)
+    assert "Traceback" not in diagnose(found, {1: 2, 0: -15}, Evidence(), nproc=2).message
+    shown = diagnose(found, {1: 2, 0: -15}, Evidence(), nproc=2, debug=True).message
     assert shown.startswith("rank 1 failed: set a.b to 1\nTraceback of rank 1\n")
 
 

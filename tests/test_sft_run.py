@@ -246,7 +246,7 @@ POISON = [
 def test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat(
     poisoned: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*POISON, "train.max_nonfinite=2", "run.dir=hopeless"]) == 1
+    assert cli.main([*POISON, "train.max_nonfinite=2", "run.dir=hopeless"]) == 14
     err = capsys.readouterr().err
     assert "2 steps in a row were not finite (train.max_nonfinite)" in err
     assert "rank 0, micro-batch 1, documents poison.jsonl:9, poison.jsonl:10" in err
@@ -316,8 +316,8 @@ def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) ->
     done = weft("sft", "c.yaml", "run.dir=failed", "--nproc", "2", PYTHONPATH=path)
     assert time.monotonic() - began < 60
     assert done.returncode == 1
-    assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6\nTraceback")
-    assert done.stderr.endswith("1 other rank was stopped.\n")
+    assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6, reducing the metrics")
+    assert "1 other rank was stopped.\n" in done.stderr
     assert not (folder / "failed" / "checkpoints").exists()
 
 
@@ -338,10 +338,10 @@ def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
             took = time.monotonic() - began
         finally:
             launcher.kill()
-    assert launcher.returncode == 1
+    assert launcher.returncode == 11
     assert took < timeout + 20  # five seconds until the stopped rank is killed, and what a busy machine needs
-    assert err.startswith("rank 0 failed: RuntimeError: ")
-    assert re.search(r"^in step \d+ of \d+\nAnother rank did not come within train.timeout seconds", err, re.MULTILINE)
+    assert err.startswith("rank 1 is stuck: it did not come within train.timeout seconds; it is stopped (SIGSTOP)\n")
+    assert re.search(r"^waiting: rank 0 \(in step \d+ of \d+, ", err, re.MULTILINE)
     assert not victim.is_running()
 
 

@@ -69,6 +69,34 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)),
 }  # fmt: skip
 
+# Families that are only loaded and saved in tests, because of how their checkpoints are laid out.
+_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", dict(tie_word_embeddings=True)),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", dict(sliding_window=16)),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", dict(head_dim=16)),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
+    "opt": ("OPTConfig", "OPTForCausalLM", dict(ffn_dim=80, word_embed_proj_dim=64)),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=40)),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", dict(
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", dict(
+        num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=40, num_dense_layers=1)),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", dict(
+        head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16,
+        mamba_chunk_size=16)),
+}  # fmt: skip
+
+LAYOUT_FAMILIES = (*_ZOO, *_MORE)
+
 PARITY_FAMILIES = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "lfm2", "cohere2",
     "granite",
@@ -81,7 +109,7 @@ def names() -> list[str]:
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
-    config_class, model_class, own = _ZOO[name]
+    config_class, model_class, own = (_ZOO | _MORE)[name]
     config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
     config.architectures = [model_class]
     return config

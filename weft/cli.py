@@ -19,6 +19,8 @@ from weft import __version__
 from weft.cluster.launch import SUCCESS, USER_ERROR, Body, guarded, joined, run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
 from weft.cluster.options import SftOptions, VerifyOptions
+from weft.cluster.reports import folder as launchers_folder
+from weft.cluster.restart import Again, run_with_restarts
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.errors import UserError
 
@@ -39,11 +41,16 @@ weft COMMAND --help lists the options; docs/config.md lists the keys. weft --ver
 
 @dataclass(frozen=True)
 class Job:
-    """Checked and ready: what each rank runs, on how many ranks, and the command line that starts one."""
+    """Checked and ready: what each rank runs, on how many ranks, and the command line that starts one.
+
+    restarts: how often a failed attempt is followed by another; again: the words of that one.
+    """
 
     body: Body
     world: int
     words: Sequence[str]
+    restarts: int = 0
+    again: Again | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns the exit status: 0 done, 1 failed, 2 something the user can mend."""
+    """Run a command line. Returns the exit status (docs/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_program_help())
@@ -85,7 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = guarded(prepare, debug)
     if status != SUCCESS:
         return status
-    return run(jobs[0].body, [sys.executable, "-m", "weft", *jobs[0].words], jobs[0].world, debug)
+    job, weft = jobs[0], [sys.executable, "-m", "weft"]
+    again = job.again
+    if job.restarts and again is not None:
+        command = [*weft, *job.words]
+        return run_with_restarts(command, lambda *of: [*weft, *again(*of)], job.world, job.restarts, debug)
+    return run(job.body, [*weft, *job.words], job.world, debug)
 
 
 def _prepare(words: Sequence[str]) -> Job:
@@ -114,7 +126,24 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         if not options.dry_run or _rank() == 0:
             sft.run(config, options)
 
-    return Job(body, 1 if options.dry_run else world, words)  # in a dry run one process describes all ranks
+    if options.dry_run:
+        return Job(body, 1, words)  # one process describes all ranks
+    return Job(body, world, words, _restarts(arguments), lambda run, saved: _again(arguments, words, run, saved))
+
+
+def _restarts(arguments: argparse.Namespace) -> int:
+    """How many restarts are this process's affair: its ranks have the option too."""
+    if arguments.restarts and joined() and launchers_folder() is None:
+        raise UserError("--restarts is for ranks that weft starts: under torchrun use its --max-restarts.")
+    return 0 if joined() else int(arguments.restarts)
+
+
+def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path, saved: bool) -> list[str]:
+    """The words of an attempt that goes on from the last checkpoint in RUN, or starts afresh in the same folder."""
+    if not saved:
+        return [*words, f"run.dir={run}"]
+    options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
+    return ["sft", "--resume", str(run), *options, *(["--debug"] if arguments.debug else [])]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -192,6 +221,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _attempts(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
+    return int(text)
+
+
 def _parser(name: str, summary: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=f"weft {name}", description=summary, allow_abbrev=False)
     parser.add_argument(
@@ -209,6 +244,10 @@ def _sft_parser() -> argparse.ArgumentParser:
     parser = _parser("sft", COMMANDS["sft"].summary)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    parser.add_argument(
+        "--restarts", type=_attempts, default=0, metavar="N",
+        help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
+    )  # fmt: skip
     return parser
 
 

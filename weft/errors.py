@@ -1,4 +1,4 @@
-"""The one exception that users are meant to see."""
+"""The exceptions that users are meant to see."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks that should be alike are not: other config, data, code or plan. Every rank raises the same message."""

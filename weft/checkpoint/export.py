@@ -1,4 +1,8 @@
-"""A HuggingFace model directory from a sharded model: what transformers, peft and vLLM load as they are."""
+"""A HuggingFace model directory from a sharded model: what transformers, peft and vLLM load as they are.
+
+Names, shapes, dtypes and files are planned from the layout alone. Then every rank writes the boxes that it holds into
+the shared files: nothing is gathered, and no rank holds more than a slice of what it has already.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,22 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
+from weft.checkpoint.files import TensorFile, create
 from weft.engine.engine import Engine
-from weft.errors import UserError
 from weft.models import hf
+from weft.models.layout import Piece
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (
@@ -28,76 +34,142 @@ _COMPANIONS = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SLICE_ELEMENTS = 1 << 23  # cast and written at once
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
+    tokenizer is."""
+
+    pieces: list[Piece]
+    manifest: dict[str, Tensor]
+    files: dict[str, list[str]]
+    index: dict[str, Any] | None
+    config: dict[str, Any]
+    source: Path | None
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.manifest.values())
+
+
+def plan_export(engine: Engine, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
+    """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
+
+    dtype: of every floating-point parameter; None for those of the source's files. Persistent buffers (router biases)
+    keep theirs. shard_bytes: the largest weight file; one tensor that is larger has a file of its own.
+    """
+    manifest = manifest_of(engine, dtype)
+    split = split_torch_state_dict_into_shards(manifest, max_shard_size=shard_bytes)
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    files = {file: list(names) for file, names in split.filename_to_tensors.items()}
+    built = engine.built
+    return ExportPlan(built.pieces, manifest, files, index, _config(engine, manifest), built.source)
+
+
+def manifest_of(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Checkpoint name -> meta tensor of the shape and dtype that a save writes.
+
+    A name that the source's files do not have, or have quantised (a prefix that this model's class writes and they
+    lack, the other name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
+    """
+    state = engine.module.state_dict(keep_vars=True)
+    floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
+    usual = Counter(floats.values()).most_common(1)
+    out = {}
+    for piece in engine.built.pieces:
+        own = state[piece.runtime]
+        chosen = own.dtype
+        if own.is_floating_point():
+            chosen = floats.get(piece.disk, usual[0][0] if usual else own.dtype)
+            if dtype is not None and isinstance(own, torch.nn.Parameter):
+                chosen = dtype
+        out[piece.disk] = torch.empty(piece.shape, dtype=chosen, device="meta")
+    return out
+
+
+def prepare_export(plan: ExportPlan, folder: Path) -> None:
+    """Empty weight files of the right size, their index, config.json and the tokenizer; called by one rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, names in plan.files.items():
+        create(folder / file, {name: plan.manifest[name] for name in names})
+    if plan.index is not None:
+        _write_json(folder / "model.safetensors.index.json", plan.index)
+    _write_json(folder / "config.json", plan.config)
+    if plan.source is not None:
+        copy_companions(plan.source, folder)
+
+
+def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> int:
+    """Write this rank's boxes into prepared files, and wait until they are on the disk. Returns the bytes written.
+
+    shards: by the model's own names, on any device. No collective, so that it may run beside training, on a copy.
+    """
+    by_file = {name: file for file, names in plan.files.items() for name in names}
+    numbers = {name: number for number, name in enumerate(shards)}
+    files: dict[str, TensorFile] = {}
+    written = 0
+    try:
+        for piece in plan.pieces:
+            shard = shards[piece.runtime]
+            part = overlap(piece.box, shard.box)
+            if part is None or not shard.is_mine(numbers[piece.runtime]):
+                continue
+            name = by_file[piece.disk]
+            file = files.get(name) or files.setdefault(name, TensorFile(folder / name, writable=True))
+            for box in _slices(part):
+                values = piece.to_disk(shard.values[box.within(shard.box)]).to(plan.manifest[piece.disk].dtype).cpu()
+                file.write(piece.disk, piece.disk_box(box), values)
+                written += values.nbytes
+        for file in files.values():
+            file.fsync()
+    finally:
+        for file in files.values():
+            file.close()
+    return written
+
+
+def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write the model as a HuggingFace directory; collective. It appears whole or not at all."""
+    plan = plan_export(engine, shard_bytes=shard_bytes)
+    partial = target.with_name(target.name + ".partial")
+    if engine.ranks.is_first:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed save may have left
+        prepare_export(plan, partial)
+    _wait_for_all(engine)
+    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
+    written = write_export(plan, shards, partial)
+    if engine.ranks.world > 1:
+        total = torch.tensor(written)
+        dist.all_reduce(total)
+        written = int(total)
+    assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
+    if engine.ranks.is_first:
+        commit(partial, target)
+    _wait_for_all(engine)
+
+
+def _wait_for_all(engine: Engine) -> None:
+    if engine.ranks.world > 1:
+        dist.barrier()
 
 
 def save_step(engine: Engine, checkpoints: Path, step: int) -> Path:
     """Write checkpoints/step-000100 and point `latest` at it; collective. The folder appears whole or not at all."""
     target = checkpoints / f"step-{step:06d}"
-    if engine.ranks.is_first:
-        checkpoints.mkdir(parents=True, exist_ok=True)
     save_huggingface(engine, target)
     if engine.ranks.is_first:
         link = checkpoints / "latest.new"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
         os.replace(link, checkpoints / "latest")
-    dist.barrier()
+    _wait_for_all(engine)
     return target
 
 
-def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write the model as a HuggingFace directory; collective. The first rank holds the whole model while it writes.
-
-    shard_bytes: the largest weight file; one tensor that is larger has a file of its own.
-    """
-    model, tensors = engine.built.module.hf_model, {}
-    tied = hf.tied_parameters(model)
-    for name, tensor in engine.tensors():
-        if engine.ranks.is_first and name not in tied:
-            tensors[name] = tensor.cpu()
-    if engine.ranks.is_first:
-        _write(engine, hf.to_disk_layout(model, tensors), target, shard_bytes)
-    dist.barrier()
-
-
-def manifest(engine: Engine) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of what a save writes, on meta; tied tensors once, under their owner's name.
-
-    Raises UserError where transformers' conversion rules would lose weights.
-    """
-    model = engine.built.module.hf_model
-    tied = hf.tied_parameters(model)
-    tensors = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in engine.module.state_dict().items()
-        if name not in tied
-    }
-    on_disk = hf.to_disk_layout(model, tensors)
-    lost = sum(tensor.numel() for tensor in tensors.values()) - sum(tensor.numel() for tensor in on_disk.values())
-    if lost:
-        raise UserError(
-            f"model.path: transformers' rules for writing {type(model).__name__} as this checkpoint lays it out would "
-            f"lose {lost:,} weights. Is it quantised? Use a checkpoint in bf16 or fp32."
-        )
-    return _in_dtypes_of(engine.built.source_dtypes, on_disk)
-
-
-def _write(engine: Engine, tensors: Mapping[str, Tensor], target: Path, shard_bytes: int) -> None:
-    """Everything is written beside the target first, over what a killed save may have left there."""
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    promised = manifest(engine)
-    assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in promised.items()}
-    _write_weights(tensors, promised, partial, shard_bytes)
-    _write_config(engine, promised, partial)
-    if engine.built.source is not None:
-        copy_companions(engine.built.source, partial)
-    _commit(partial, target)
-
-
-def _commit(partial: Path, target: Path) -> None:
+def commit(partial: Path, target: Path) -> None:
     """Put a whole folder in its place. One that is there already makes way only now, by a rename."""
     replaced = target.with_name(target.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -107,36 +179,18 @@ def _commit(partial: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _in_dtypes_of(dtypes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Meta tensors, the floating-point ones in the dtype that the source's files have for their names.
-
-    A name that they do not have, or have quantised (a prefix that this model's class writes and they lack, the other
-    name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
-    """
-    floats = {name: _FLOATS[dtype] for name, dtype in dtypes.items() if dtype in _FLOATS}
-    usual = Counter(floats.values()).most_common(1)
-    out = {}
-    for name, tensor in tensors.items():
-        dtype = floats.get(name, usual[0][0]) if tensor.is_floating_point() and usual else tensor.dtype
-        # A tensor of its own: experts taken out of one tensor are views, and would count as much as it does.
-        out[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return out
+def _slices(box: Box) -> Iterator[Box]:
+    """The box in slabs of its first dimension, small enough to be cast one at a time."""
+    if not box.size:
+        yield box
+        return
+    rows = max(1, _SLICE_ELEMENTS // max(1, box.numel // box.size[0]))
+    for first in range(0, box.size[0], rows):
+        count = min(rows, box.size[0] - first)
+        yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
 
 
-def _write_weights(
-    tensors: Mapping[str, Tensor], promised: Mapping[str, Tensor], folder: Path, shard_bytes: int
-) -> None:
-    """model.safetensors, or several files and their index. Cast file by file: one file's worth is held twice."""
-    split = split_torch_state_dict_into_shards(dict(promised), max_shard_size=shard_bytes)
-    for file, names in split.filename_to_tensors.items():
-        part = {name: tensors[name].to(promised[name].dtype).contiguous() for name in names}
-        save_file(part, folder / file, {"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(engine: Engine, promised: Mapping[str, Tensor], target: Path) -> None:
+def _config(engine: Engine, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
     """The source's config.json as it was read, except for what the written weights say.
 
     Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
@@ -151,8 +205,8 @@ def _write_config(engine: Engine, promised: Mapping[str, Tensor], target: Path) 
         raw["tie_word_embeddings"] = False
     if "torch_dtype" not in raw:
         raw["dtype"] = None
-    _describe_weights(raw, str(_most_common_dtype(promised)).removeprefix("torch."))
-    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    _describe_weights(raw, str(_most_common_dtype(manifest)).removeprefix("torch."))
+    return dict(raw)
 
 
 def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -171,6 +225,10 @@ def _describe_weights(config: dict[str, Any], dtype: str) -> None:
             config[key] = dtype
         elif isinstance(value, dict) and "model_type" in value:
             _describe_weights(value, dtype)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -1,7 +1,8 @@
 """Starting ranks on this machine, and ending all of them as soon as one fails.
 
-The ranks run under torch's elastic agent, without restarts. A rank that raises writes a report (reports.py) at once;
-the agent sees it die, stops the others, and the report of the rank that failed first is shown.
+The ranks run under torch's elastic agent, without restarts (those are in restart.py). A rank that raises writes a
+report (reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is shown
+(failures.py). Meanwhile watch.py looks after ranks that stay.
 """
 
 from __future__ import annotations
@@ -15,20 +16,36 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.machine import cpu_cores
+from weft.cluster.failures import Failure, diagnose, keep_evidence, keep_own, of_this_rank
+from weft.cluster.machine import cpu_cores, oom_kills
 from weft.cluster.reports import RankReport
+from weft.cluster.status import FAILURE, STATUS, SUCCESS, USER_ERROR
+from weft.cluster.watch import STOP_SECONDS, watching
+from weft.cluster.watchdog import STACKS, waits, watched, write_stacks_to
+from weft.observe import collectives, flight
 
-SUCCESS, FAILURE, USER_ERROR = 0, 1, 2
-STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
-LINGER_SECONDS = 1.0  # how long a rank with a user error waits for the others to report the same
+__all__ = ["FAILURE", "SUCCESS", "USER_ERROR", "Body", "Outcome", "attempt", "guarded", "joined", "launch", "run"]
+
+LINGER_SECONDS = 1.0  # how long a rank with bad input waits for the others to report the same, or one that waited in
+# vain for the launcher to look what the others are doing
 
 Body = Callable[[], bool | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended. failure: None where they ended well, or the launcher was told to stop."""
+
+    status: int
+    failure: Failure | None = None
 
 
 def joined() -> bool:
@@ -48,10 +65,12 @@ def guarded(body: Body, debug: bool = False) -> int:
 
     In a rank of several this ends the process on failure: what it holds (collectives, threads) must not keep it alive.
     """
-    if reports.folder() is not None:
-        _end_with_parent()
+    into = reports.folder()
+    if into is not None:
+        _settle_in(into)
     try:
-        passed = body()
+        with watched(partial(_end_hung, debug=debug)):
+            passed = body()
     except KeyboardInterrupt:
         return _end_rank(128 + signal.SIGINT)
     except SystemExit as error:
@@ -59,7 +78,9 @@ def guarded(body: Body, debug: bool = False) -> int:
             raise
         return _end_rank(_report_exit(error.code))
     except Exception as error:
-        return _end_rank(_report(error, debug))
+        return _end_rank(_report(reports.of_exception(_rank(), error), debug))
+    finally:
+        flight.own.close()
     if passed is False:
         return _report_verdict()
     return SUCCESS
@@ -67,17 +88,23 @@ def guarded(body: Body, debug: bool = False) -> int:
 
 def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
     """Run `command` in `nproc` ranks of this machine and wait. Returns the exit status; failures are shown here."""
+    return attempt(command, nproc, debug).status
+
+
+def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
+    """As `launch`, and says what failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if not debug:
         _silence_agent()
+    kills = oom_kills() or 0
     with (
-        tempfile.TemporaryDirectory(prefix="weft-") as scratch,
+        tempfile.TemporaryDirectory(prefix="weft-", ignore_cleanup_errors=True) as scratch,
         _environment(_rank_variables(scratch, nproc)),
         _signal_handlers_kept(),
-        _leftovers_killed(Path(scratch)),
+        watching(Path(scratch)) as watch,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -96,117 +123,64 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _show_failure(reports.read_all(Path(scratch)), exits, nproc, debug)
+            found, seen = reports.read_all(Path(scratch)), watch.evidence((oom_kills() or 0) - kills)
+            failure = diagnose(found, exits, seen, nproc, debug)
+            if failure.kind != "user":
+                keep_evidence(found, exits, seen)
+            print(failure.message, file=sys.stderr, flush=True)
+            return Outcome(failure.status, failure)
         except SignalException as error:
             print(f"stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
-            return 128 + int(error.sigval)
+            return Outcome(128 + int(error.sigval))
         verdicts = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
-        return FAILURE if verdicts else SUCCESS
+        return Outcome(FAILURE if verdicts else SUCCESS)
 
 
-@contextmanager
-def _leftovers_killed(scratch: Path) -> Iterator[None]:
-    """Kill ranks that outlive a failed one by STOP_SECONDS; the agent gives half a minute to one that is stopped.
-
-    scratch: the folder of the reports, which every rank has in its environment.
-    """
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.5):
-            errors = [report for report in reports.read_all(scratch) if not report.is_verdict]
-            if errors and time.time() - errors[0].time > STOP_SECONDS:
-                _kill_ranks(scratch)
-                return
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+# ---------------------------------------------------------------- in a rank
 
 
-def _kill_ranks(scratch: Path) -> None:
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if child.environ().get(reports.FOLDER_VARIABLE) == str(scratch):
-                child.kill()
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
-def describe_failure(found: Sequence[RankReport], exits: Mapping[int, int], nproc: int, debug: bool) -> str:
-    """What to show of a failed run: the rank that failed first, and how many others were stopped.
-
-    found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that did not end
-    well, in the order in which they were seen.
-    """
-    errors = [report for report in found if not report.is_verdict]
-    silent = _silent_rank(errors, exits)
-    if silent is not None:
-        return _silent_message(silent, exits[silent]) + _stopped(nproc - 1)
-    assert errors, "a rank failed, left no report and was not stopped"
-    first = errors[0]
-    same = len(errors) == nproc and all(report.message == first.message for report in errors)
-    title = f"error: {first.message}" if same and first.is_user_error else f"rank {first.rank} failed: {first.message}"
-    trace = "" if first.is_user_error and not debug else "\n" + first.traceback
-    return (title + trace).rstrip() + ("" if same else _stopped(nproc - 1))
+def _settle_in(scratch: Path) -> None:
+    """What a rank of weft's launcher does first, so that its end is noticed and explained."""
+    _end_with_parent()
+    write_stacks_to(scratch / STACKS / str(_rank()))
+    flight.own.open(scratch / flight.FOLDER / flight.file_name(_rank()))
+    flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
 
 
-def _show_failure(found: Sequence[RankReport], exits: Mapping[int, int], nproc: int, debug: bool) -> int:
-    print(describe_failure(found, exits, nproc, debug), file=sys.stderr, flush=True)
-    errors = [report for report in found if not report.is_verdict]
-    if errors and errors[0].is_user_error and _silent_rank(errors, exits) is None:
-        return USER_ERROR
-    return FAILURE
-
-
-def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
-    """The rank that ended without a report, killed or by os._exit: others may since have reported that it is gone.
-
-    The agent's own signals are told apart: SIGTERM to all that are left, SIGKILL to those that outlive STOP_SECONDS.
-    """
-    reported = {report.rank for report in errors}
-    stopping = {-signal.SIGTERM, 128 + signal.SIGTERM}
-    if errors and time.time() - errors[0].time >= STOP_SECONDS:
-        stopping.add(-signal.SIGKILL)
-    for position, (rank, status) in enumerate(exits.items()):
-        first_seen = position == 0 and not errors
-        if rank not in reported and (first_seen or status not in stopping):
-            return rank
-    return None
-
-
-def _silent_message(rank: int, status: int) -> str:
-    if status >= 0:
-        return f"rank {rank} ended with exit status {status} and no message"
-    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    hint = {
-        "SIGKILL": " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)",
-        "SIGSEGV": " (a crash in native code)",
-        "SIGBUS": " (often a full /dev/shm)",
-    }.get(name, "")
-    return f"rank {rank} was killed by {name}{hint}"
-
-
-def _stopped(others: int) -> str:
-    return f"\n{others} other rank{'s were' if others != 1 else ' was'} stopped." if others else ""
-
-
-def _report(error: Exception, debug: bool) -> int:
-    """Report an exception of this process to whoever watches it. Returns the exit status."""
-    rank = int(os.environ.get("RANK", 0))
-    report = reports.of_exception(rank, error)
+def _report(report: RankReport, debug: bool) -> int:
+    """Report the failure of this process to whoever watches it. Returns the exit status."""
     into = reports.folder()
     if into is not None:
-        reports.write(report, into)
-        if report.is_user_error:
+        if report.kind == "peer":
+            report = replace(report, gone=_gone(into))
+        try:
+            reports.write(report, into)
+        except OSError:  # the scratch folder's disk is full
+            print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
+        if report.kind in ("user", "disagree", "hang"):
             _linger(into)
-    else:
-        title = f"rank {rank} failed: " if joined() else "error: "
-        trace = "" if report.is_user_error and not debug else report.traceback
-        print(f"{trace}{title}{report.message}", file=sys.stderr, flush=True)
-    return USER_ERROR if report.is_user_error else FAILURE
+        return report.status
+    if report.kind != "user":
+        keep_own(report)
+    print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
+    flight.own.close(keep=report.kind != "user")
+    return report.status
+
+
+def _end_hung(what: str, stack: str, debug: bool) -> None:
+    """From the watchdog's thread: report for the main one, which is stuck, and end the process."""
+    calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    report = RankReport(
+        _rank(), time.monotonic(), f"{what} (train.timeout)", stack, "hang", flight.own.record().where(),
+        waited=waits(calls[::-1]), collectives=collectives.last(),
+    )  # fmt: skip
+    _report(report, debug)
+    sys.stderr.flush()
+    os._exit(STATUS["hang"])
 
 
 def _report_exit(code: object) -> int:
@@ -215,7 +189,7 @@ def _report_exit(code: object) -> int:
     into = reports.folder()
     if into is not None and status != SUCCESS:
         message = f"exit status {status}" if isinstance(code, int) else str(code)
-        reports.write(RankReport(int(os.environ["RANK"]), time.time(), message), into)
+        reports.write(RankReport(_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
     return status
 
 
@@ -224,14 +198,33 @@ def _report_verdict() -> int:
     into = reports.folder()
     if into is None:
         return FAILURE
-    reports.write(reports.of_verdict(int(os.environ["RANK"])), into)
+    reports.write(reports.of_verdict(_rank()), into)
     return SUCCESS
 
 
 def _linger(folder: Path) -> None:
-    """Bad input fails every rank alike: give the others time to say so, that it is shown once, as one error."""
+    """Bad input fails every rank alike: give the others time to say so, that it is shown once, as one error.
+
+    And a rank that waited in vain gives the launcher time to see what the others are doing.
+    """
     end = time.monotonic() + LINGER_SECONDS
     while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
+        time.sleep(0.02)
+
+
+def _gone(scratch: Path) -> list[int]:
+    """The ranks that have ended: this one lost its connection to one of them. The agent stops others only later."""
+    end = time.monotonic() + LINGER_SECONDS
+    while True:  # connections are closed a moment before a process has ended
+        found = []
+        for rank, record in flight.read_all(scratch / flight.FOLDER).items():
+            try:
+                ended = psutil.Process(record.pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                ended = True
+            found += [rank] if ended else []
+        if found or time.monotonic() > end:
+            return found
         time.sleep(0.02)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from weft.cluster.options import Device
@@ -56,6 +57,34 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def oom_kills() -> int | None:
+    """How often the kernel has killed a process of this container for want of memory; None where it does not say."""
+    for path in _memory_event_files():
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _memory_event_files() -> Iterator[Path]:
+    """Of this process's own control group, by its path and by where containers see it (v2, then v1)."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for number, controllers, path in groups:
+        if number == "0":
+            root, file = Path("/sys/fs/cgroup"), "memory.events"
+        elif "memory" in controllers.split(","):
+            root, file = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+        else:
+            continue
+        yield root / path.lstrip("/") / file
+        yield root / file
 
 
 def _cgroup_quota() -> int | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from weft.cluster.machine import cpu_cores
 from weft.cluster.options import Device
 from weft.errors import UserError
+from weft.observe import flight
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and "Timed out waiting" in str(error):  # gloo's words
-            error.add_note("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
         # After an error the others may sit in a collective: tearing down here could hang, or make them fail
         # before this rank has reported. The process ends right after, and takes its group with it.
         if self.owner and (error is None or self.world == 1):
@@ -52,12 +51,13 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     """Take this rank's device and join the process group of all ranks.
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
-    alone, without any port. timeout: seconds that a collective waits before it raises. A process group that exists
-    already is used as it is.
+    alone, without any port. timeout: seconds that a collective waits before it raises, and that a phase (flight.py) may
+    last without progress. A process group that exists already is used as it is.
     """
     if dist.is_initialized():
         return _present(device)
     environment = _rank_environment(os.environ)
+    flight.begin(*(environment or (0, 1)), timeout)
     local_rank = _local_rank(environment[0]) if environment else 0
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":

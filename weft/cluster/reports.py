@@ -9,10 +9,13 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from weft.errors import UserError
+from weft.cluster.status import STATUS, Kind, kind_of
+from weft.observe import collectives, flight
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
@@ -20,28 +23,56 @@ FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """An exception of one rank, or a failed verdict. time: seconds since the epoch, when it was raised."""
+    """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
+
+    where: step, phase and documents. collectives: the last ones of the rank, the oldest first. waited: it is another
+    rank that did not come. gone: ranks that had ended before this one did.
+    """
 
     rank: int
     time: float
     message: str
     traceback: str = ""
-    is_user_error: bool = False
+    kind: Kind = "failed"
+    where: str = ""
     is_verdict: bool = False
+    waited: bool = False
+    collectives: Sequence[dict[str, Any]] = ()
+    gone: Sequence[int] = ()
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether it is something that the user can mend."""
+        return self.kind == "user"
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's failure is probably behind it."""
+        return self.kind == "peer" or self.waited
+
+    @property
+    def status(self) -> int:
+        """The exit status of a rank that ends with it."""
+        return STATUS[self.kind]
 
 
 def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
-    is_user_error = isinstance(error, UserError)
-    message = str(error) if is_user_error else f"{type(error).__name__}: {error}".rstrip(": ")
-    message = "\n".join([message, *getattr(error, "__notes__", [])])  # where and why, added on the way up
+    record = flight.own.record()
+    kind = kind_of(error, record.run)
+    message = str(error) if kind in ("user", "disagree", "nonfinite") else f"{type(error).__name__}: {error}"
+    message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
+    where = record.where()
+    if kind in ("user", "disagree", "nonfinite"):  # their messages say what they are about
+        where = f"in step {record.step} of {record.steps}" if record.step else ""
     trace = "".join(traceback.format_exception(error))
-    return RankReport(rank, time.time(), message, trace, is_user_error)
+    last = [] if kind == "user" else collectives.last()
+    return RankReport(rank, time.monotonic(), message, trace, kind, where, waited=kind == "hang", collectives=last)
 
 
 def of_verdict(rank: int) -> RankReport:
     """The report of a rank that ran to its end and did not pass."""
-    return RankReport(rank, time.time(), "did not pass", is_verdict=True)
+    return RankReport(rank, time.monotonic(), "did not pass", is_verdict=True)
 
 
 def folder() -> Path | None:

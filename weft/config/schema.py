@@ -29,6 +29,11 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    ignore_weights: tuple[str, ...] = key(
+        "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
+        "error.",
+        (),
+    )
     attention: Literal["auto", "per_document", "varlen", "flex"] = key(
         "Attention kernel; `auto` takes the fastest that is right for this model, dtype and device, "
         "and the choice is printed.",
@@ -180,7 +185,11 @@ class TrainConfig:
     steps: int | None = key("Optimizer steps; instead of train.epochs.", None)
     epochs: int | None = key("Passes over the data; null where train.steps is set.", 1)
     seed: int = key("Seed of initial weights and of the data order.", 0)
-    timeout: float = key("Seconds a collective may wait for the other ranks before the run ends with an error.", 600.0)
+    timeout: float = key(
+        "Seconds a collective may wait for the other ranks, or a phase pass without progress, before the run ends with "
+        "an error; loading, saving and the first step have ten times as long outside of collectives.",
+        600.0,
+    )
     max_nonfinite: int = key("End the run after this many steps in a row whose loss or gradient is not finite.", 3)
     deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
 

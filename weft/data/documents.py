@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from weft.data.records import Record, read_records
 from weft.data.tokenizer import Encoded, Encoder
 from weft.engine.document import Document
 from weft.errors import UserError
+from weft.observe import flight
 
 LongDocuments = Literal["error", "truncate", "drop"]
 
@@ -39,6 +41,16 @@ class DataReport:
         for count, what in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {what}" if count else ""
         return text
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """16 hexadecimal digits of all tokens and loss weights, in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for document in documents:
+        digest.update(b"%d," % len(document))
+        digest.update(document.tokens.numpy())
+        digest.update(document.weights.numpy())
+    return digest.hexdigest()
 
 
 def load_documents(
@@ -91,6 +103,7 @@ def load_documents(
 
 def _encode(encoder: Encoder, records: Sequence[Record]) -> Iterator[Encoded]:
     for start in range(0, len(records), _BATCH):
+        flight.beat()
         yield from encoder.encode(records[start : start + _BATCH])
 
 

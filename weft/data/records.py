@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import UserError
+from weft.observe import flight
+
+_BEAT = 1000  # lines between two signs of life
 
 Format = Literal["messages", "prompt", "text"]
 ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text")
@@ -80,6 +83,8 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
         # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
+                if number % _BEAT == 0:
+                    flight.beat()
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
                     yield f"{path}:{number}", line

@@ -30,15 +30,18 @@ from weft.engine.optimizer import (
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.build import BuiltModel, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
+from weft.models.load import LoadReport, Progress, load_weights
 from weft.objectives.base import Batch, Objective, Terms
+from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, parallelize
+from weft.parallel.parallelize import Precision, materialize, parallelize
 from weft.parallel.units import Unit
 
 
@@ -71,8 +74,13 @@ class EngineConfig:
 class Engine:
     """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
 
-    def __init__(self, config: EngineConfig, ranks: Ranks, *, weights: bool = True) -> None:
-        """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more."""
+    def __init__(
+        self, config: EngineConfig, ranks: Ranks, *, weights: bool = True, progress: Progress | None = None
+    ) -> None:
+        """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
+
+        progress: told of bytes filled while weights are read.
+        """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
         sizes = resolve_mesh(config.mesh, ranks.world)
@@ -96,6 +104,7 @@ class Engine:
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
+        self.loaded = self._load_weights(progress)
         self.optimizer = None
         if config.purpose == "train" and weights:
             self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
@@ -105,6 +114,17 @@ class Engine:
         self.loss_scale: LossScale | None = None
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
+
+    def _load_weights(self, progress: Progress | None) -> LoadReport | None:
+        """Fill the shards from the source's files; None where the weights were drawn, or there are none."""
+        plan = self.built.load
+        if plan is None:
+            return None
+        materialize(self.module, self.device)
+        report = load_weights(self.module, plan, progress)
+        plan.source.close()
+        hf.rebuild_buffers(self.module.hf_model)
+        return report
 
     # ------------------------------------------------------------ plan
 
@@ -158,22 +178,31 @@ class Engine:
         assert self.optimizer is not None, "this engine was opened for inference"
         normaliser = objective.normaliser(plan)
         sums, losses = Sums(), []
+        flight.planned(plan.fingerprint())
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
         for micro in range(plan.micro_batches):
+            flight.at("forward", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
+                flight.at("backward", micro + 1)
                 (terms.loss_sum / normaliser * self._scale).backward()
             losses.append(terms.loss_sum.detach())
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
-        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
-        return self._reduce(rows, sums, losses)
+        return self._reduce(plan, rows, sums, losses)
 
-    def _reduce(self, rows: list[list[str]], sums: Sums, losses: list[Tensor]) -> dict[str, float | None]:
-        """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards."""
+    def _reduce(
+        self, plan: StepPlan, rows: list[list[str]], sums: Sums, losses: list[Tensor]
+    ) -> dict[str, float | None]:
+        """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards.
+
+        So are plans that are not the same on all ranks: their digests take part.
+        """
+        flight.at("reduce", documents=[source for row in rows for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
-        metrics = sums.reduce(self.mesh.data_group)
+        metrics = sums.reduce(self.mesh.data_group, alike={"the plan of the step": plan.fingerprint()})
         if metrics.pop("_nonfinite"):
             self._nonfinite = self._name_nonfinite(rows, (~finite).nonzero().flatten().tolist())
         return metrics
@@ -238,6 +267,7 @@ class Engine:
     def apply(self, lr: float) -> StepResult:
         """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
+        flight.at("optimizer")
         scale = self._scale
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)

@@ -1,4 +1,4 @@
-"""From a config to a TrainModule: checked on a small copy first, then built or loaded."""
+"""From a config to a TrainModule: checked on a small copy first, then built, with a plan of how to fill it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from weft.config.schema import ModelConfig
 from weft.engine.row import Layout
 from weft.models import hf
 from weft.models.cost import flop_facts
+from weft.models.layout import Piece, layout_of
+from weft.models.load import LoadPlan, plan_load
+from weft.models.source import open_source
 from weft.models.startup import Findings, check_kernel, examine, implementation
 from weft.models.train_module import TrainModule
 from weft.observe.flops import FlopFacts
@@ -19,15 +22,21 @@ from weft.observe.flops import FlopFacts
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The module with what the engine and the export need to know of it."""
+    """The module with what the engine and the export need to know of it.
+
+    pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is on meta; None
+    where it has its weights already, or will never have any.
+    """
 
     module: TrainModule
     config: PretrainedConfig
     findings: Findings
     flops: FlopFacts
     source: Path | None
-    source_dtypes: dict[str, str]
+    source_dtypes: dict[str, torch.dtype]
     buffer_dtypes: dict[str, torch.dtype]
+    pieces: list[Piece]
+    load: LoadPlan | None
 
     @property
     def layout(self) -> Layout:
@@ -47,22 +56,29 @@ def build_model(
     seed: int,
     weights: bool = True,
 ) -> BuiltModel:
-    """Build the model whole on the CPU, its floating-point weights in `dtype`; without `weights`, on meta.
+    """Build the model, its floating-point weights in `dtype`: on meta, or whole on the CPU where they are drawn.
 
     compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
+    weights: False for shapes only; then no file of weights is looked at.
     """
     hf_config = hf.without_noise(hf.read_config(config.path))
     findings = examine(hf_config)
     check_kernel(hf_config, config.attention, findings, device, compute)
     name = implementation(hf_config, config.attention)
-    if not weights:
-        model = hf.build_meta(hf_config, dtype=dtype, attention=name)
-    elif config.init == "random":
+    dtypes: dict[str, torch.dtype] = {}
+    load = None
+    if weights and config.init == "random":
         model = hf.build_random(hf_config, dtype=dtype, attention=name, seed=seed)
+        pieces = layout_of(model, None)
+    elif weights:
+        model = hf.build_meta(hf_config, dtype=dtype, attention=name)
+        source = open_source(config.path)
+        pieces, load = plan_load(model, source, config.ignore_weights)
+        dtypes = source.dtypes
     else:
-        model = hf.load_pretrained(config.path, hf_config, dtype=dtype, attention=name)
+        model = hf.build_meta(hf_config, dtype=dtype, attention=name)
+        pieces = layout_of(model, None)
     module = TrainModule(model)
-    source = hf.source_folder(config.path)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
-    dtypes = {} if config.init == "random" else hf.source_dtypes(source)
-    return BuiltModel(module, hf_config, findings, flop_facts(module), source, dtypes, buffers)
+    folder = hf.source_folder(config.path)
+    return BuiltModel(module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load)

@@ -2,9 +2,11 @@
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
 - modeling_utils.AttentionInterface.register, masking_utils.AttentionMaskInterface.register
-- PreTrainedModel._from_config, .from_pretrained(dtype=, attn_implementation=), .all_tied_weights_keys,
-  .gradient_checkpointing_enable, ._weight_conversions (read by revert_weight_conversion)
-- core_model_loading.revert_weight_conversion, modeling_utils.remove_tied_weights_from_state_dict
+- PreTrainedModel._from_config, .all_tied_weights_keys, .base_model_prefix, .gradient_checkpointing_enable,
+  .initialize_weights with ._is_hf_initialized, ._keys_to_ignore_on_load_unexpected,
+  ._weight_conversions (read by revert_weight_conversion)
+- conversion_mapping.get_model_conversion_mapping; core_model_loading.{rename_source_key, revert_weight_conversion,
+  WeightConverter, WeightRenaming}
 - models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 - integrations.moe.ALL_EXPERTS_FUNCTIONS (not replaced here; routers are found by models/routing.py)
 """
@@ -12,20 +14,25 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface, remove_tied_weights_from_state_dict
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from weft.errors import UserError
@@ -114,33 +121,6 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
     return model
 
 
-def load_pretrained(path: str, config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model with its saved weights; a tensor that the files do not fill, or do not want, is an error."""
-    quantised = getattr(config, "quantization_config", None) is not None
-    try:
-        model, info = model_class(config).from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
-    except OSError as error:
-        first = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"model.path: cannot load weights from {path!r}: {first}\n"
-            "Set model.init=random to train from fresh weights, or point model.path at a directory with safetensors."
-        ) from error
-    except ImportError as error:  # quantised formats need packages of their own
-        first = str(error).strip().split("\n")[0]
-        raise UserError(f"model.path: cannot load weights from {path!r}: {first}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info[kind]:
-            names = ", ".join(str(name) for name in sorted(info[kind], key=str)[:5])
-            raise UserError(f"model.path: {path!r}: {kind.replace('_', ' ')}: {names} ({len(info[kind])} in all).")
-    if quantised:
-        # Dequantised on the way in. The rules that did so cannot be reversed (save_pretrained would write no experts
-        # of a gpt_oss): forget them, and the model is laid out on disk as its class is by default.
-        model._weight_conversions = None
-    return model
-
-
 def enable_recompute(model: PreTrainedModel) -> None:
     """Recompute each decoder layer in backward; forward arguments (the bounds) are replayed with it."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -151,12 +131,62 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
-def to_disk_layout(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Runtime names and layouts -> those of a saved checkpoint (experts apart, old prefixes), ties written once.
+def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Of the conversion rules of this family, keep those that a checkpoint with these names needs.
 
-    tensors: every entry of the state dict, whole, under the model's own names; tied names share storage.
+    Afterwards `run_rules_backwards` gives the names of that checkpoint, not those of the newest format.
     """
-    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(tensors), model))
+    rules = get_model_conversion_mapping(model)
+    renamings, converters = _by_kind(rules)
+    shapes = model.state_dict()
+    for name in names:
+        rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+
+
+def runtime_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint name -> name in the model, for tensors that no conversion changes."""
+    renamings, converters = _by_kind(get_model_conversion_mapping(model))
+    shapes, found = model.state_dict(), {}
+    for name in names:
+        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if converter is None:
+            found[name] = target
+    return found
+
+
+def _by_kind(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    rules = list(rules)
+    return (
+        [rule for rule in rules if isinstance(rule, WeightRenaming)],
+        [rule for rule in rules if isinstance(rule, WeightConverter)],
+    )
+
+
+def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Runtime names and layouts -> those of a checkpoint (experts apart, old prefixes). `tensors` has no tied names."""
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def not_wanted(model: PreTrainedModel) -> list[str]:
+    """Patterns of tensors that checkpoints of this family hold and its class leaves out (draft layers, old tables)."""
+    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+
+
+def untie(model: PreTrainedModel, name: str) -> None:
+    """Give a tied parameter, still on meta, a tensor of its own."""
+    owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).detach().clone()))
+    model.all_tied_weights_keys.pop(name)
+
+
+def rebuild_buffers(model: PreTrainedModel) -> None:
+    """Compute what no checkpoint holds (rotary tables, embedding scales); everything in the state dict stays."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
 
 
 def source_folder(path: str) -> Path | None:
@@ -165,16 +195,6 @@ def source_folder(path: str) -> Path | None:
         return Path(path)
     config = try_to_load_from_cache(path, "config.json")
     return Path(config).parent if isinstance(config, str) else None
-
-
-def source_dtypes(folder: Path | None) -> dict[str, str]:
-    """Dtype of each tensor in the source's safetensors files ("BF16"), empty where there are none."""
-    found: dict[str, str] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder is not None else []:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        found.update({name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"})
-    return found
 
 
 def accepts(module: nn.Module, argument: str) -> bool:

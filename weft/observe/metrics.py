@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weft.cluster.alike import require_agreement
 
 # The keys that other programs may rely on, in the order of every line; the recipe's own follow.
 CORE_KEYS = (
@@ -37,19 +41,23 @@ class Sums:
         self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float | None]:
+    def reduce(
+        self, group: dist.ProcessGroup | None = None, alike: Mapping[str, str] | None = None
+    ) -> dict[str, float | None]:
         """sum / weight of every name over all ranks of `group`, None where the weight is zero; names in order.
 
-        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order.
+        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. alike: what
+        else must be the same on all ranks; a digest goes with the vector. RanksDisagreeError names those that differ.
         """
         names = sorted(self._sums)
-        vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(names)])
+        same = {**(alike or {}), "metrics of the step": ", ".join(names)}
+        vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
         ranks = 1
         if dist.is_initialized():
             dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
         values = vector.tolist()
-        _check_names(names, values[-2:], ranks)
+        _check_alike(same, values[-2:], ranks, group)
         pairs = zip(names, values[: len(names)], values[len(names) : -2], strict=True)
         return {name: total / weight if weight else None for name, total, weight in pairs}
 
@@ -69,17 +77,22 @@ def _vector(values: Iterable[Tensor | float]) -> Tensor:
     return vector
 
 
-def _fingerprint(names: list[str]) -> tuple[float, float]:
+def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
     """A number and its square, small enough that their sums over a million ranks are exact in fp64."""
-    number = float(zlib.crc32("\n".join(names).encode()) & 0xFFFF)
+    number = float(zlib.crc32("\n".join(same.values()).encode()) & 0xFFFF)
     return number, number * number
 
 
-def _check_names(names: list[str], fingerprint: list[float], ranks: int) -> None:
+def _check_alike(
+    same: Mapping[str, str], fingerprint: list[float], ranks: int, group: dist.ProcessGroup | None
+) -> None:
     """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""
     total, squares = fingerprint
     if ranks * int(squares) != int(total) ** 2:
-        raise RuntimeError(f"ranks reduce different metrics; this one has {', '.join(names)}")
+        require_agreement(same, group)
+        raise RuntimeError(
+            "the fingerprints of a reduction differ, though nothing in it does: memory or network is at fault"
+        )
 
 
 class MetricsFile:
@@ -97,6 +110,8 @@ class MetricsFile:
         ordered = {key: line.get(key) for key in CORE_KEYS} | dict(line)
         self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
         self._file.flush()
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
 
     def close(self) -> None:
         """Close the file; nothing can be written afterwards."""

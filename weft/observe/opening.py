@@ -15,6 +15,7 @@ from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.optimizer import describe_groups
+from weft.models.load import LoadReport
 from weft.observe.tables import (
     AxisRow,
     DtypeRow,
@@ -39,6 +40,8 @@ def print_opening(config: SftConfig, engine: Engine, report: DataReport, folder:
     say = Console(highlight=False, soft_wrap=True).print
     say(f"run      {folder}")
     say(f"data     {report}")
+    if engine.loaded is not None:
+        say(f"weights  {_loaded(engine.loaded)}")
     _print_model(config, engine)
 
 
@@ -67,6 +70,15 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
     show(optimizer_table(describe_groups(engine.module.named_parameters(), config.optimizer)))
+
+
+def _loaded(report: LoadReport) -> str:
+    rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
+    text = f"{report.tensors} tensors; this rank read {report.bytes_read / 1e9:.2f} GB in {report.seconds:.1f} s"
+    text += f" ({rate:.2f} GB/s)"
+    if report.left_out:
+        text += f"; left out, not part of this model: {len(report.left_out)} ({report.left_out[0]}, ...)"
+    return text
 
 
 def fsdp_line(engine: Engine) -> str:
@@ -114,7 +126,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     """The dtype contract."""
     precision = engine.precision
     buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
-    export = sorted(set(engine.built.source_dtypes.values())) or [_name(precision.master)]
+    export = sorted({_name(d) for d in engine.built.source_dtypes.values()}) or [_name(precision.master)]
     return [
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
@@ -88,6 +89,16 @@ class Progress:
     def _print(self, text: str) -> None:
         # A line that is read by another program must not be folded at rich's guess of a width.
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def loading(show: bool = True, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes that fill the model, on a terminal only; call what it yields with (done, total) of this rank."""
+    console = console or Console(highlight=False)
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[str]:

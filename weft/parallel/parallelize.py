@@ -51,6 +51,19 @@ def parallelize(
     return units
 
 
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give a module that was cut on meta its storage: the shards of this rank, holding nothing yet.
+
+    Tensors are swapped in place, because FSDP2 and tied modules know them by identity.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):

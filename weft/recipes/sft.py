@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.export import manifest, save_step
+from weft.checkpoint.export import plan_export, save_step
+from weft.cluster.alike import require_agreement, versions
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
+from weft.config.render import to_dict
 from weft.config.schema import SftConfig
-from weft.data.documents import DataReport, load_documents
+from weft.data.documents import DataReport, fingerprint, load_documents
 from weft.data.order import Step, Steps
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
@@ -22,12 +23,14 @@ from weft.engine.plan import StepPlan
 from weft.engine.schedule import learning_rate
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe import flight
 from weft.observe.flops import Throughput
 from weft.observe.memory import peak_memory_gib
 from weft.observe.metrics import MetricsFile
 from weft.observe.opening import print_dry_run, print_opening
-from weft.observe.progress import Progress
+from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
+from weft.observe.summary import versions as package_versions
 from weft.recipes.folder import open_folder
 
 
@@ -40,12 +43,17 @@ def run(config: SftConfig, options: SftOptions) -> None:
         return
     with join(options.device, config.train.timeout) as ranks:
         phases = Phases()
+        flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
+        require_agreement(identity(config, documents))
         folder = open_folder(config, ranks)
+        flight.in_run(folder)
+        flight.at("load")
         with phases("load"):
-            engine = Engine(engine_config(config), ranks)
-            manifest(engine)  # a model that could not be saved whole is refused before it is trained
+            with loading(ranks.is_first) as progress:
+                engine = Engine(engine_config(config), ranks, progress=progress)
+            plan_export(engine)  # a model that could not be saved whole is refused before it is trained
         print_opening(config, engine, report, folder)
         train(config, engine, documents, report, folder, phases)
 
@@ -77,6 +85,19 @@ def read_data(config: SftConfig) -> tuple[list[Document], DataReport]:
     )
 
 
+def identity(config: SftConfig, documents: list[Document]) -> dict[str, str]:
+    """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
+    keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
+    keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path")}
+    packages = {name: str(version) for name, version in package_versions().items()}
+    model = hf.read_config(config.model.path).to_json_string()
+    return {
+        **keys, **packages, **versions(),
+        "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
+        "documents of data.path": f"{len(documents)} ({fingerprint(documents)})",
+    }  # fmt: skip
+
+
 def deal(config: SftConfig, documents: list[Document]) -> Steps:
     """Which documents each optimizer step takes."""
     return Steps(
@@ -99,33 +120,26 @@ def train(
     updates = 0
     with Progress(len(steps), show=engine.ranks.is_first) as progress:
         for step in steps:
-            with phases("train"), located(f"in step {step.number} of {len(steps)}"):
+            with phases("train"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
+                flight.step(step.number, len(steps), [document.source for document in chosen])
                 plan = engine.plan([engine.meta(document) for document in chosen])
                 metrics = engine.accumulate(plan, {i: chosen[i] for i in engine.needs(plan)}, objective)
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
                 result = engine.apply(lr)
                 updates += not result.skipped
                 seconds = time.perf_counter() - began
+            flight.at("record")
             if step.number == 1:
                 check_contract(engine)
             line = recorder.record(step, plan, metrics, result, lr, seconds)
             progress.step(line)
             recorder.stop_if_hopeless(result, [document.source for document in chosen])
+    flight.at("save")
     with phases("save"):
         saved = save_step(engine, folder / "checkpoints", len(steps))
     recorder.finish(phases, saved)
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Add to an exception where it happened."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
 
 
 @dataclass

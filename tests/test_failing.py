@@ -1,0 +1,345 @@
+"""The parts of failing well: the record, kinds of errors, who is to blame, who differs, and when to start again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.cluster import machine
+from weft.cluster.alike import differences
+from weft.cluster.failures import Failure, diagnose
+from weft.cluster.launch import Outcome
+from weft.cluster.reports import RankReport
+from weft.cluster.restart import run_with_restarts
+from weft.cluster.status import STATUS, Kind, kind_of
+from weft.cluster.watch import Evidence
+from weft.cluster.watchdog import Frozen, main_stack, waits
+from weft.errors import RanksDisagreeError, UserError
+from weft.observe import flight
+from weft.observe.flight import Flight, Record
+
+# ---------------------------------------------------------------- the record
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Flight:
+    """A record in a file, in step 3."""
+    record = Flight()
+    record.open(tmp_path / "rank-00001.json")
+    record.begin(1, 2, 10.0)
+    record.step(2, 6)
+    record.step(3, 6, [f"a.jsonl:{i}" for i in range(20)])
+    return record
+
+
+def test_a_record_says_where_a_rank_is(made: Flight, tmp_path: Path) -> None:
+    made.planned("abc")
+    made.at("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
+    read = flight.read(tmp_path / "rank-00001.json")
+    assert read is not None and read == made.record()
+    assert read.where() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
+    assert (read.rank, read.world, read.pid, read.plan, read.limit) == (1, 2, os.getpid(), "abc", 10.0)
+    assert [entry[1:] for entry in read.trail][-2:] == [[3, "plan", 0], [3, "forward", 2]]
+    made.at("optimizer")
+    assert made.record().where() == "in step 3 of 6, optimizer"
+
+
+def test_many_documents_are_counted(made: Flight) -> None:
+    assert made.record().where().endswith("planning the step, documents " + ", ".join(
+        f"a.jsonl:{i}" for i in range(8)) + " and 12 more")  # fmt: skip
+
+
+def test_a_record_torn_by_a_kill_leaves_the_one_before(made: Flight, tmp_path: Path) -> None:
+    """Whatever single line is torn, and wherever, the other is read."""
+    path = tmp_path / "rank-00001.json"
+    made.at("forward", 1)
+    made.at("backward", 1)
+    whole = path.read_bytes()
+    phases = set()
+    for line in (0, 1):
+        for cut in (0, 5, 40, 300):
+            torn = bytearray(whole)
+            torn[4096 * line + cut : 4096 * line + cut + 3] = b"\0\0\0"
+            path.write_bytes(torn)
+            read = flight.read(path)
+            assert read is not None
+            phases.add(read.phase)
+    assert phases == {"forward", "backward"}
+
+
+def test_a_record_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
+    record = Flight()
+    (tmp_path / "file").touch()
+    record.open(tmp_path / "file" / "rank-00000.json")  # its folder is a file
+    record.at("load")
+    assert record.record().phase == "load"
+    os.symlink("/dev/full", tmp_path / "full")
+    record.open(tmp_path / "full")
+    record.at("save")
+
+
+def test_long_phases_have_more_time() -> None:
+    record = Flight()
+    record.begin(0, 1, 10.0)
+    limits = {}
+    for step in (1, 2):
+        record.step(step, 6)
+        limits[step] = record.limit
+        record.at("save")
+        limits[-step] = record.limit
+    assert limits == {1: 100.0, 2: 10.0, -1: 100.0, -2: 100.0}
+    record.at("data")
+    record.since -= 11
+    assert record.silence() == pytest.approx(1, abs=0.1)
+    record.beat()
+    assert record.silence() is None
+
+
+def test_a_record_costs_little(made: Flight) -> None:
+    began = time.perf_counter()
+    for micro in range(1000):
+        made.at("forward", micro % 4, ["a.jsonl:3", "a.jsonl:7"])
+    assert time.perf_counter() - began < 0.2  # 0.2 ms each; measured 8 us on an idle core
+
+
+def test_a_run_that_ends_well_leaves_no_record(tmp_path: Path) -> None:
+    record = Flight()
+    record.in_run(tmp_path)
+    assert flight.read_all(tmp_path / "flight").keys() == {0}
+    record.close()
+    assert not (tmp_path / "flight").exists()
+
+
+# ---------------------------------------------------------------- kinds
+
+
+def raised_from(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+KINDS: list[tuple[BaseException, Kind]] = [
+    (UserError("set a"), "user"),
+    (RanksDisagreeError("x"), "disagree"),
+    (FloatingPointError("x"), "nonfinite"),
+    (MemoryError(), "memory"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "memory"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+    (OSError(errno.ENOSPC, "No space left on device"), "storage"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "storage"),
+    (OSError(errno.EROFS, "Read-only file system"), "storage"),
+    (FileNotFoundError(errno.ENOENT, "gone", "runs/a/metrics.jsonl"), "storage"),
+    (FileNotFoundError(errno.ENOENT, "gone", "elsewhere"), "failed"),
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), "failed"),
+    (RuntimeError("[pair.cc:81] Timed out waiting 4000ms for recv operation to complete"), "hang"),
+    (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:4711"), "peer"),
+    (raised_from(RuntimeError("could not save"), OSError(errno.ENOSPC, "full")), "storage"),
+    (ValueError("documents timed out after lunch"), "failed"),
+    (RuntimeError("boom"), "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), KINDS)
+def test_kinds_of_errors(error: BaseException, kind: Kind) -> None:
+    assert kind_of(error, run="runs/a") == kind
+
+
+def test_every_kind_has_a_status_of_its_own() -> None:
+    assert {kind: status for kind, status in STATUS.items() if kind != "peer"} == {
+        "failed": 1, "user": 2, "killed": 10, "hang": 11, "memory": 12, "storage": 13, "nonfinite": 14, "disagree": 15,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- who is to blame
+
+
+def records(*phases: tuple[int, str, int]) -> dict[int, Record]:
+    """One per rank: (step, phase, changes)."""
+    return {
+        rank: Record(rank=rank, step=step, steps=9, phase=phase, changes=changes, since=time.monotonic(), limit=5.0)
+        for rank, (step, phase, changes) in enumerate(phases)
+    }
+
+
+def waiting(*ranks: int) -> list[RankReport]:
+    return [
+        RankReport(rank, float(rank), "RuntimeError: Timed out waiting", kind="hang", waited=True) for rank in ranks
+    ]
+
+
+COLLECTIVE = [
+    'File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce',
+    'File "a.py", line 1 in <module>',
+]
+ELSEWHERE = ['File "/x/data.py", line 7 in read', 'File "a.py", line 1 in <module>']
+
+
+def test_the_rank_that_is_in_no_collective_is_named() -> None:
+    seen = Evidence(records((2, "forward", 9), (2, "forward", 9)), {0: COLLECTIVE, 1: ELSEWHERE})
+    failure = diagnose(waiting(0), {0: 11, 1: -15}, seen, 2)
+    assert (failure.kind, failure.rank, failure.step) == ("hang", 1, 2)
+    assert 'File "/x/data.py", line 7 in read' in failure.message
+
+
+def test_else_the_rank_that_is_furthest_behind() -> None:
+    seen = Evidence(records((3, "forward", 15), (3, "forward", 15), (2, "optimizer", 14)))
+    assert diagnose(waiting(0, 1), {0: 11, 1: 11, 2: -9}, seen, 3).rank == 2
+
+
+def test_else_nobody_but_who_waited() -> None:
+    seen = Evidence(records((3, "forward", 15), (3, "forward", 15)))
+    failure = diagnose(waiting(0, 1), {0: 11, 1: 11}, seen, 2)
+    assert failure.message.startswith("rank 0 failed: RuntimeError: Timed out waiting")
+    assert "Another rank did not come within train.timeout seconds" in failure.message
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
+    lost = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer")
+    boom = RankReport(1, 2.0, "RuntimeError: boom")
+    assert diagnose([lost, boom], {0: 10, 1: 1}, Evidence(), 2).rank == 1
+    # ended by SIGTERM before the agent sent any
+    gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", gone=[1])
+    assert diagnose([gone], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
+    assert diagnose([lost], {0: 10, 1: -15}, Evidence(), 2).rank == 0
+
+
+def test_the_kernels_kills_are_told_from_others() -> None:
+    seen = records((2, "forward", 9), (2, "forward", 9))
+    assert diagnose([], {1: -9}, Evidence(seen), 2).kind == "killed"
+    failure = diagnose([], {1: -9}, Evidence(seen, oom_kills=1), 2)
+    assert failure.kind == "memory"
+    assert "rank 1 was killed by the kernel, which is short of memory\nin step 2 of 9, forward" in failure.message
+    assert "step.max_tokens_per_device" in failure.message
+
+
+def test_an_abort_after_the_timeout_is_a_hang() -> None:
+    """NCCL's own watchdog ends a process so."""
+    late = Record(rank=1, step=2, steps=9, phase="reduce", since=time.monotonic() - 5, limit=5.0)
+    assert diagnose([], {1: -6}, Evidence({1: late}), 2).kind == "hang"
+    assert diagnose([], {1: -6}, Evidence(records((1, "load", 1), (1, "load", 1))), 2).kind == "killed"
+
+
+def test_the_kernels_count_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, text in ((2, "low 0\noom 3\noom_kill 2\n"), (1, "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")):
+        (tmp_path / str(version)).write_text(text)
+        monkeypatch.setattr(machine, "_memory_event_files", lambda path=tmp_path / str(version): iter([path]))
+        assert machine.oom_kills() == {2: 2, 1: 4}[version]
+    monkeypatch.setattr(machine, "_memory_event_files", lambda: iter([tmp_path / "none"]))
+    assert machine.oom_kills() is None
+
+
+def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("weft.cluster.watchdog.time.monotonic", lambda: now[0])
+    frozen = Frozen(0.5)
+    for moment, expected in ((0.5, 0.0), (1.2, 0.0), (101.7, 100.0), (102.2, 100.0)):
+        now[0] = moment
+        assert frozen.tick() == pytest.approx(expected)
+
+
+def test_the_main_threads_stack_is_found_in_a_dump() -> None:
+    text = (
+        'Thread 0x1 (most recent call first):\n  File "/w/watch.py", line 3 in loop\n  File "/t.py", line 1 in run\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/x/torch/distributed/c.py", line 5 in wait\n'
+        '  File "/m.py", line 9 in <module>\n'
+    )
+    stack = main_stack(text)
+    assert stack[0] == 'File "/x/torch/distributed/c.py", line 5 in wait'
+    assert waits(stack) and not waits(stack[1:]) and not waits(main_stack(""))
+
+
+# ---------------------------------------------------------------- who differs
+
+
+def test_the_few_are_named_against_the_many() -> None:
+    said = [{"a": "1", "b": "x"}] * 3 + [{"a": "2", "b": "x"}]
+    assert differences(said, range(4)) == ["a: 2 on rank 3; 1 on the others"]
+    assert differences(said[:3], range(3)) == []
+    assert differences([{"a": "1"}, {}], [4, 5]) == ["a: nothing on rank 5; 1 on the other"]
+    assert differences([{"a": str(i % 9)} for i in range(90)], range(90))[0].startswith("a: 1 on ranks 1, 10, 19, ")
+
+
+# ---------------------------------------------------------------- restarts
+
+
+class Attempts:
+    """Stands for the launcher: fails as told, one entry per attempt; None is success."""
+
+    def __init__(self, run: Path, *failures: tuple[Kind, int] | None, save: bool = False) -> None:
+        self.run, self.failures, self.save = run, list(failures), save
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: Sequence[str], nproc: int, debug: bool) -> Outcome:
+        self.commands.append(list(command))
+        found = self.failures.pop(0)
+        self.run.mkdir(exist_ok=True)
+        (self.run / "metrics.jsonl").write_text(json.dumps({"attempt": len(self.commands)}))
+        if self.save:
+            (self.run / "checkpoints" / "step-000002").mkdir(parents=True, exist_ok=True)
+            latest = self.run / "checkpoints" / "latest"
+            latest.unlink(missing_ok=True)
+            latest.symlink_to("step-000002")
+        if found is None:
+            return Outcome(0)
+        failure = Failure(found[0], "what happened", 1, found[1], str(self.run) if found[1] else "")
+        return Outcome(failure.status, failure)
+
+
+def supervise(attempts: Attempts, restarts: int) -> int:
+    def again(run: Path, saved: bool) -> list[str]:
+        return ["resume" if saved else "afresh", run.name]
+
+    return run_with_restarts(["first"], again, 2, restarts, attempt=attempts)
+
+
+@pytest.mark.parametrize(
+    ("failures", "restarts", "status", "commands"),
+    [
+        ([None], 3, 0, ["first"]),
+        ([("killed", 4), None], 3, 0, ["first", "resume"]),
+        ([("killed", 4), ("hang", 6), None], 3, 0, ["first", "resume", "resume"]),
+        ([("killed", 4), ("hang", 6)], 1, 11, ["first", "resume"]),
+        ([("killed", 4), ("memory", 4)], 3, 12, ["first", "resume"]),  # twice in a row at the same step
+        ([("killed", 4), ("killed", 6), ("killed", 4), None], 3, 0, ["first", "resume", "resume", "resume"]),
+        ([("killed", 0), ("killed", 0)], 3, 10, ["first", "first"]),  # before there is a run
+        ([("user", 4)], 3, 2, ["first"]),
+        ([("nonfinite", 4)], 3, 14, ["first"]),
+        ([("disagree", 4)], 3, 15, ["first"]),
+    ],
+)
+def test_when_to_start_again(
+    failures: list[Any], restarts: int, status: int, commands: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    attempts = Attempts(tmp_path / "run", *failures, save=True)
+    assert supervise(attempts, restarts) == status
+    assert [command[0] for command in attempts.commands] == commands
+    err = capsys.readouterr().err
+    assert err.count("restart ") == len(commands) - 1
+    assert err.count("not restarted: ") == (status != 0)
+
+
+def test_without_a_checkpoint_it_starts_afresh_and_keeps_what_there_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    attempts = Attempts(run, ("killed", 2), ("killed", 3), None)
+    assert supervise(attempts, 5) == 0
+    assert attempts.commands == [["first"], ["afresh", "run"], ["afresh", "run"]]
+    kept = {path.parent.name: json.loads(path.read_text())["attempt"] for path in run.glob("flight/*/metrics.jsonl")}
+    assert kept == {"attempt-1": 1, "attempt-2": 2}
+    assert json.loads((run / "metrics.jsonl").read_text()) == {"attempt": 3}
+    assert "restart 1 of 5: the attempt failed at step 2 (killed); starting afresh" in capsys.readouterr().err
+
+
+def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
+    assert run_with_restarts(["x"], lambda run, saved: [], 1, 5, attempt=lambda *_: Outcome(143)) == 143

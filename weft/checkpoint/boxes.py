@@ -1,0 +1,92 @@
+"""Boxes: which part of a whole tensor somebody holds. All reading and writing of shards is overlaps of boxes.
+
+A box is exact for every mesh: what one mesh wrote, another reads by overlapping its own boxes with those on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A range in every dimension of a whole tensor; of a scalar, one with no dimensions."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """All of a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The slices that cut this box out of a tensor that holds `outer`, which contains it."""
+        starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share; None where that is no element."""
+    start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
+    end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
+    size = tuple(y - x for x, y in zip(start, end, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
+    """The box that this rank holds of a tensor, and its elements; a plain tensor is held whole."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape)), tensor.detach()
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.detach().to_local()
+    assert tuple(local.shape) == tuple(size), (local.shape, size)
+    return Box(tuple(start), tuple(size)), local
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of a tensor.
+
+    places: (own place, size) of every group of ranks that hold the same box; groups: those groups, where they can
+    send it to one another (a plain tensor is simply there on every rank).
+    """
+
+    box: Box
+    values: Tensor
+    places: tuple[tuple[int, int], ...] = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank reads or writes the box for all that hold it; `number` spreads tensors over them."""
+        return all(place == number % size for place, size in self.places)
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """This rank's shard."""
+    box, values = local_box(tensor)
+    if not isinstance(tensor, DTensor):
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return Shard(box, values, (world,))
+    mesh = tensor.device_mesh
+    copied = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate) and mesh.size(axis) > 1
+    ]
+    places = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
+    return Shard(box, values, places, tuple(mesh.get_group(axis) for axis in copied))

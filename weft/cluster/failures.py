@@ -1,0 +1,249 @@
+"""From reports, exit statuses and flight records to one message: which rank, where, why, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.cluster.reports import RankReport
+from weft.cluster.status import STATUS, Kind
+from weft.cluster.watch import STOP_SECONDS, Evidence
+from weft.cluster.watchdog import waits
+from weft.observe import flight
+from weft.observe.flight import Record
+
+_SHOWN_CALLS = 6
+_SHOWN_RANKS = 8
+# By words of where it happened, the last for everywhere else.
+_MEMORY = (
+    (
+        "reading the data",
+        "Out of host memory: each rank holds all documents. Start fewer ranks on a machine, or train on less data.",
+    ),
+    (
+        "loading the model",
+        "Out of memory: shard over more ranks (mesh.dp_shard=-1 and a larger --nproc), or set fsdp.cpu_offload.",
+    ),
+    (
+        "",
+        "Out of memory: lower step.max_tokens_per_device, set model.recompute=full, shard over more ranks "
+        "(mesh.dp_shard=-1 and a larger --nproc), or set fsdp.cpu_offload.",
+    ),
+)
+_STORAGE = (
+    "The storage is full, read-only or gone: look at `df -h` and at the folder, then go on from the last checkpoint."
+)
+_SIGNALS = {
+    "SIGKILL": " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)",
+    "SIGSEGV": " (a crash in native code)",
+    "SIGBUS": " (often a full /dev/shm)",
+    "SIGABRT": " (native code gave up; its message is above)",
+}
+
+
+_KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if status > 2}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a run that failed. message: all that is shown. step: 0 before the first. run: RUN, or empty."""
+
+    kind: Kind
+    message: str
+    rank: int | None = None
+    step: int = 0
+    run: str = ""
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return STATUS[self.kind]
+
+
+def diagnose(
+    found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence, nproc: int, debug: bool = False
+) -> Failure:
+    """Which rank failed first, and how.
+
+    found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that did not end
+    well, in the order in which they were seen.
+    """
+    errors = sorted((report for report in found if not report.is_verdict), key=lambda r: (r.is_consequence, r.time))
+    unlike = _unlike_plans(seen.records)
+    silent = _silent_rank(errors, exits)
+    if silent is not None:
+        kind, text = _silent(silent, exits[silent], seen)
+        rank, stopped = silent, nproc - 1
+    else:
+        assert errors, "a rank failed, left no report and was not stopped"
+        first, rank = errors[0], errors[0].rank
+        kind = first.kind
+        same = len(errors) == nproc and kind in ("user", "disagree") and len({r.message for r in errors}) == 1
+        title = "error: " if same else f"rank {rank} failed: "
+        stopped = 0 if same else nproc - 1
+        text = explain(first, title, debug)
+        if kind == "hang":
+            rank, text = _hang(errors, seen, debug)
+    if unlike and kind in ("hang", "peer", "killed", "failed"):
+        kind, text = "disagree", f"{unlike}\n{text}"
+    if stopped:
+        text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
+    record = seen.records.get(rank) or next(iter(seen.records.values()), Record())
+    text += what_stands(record.run) if kind != "user" else ""
+    return Failure(kind, text, rank, record.step, record.run)
+
+
+def explain(report: RankReport, title: str, debug: bool) -> str:
+    """A report as text: what and where, then what to do, or a traceback where only that helps."""
+    lines = [title + report.message, report.where]
+    if report.kind == "memory":
+        lines.append(_memory_advice(report.where))
+    elif report.kind == "storage":
+        lines.append(_STORAGE)
+    elif report.waited:
+        lines.append("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
+    if debug or report.kind == "failed" or (report.kind == "hang" and not report.waited):
+        lines.append(report.traceback)
+    return "\n".join(line for line in lines if line).rstrip()
+
+
+def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
+    """What a rank shows that has no launcher of weft: its own failure, and which rank it waited for."""
+    text = explain(report, f"rank {report.rank} failed: " if several else "error: ", debug)
+    run = flight.own.record().run
+    if report.waited and run:
+        records = flight.read_all(Path(run) / flight.FOLDER)
+        behind = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
+        lines = [f"rank {rank} is {records[rank].where()}" for rank in behind[:_SHOWN_RANKS]]
+        text = "\n".join([text, *filter(None, [_unlike_plans(records)]), *lines])
+    return text + (what_stands(run) if report.kind != "user" else "")
+
+
+def what_stands(run: str) -> str:
+    """Lines on what a failed run has left; empty where it left nothing."""
+    if not run:
+        return ""
+    latest, text = Path(run) / "checkpoints" / "latest", ""
+    if latest.exists():
+        text = f"\nThe last whole checkpoint is {latest.parent / os.readlink(latest)}."
+    return f"{text}\nWhat each rank was doing is in {Path(run) / flight.FOLDER}."
+
+
+def keep_own(report: RankReport) -> None:
+    """RUN/flight, from a rank that has no launcher of weft."""
+    keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
+
+
+def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> None:
+    """RUN/flight: each rank's record, and how it ended."""
+    by_rank = {report.rank: report for report in found}
+    for rank, record in seen.records.items():
+        more: dict[str, object] = {"where": record.where(), "exit_status": exits.get(rank)}
+        if rank in by_rank:
+            report = by_rank[rank]
+            more |= {"kind": report.kind, "message": report.message, "traceback": report.traceback}
+            more["collectives"] = report.collectives
+        more |= {"state": seen.states.get(rank, ""), "stack": seen.stacks.get(rank, [])}
+        flight.keep(record, more)
+
+
+# ---------------------------------------------------------------- a rank that ended without a word
+
+
+def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
+    """The rank that ended without a report, killed or by os._exit: others may since have reported that it is gone.
+
+    The agent's own signals are told apart: SIGTERM to all that are left, SIGKILL to those that outlive STOP_SECONDS.
+    """
+    reported = {report.rank for report in errors}
+    gone = {rank for report in errors for rank in report.gone}
+    stopping = {-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR2}
+    if errors and time.monotonic() - min(report.time for report in errors) >= STOP_SECONDS:
+        stopping.add(-signal.SIGKILL)
+    for position, (rank, status) in enumerate(exits.items()):
+        first_seen = rank in gone or (position == 0 and not errors)
+        if rank not in reported and (first_seen or status not in stopping):
+            return rank
+    return None
+
+
+def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
+    record = seen.records.get(rank)
+    where = f"\n{record.where()}" if record is not None else ""
+    stack = seen.stacks.get(rank, [])
+    calls = _calls(stack) if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE) else ""
+    if status in _KINDS:  # its report could not be written
+        return _KINDS[status], f"rank {rank} failed with exit status {status}; its message is above{where}"
+    if status >= 0:
+        return "killed", f"rank {rank} ended with exit status {status} and no message{where}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    if status == -signal.SIGKILL and seen.oom_kills:
+        text = f"rank {rank} was killed by the kernel, which is short of memory{where}"
+        return "memory", f"{text}\n{_memory_advice(where)}"
+    limit = record.limit if record is not None else None
+    if status == -signal.SIGABRT and record is not None and limit and time.monotonic() - record.since > 0.9 * limit:
+        # NCCL's watchdog ends a process that way
+        return "hang", f"rank {rank} was ended by {name} after train.timeout without progress{where}{calls}"
+    return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{where}{calls}"
+
+
+# ---------------------------------------------------------------- a rank that did not come
+
+
+def _hang(errors: Sequence[RankReport], seen: Evidence, debug: bool) -> tuple[int, str]:
+    """Name the rank that is stuck, not the one that waited for it."""
+    suspects = stuck_ranks(errors, seen)
+    first = errors[0]
+    if first.rank in suspects or not suspects:
+        return first.rank, explain(first, f"rank {first.rank} failed: ", debug)
+    lines = []
+    for rank in suspects:
+        record, state = seen.records[rank], seen.states.get(rank)
+        because = f"; it is {state}" if state else ""
+        lines.append(f"rank {rank} is stuck: it did not come within train.timeout seconds{because}")
+        lines.append(record.where() + _calls(seen.stacks.get(rank, [])))
+    waiting = ", ".join(f"{r.rank} ({r.where})" for r in errors if r.rank not in suspects)
+    lines.append(f"waiting: rank {waiting}")
+    if debug:
+        lines.append(first.traceback)
+    return suspects[0], "\n".join(lines).rstrip()
+
+
+def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
+    """Ranks that are stopped; else those that are in no collective while others are; else those furthest behind."""
+    waiting = {report.rank for report in errors if report.waited}
+    frozen = sorted(seen.states.keys() & seen.records.keys())
+    if frozen:
+        return frozen
+    elsewhere = [rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not waits(stack)]
+    elsewhere = [rank for rank in elsewhere if rank in seen.records]
+    if elsewhere and len(elsewhere) < len(seen.records):
+        return elsewhere
+    return flight.furthest_behind(seen.records)
+
+
+def _unlike_plans(records: Mapping[int, Record]) -> str:
+    """A line where ranks made different plans of the same step; empty where they did not."""
+    ranks: dict[tuple[int, str], list[int]] = {}
+    for rank, record in records.items():
+        if record.plan:
+            ranks.setdefault((record.step, record.plan), []).append(rank)
+    steps = [step for step, _ in ranks]
+    for step in steps:
+        if steps.count(step) > 1:
+            groups = sorted((r for (s, _), r in ranks.items() if s == step), key=len)
+            few, many = (", ".join(map(str, group)) for group in (groups[0], groups[-1]))
+            return f"ranks disagree about step {step}: rank {few} made another plan of it than rank {many}."
+    return ""
+
+
+def _calls(stack: Sequence[str]) -> str:
+    return "".join(f"\n  {line}" for line in stack[:_SHOWN_CALLS])
+
+
+def _memory_advice(where: str) -> str:
+    return next(text for words, text in _MEMORY if words in where)

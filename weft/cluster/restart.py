@@ -1,0 +1,80 @@
+"""`--restarts N`: run the command again after a failure that is not the user's to mend.
+
+Each attempt has a launcher and ranks of its own, so that nothing of a failed one is left in the next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from weft.cluster.failures import Failure
+from weft.cluster.launch import Outcome, attempt
+from weft.observe import flight
+
+# What would fail again, whatever is restarted.
+_FINAL = {
+    "user": "what it says has to be mended first",
+    "disagree": "ranks that disagree would do so again",
+    "nonfinite": "training that is not finite would be so again",
+}
+
+# (RUN, whether it has a checkpoint to go on from) -> the command line of the next attempt
+Again = Callable[[Path, bool], Sequence[str]]
+Attempt = Callable[[Sequence[str], int, bool], Outcome]
+
+
+def run_with_restarts(
+    command: Sequence[str], again: Again, nproc: int, restarts: int, debug: bool = False, attempt: Attempt = attempt
+) -> int:
+    """Run `command` in `nproc` ranks, and up to `restarts` times more after failures. Returns the exit status.
+
+    An attempt goes on from the last checkpoint of the run's folder, or starts afresh in the same folder where there is
+    none. Two failures in a row at the same step end it: the third would be at that step too.
+    """
+    before: Failure | None = None
+    for number in range(restarts + 1):
+        outcome = attempt(command, nproc, debug)
+        failure = outcome.failure
+        if failure is None:
+            return outcome.status
+        final = _FINAL.get(failure.kind, "")
+        if before is not None and before.step == failure.step and not final:
+            final = f"it has failed twice in a row {_at(failure)}"
+        if final or number == restarts:
+            _say(f"not restarted: {final}" if final else f"not restarted: {restarts} restarts are used up")
+            return outcome.status
+        how = "starting again"
+        if failure.run:
+            run = Path(failure.run)
+            saved = (run / "checkpoints" / "latest").exists()
+            _put_aside(run, number + 1, everything=not saved)
+            command = again(run, saved)
+            how = f"going on from {(run / 'checkpoints' / 'latest').resolve().name}" if saved else "starting afresh"
+        _say(f"restart {number + 1} of {restarts}: the attempt failed {_at(failure)} ({failure.kind}); {how}")
+        before = failure
+    raise AssertionError("an attempt is always the last")
+
+
+def _put_aside(run: Path, number: int, everything: bool) -> None:
+    """Move what a failed attempt left, and the next would write, to RUN/flight/attempt-N."""
+    aside = run / flight.FOLDER / f"attempt-{number}"
+    names = [path.name for path in (run / flight.FOLDER).glob("rank-*.json")]
+    moves = [(run / flight.FOLDER / name, name) for name in names]
+    if everything:
+        moves += [(run / name, name) for name in ("metrics.jsonl", "checkpoints")]
+    with suppress(OSError):
+        aside.mkdir(parents=True, exist_ok=True)
+        for path, name in moves:
+            if path.exists():
+                path.rename(aside / name)
+
+
+def _at(failure: Failure) -> str:
+    return f"at step {failure.step}" if failure.step else "before the first step"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""How a command may end: kinds of failure and their exit statuses (docs/failures.md). Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Literal
+
+from weft.errors import RanksDisagreeError, UserError
+
+# peer: another rank went away; hang: another did not come, or this one made no progress.
+Kind = Literal["failed", "user", "killed", "peer", "hang", "memory", "storage", "nonfinite", "disagree"]
+
+SUCCESS, FAILURE, USER_ERROR = 0, 1, 2
+STATUS: dict[Kind, int] = {
+    "failed": FAILURE,
+    "user": USER_ERROR,
+    "killed": 10,
+    "peer": 10,
+    "hang": 11,
+    "memory": 12,
+    "storage": 13,
+    "nonfinite": 14,
+    "disagree": 15,
+}
+
+# Errors of a storage that is full, read-only, broken or gone, whatever the file.
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
+
+# What libraries say in errors of no type of their own: gloo, c10d's store, torch's allocators, safetensors, DCP.
+_WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("memory", ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")),
+    ("storage", ("no space left on device", "disk quota exceeded", "file too large", "read-only file system",
+                 "input/output error", "stale file handle")),
+    ("hang", ("timed out waiting", "timed out after", "wait timeout", "application timeout", "operation timeout")),
+    ("peer", ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
+              "failed to recv", "socket closed", "remote process exited")),
+)  # fmt: skip
+
+
+def kind_of(error: BaseException, run: str = "") -> Kind:
+    """The kind of an exception: its own, or that of what it was raised from. run: the run's folder, if there is one."""
+    if isinstance(error, UserError):
+        return "user"
+    for link in _chain(error):
+        kind = _kind_of_one(link, run)
+        if kind is not None:
+            return kind
+    return "failed"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _kind_of_one(error: BaseException, run: str) -> Kind | None:
+    if isinstance(error, RanksDisagreeError):
+        return "disagree"
+    if isinstance(error, FloatingPointError):
+        return "nonfinite"
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or _errno(error) == errno.ENOMEM:
+        return "memory"
+    if _errno(error) in _STORAGE or _lost_in_run(error, run):
+        return "storage"
+    # Words are looked at only where there is nothing better, and never in what Python raises for mistakes in code.
+    if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:
+        text = str(error).lower()
+        for kind, words in _WORDS:
+            if any(word in text for word in words):
+                return kind
+    return None
+
+
+def _errno(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _lost_in_run(error: BaseException, run: str) -> bool:
+    """A file of the run that cannot be opened any more: its folder was removed, or its permissions changed."""
+    path = error.filename if isinstance(error, OSError) else None
+    return bool(run) and isinstance(path, str) and path.startswith(run)

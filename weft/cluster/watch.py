@@ -1,0 +1,127 @@
+"""What the launcher sees of its ranks beside their exit: records, stacks, states; and the end of those that stay."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from weft.cluster import reports
+from weft.cluster.reports import RankReport
+from weft.cluster.watchdog import STACKS, Frozen, main_stack
+from weft.observe import flight
+from weft.observe.flight import Record
+
+STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
+# By how much the launcher stays behind the ranks' own watchdogs, which a rank that holds Python's lock cannot run.
+_BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
+_TICK = 0.2
+_FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+           psutil.STATUS_DISK_SLEEP: "waiting for a disk or a driver (state D)"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of each rank what it was doing; where it hung or crashed, its main thread's stack, innermost call first, and its
+    state where that says why. oom_kills: processes killed by the kernel meanwhile, for want of memory.
+    """
+
+    records: Mapping[int, Record] = field(default_factory=dict)
+    stacks: Mapping[int, list[str]] = field(default_factory=dict)
+    states: Mapping[int, str] = field(default_factory=dict)
+    oom_kills: int = 0
+
+
+class Watch:
+    """Looks after the ranks whose environment names the folder `scratch`."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._states: dict[int, str] = {}
+        self._asked = self._killed = False
+        self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
+
+    def evidence(self, oom_kills: int) -> Evidence:
+        """Everything known now."""
+        records = flight.read_all(self._scratch / flight.FOLDER)
+        stacks = {}
+        for rank in records:
+            with suppress(OSError):
+                stacks[rank] = main_stack((self._scratch / STACKS / str(rank)).read_text(errors="replace"))
+        return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, oom_kills)
+
+    def look(self, frozen_seconds: float) -> None:
+        """Ask for stacks where a rank has reported a hang; kill what outlives a failed rank by STOP_SECONDS."""
+        errors = [report for report in reports.read_all(self._scratch) if not report.is_verdict]
+        if not errors:
+            self._report_silent(frozen_seconds)
+            return
+        if not self._asked and any(report.kind == "hang" for report in errors):
+            self._asked = True
+            self._ask_for_stacks()
+        # The agent gives half a minute to a rank that is stopped.
+        if not self._killed and time.monotonic() - errors[0].time > STOP_SECONDS:
+            self._killed = True
+            for _, child in self._ranks():
+                with suppress(psutil.Error):
+                    child.kill()
+
+    def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
+        """Children of this process that have a record; and those that do not yet, by their environment."""
+        known = {record.pid: rank for rank, record in flight.read_all(self._scratch / flight.FOLDER).items()}
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                environment = {} if child.pid in known else child.environ()
+                if child.pid in known:
+                    yield known[child.pid], child
+                elif environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
+                    yield int(environment["RANK"]), child
+
+    def _ask_for_stacks(self) -> None:
+        for rank, child in self._ranks():
+            with suppress(psutil.Error):
+                state = _FROZEN.get(child.status())
+                if state is not None:
+                    self._states[rank] = state
+                if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
+                    child.send_signal(signal.SIGUSR2)
+
+    def _report_silent(self, frozen_seconds: float) -> None:
+        """Report on behalf of a rank that makes no progress and cannot say so."""
+        now = time.monotonic()
+        for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
+            changes, excused = self._excused.get(rank, (-1, 0.0))
+            if record.changes != changes:
+                self._excused[rank] = (record.changes, frozen_seconds)
+                continue
+            if record.limit is None:
+                continue
+            silence = now - record.since - (frozen_seconds - excused)
+            if silence > record.limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS:
+                message = f"no progress for {silence:.0f} seconds"
+                reports.write(RankReport(rank, now, message, kind="hang", where=record.where()), self._scratch)
+                return
+
+
+@contextmanager
+def watching(scratch: Path) -> Iterator[Watch]:
+    """A thread that looks after the ranks until they have ended."""
+    over, watch, frozen = threading.Event(), Watch(scratch), Frozen(_TICK)
+
+    def loop() -> None:
+        while not over.wait(_TICK):
+            watch.look(frozen.tick())
+
+    thread = threading.Thread(target=loop, name="weft watch", daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,95 @@
+"""Ends a rank that makes no progress: outside of collectives nothing else would notice.
+
+A thread of each rank looks at the rank's own flight record. Collectives have a timeout of their own, which comes first
+where there are several ranks, because the ranks that wait know more: who did not come.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.observe import flight
+
+STACKS = "stacks"  # of ranks, in the launcher's scratch folder
+# Seconds, and share of the limit, by which the watchdogs of several ranks stay behind the timeout of collectives.
+BEHIND_SECONDS, BEHIND_SHARE = 2.0, 0.1
+_TICK = 0.5
+
+
+class Frozen:
+    """Time in which this process itself did not run: stopped, or its machine asleep. It is nobody's hang."""
+
+    def __init__(self, tick: float) -> None:
+        self._tick, self._last = tick, time.monotonic()
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Call every `tick` seconds: the frozen time so far."""
+        now = time.monotonic()
+        late = now - self._last - self._tick
+        self.seconds += late if late > 4 * self._tick else 0.0
+        self._last = now
+        return self.seconds
+
+
+@contextmanager
+def watched(on_hang: Callable[[str, str], None]) -> Iterator[None]:
+    """Call on_hang(what, stack of the main thread) in a thread if this rank shows no progress for too long."""
+    over, main = threading.Event(), threading.main_thread().ident
+
+    def watch() -> None:
+        frozen = Frozen(_TICK)
+        excused, changes = 0.0, -1
+        while not over.wait(_TICK):
+            seconds = frozen.tick()
+            if flight.own.changes != changes:
+                excused, changes = seconds, flight.own.changes
+            silence, limit = flight.own.silence(), flight.own.limit
+            if silence is None or limit is None:
+                continue
+            several = flight.own.record().world > 1
+            late = BEHIND_SECONDS + BEHIND_SHARE * limit if several else 0.0
+            if silence > late + seconds - excused and not over.is_set():
+                frame = sys._current_frames().get(main or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                on_hang(f"no progress for {limit + silence:.0f} seconds", stack)
+                return
+
+    thread = threading.Thread(target=watch, name="weft watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def write_stacks_to(path: Path) -> None:
+    """Write the stacks of all threads there on SIGUSR2, and when the process crashes in native code.
+
+    Python's own handler does it, which needs no lock of the interpreter: it works in a rank that hangs anywhere.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")  # stays open for the life of the process
+    faulthandler.enable(file)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR2, file)
+
+
+def main_stack(text: str) -> list[str]:
+    """The lines of the main thread in what write_stacks_to wrote, the innermost call first; the last dump counts."""
+    threads = [block.strip().splitlines() for block in text.replace("\nThread", "\n\nThread").split("\n\n")]
+    mains = [lines for lines in threads if lines and lines[-1].rstrip().endswith("in <module>")]
+    return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
+
+
+def waits(stack: list[str]) -> bool:
+    """Whether the main thread is inside a collective."""
+    return bool(stack) and "/torch/distributed/" in stack[0]

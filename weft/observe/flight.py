@@ -1,0 +1,250 @@
+"""What this rank is doing right now, in a small file that outlives it.
+
+Recipes and the engine say `flight.at("forward", 2, documents)`; that costs some microseconds. The file has two lines
+of fixed width, each with a check sum, written in turns: whoever reads after a kill -9 finds one of them whole.
+It is the launcher's, in its own scratch folder, or where a rank has no launcher of weft, RUN/flight/rank-00000.json.
+Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "flight"
+_LINE = 4096
+_TRAIL = 32
+_MOST_DOCUMENTS = 8
+_LONGEST_SOURCE = 120
+# Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
+PATIENCE = {"load": 10.0, "save": 10.0}
+FIRST_STEP_PATIENCE = 10.0  # compilation
+
+_WORDS = {
+    "start": "at start",
+    "data": "reading the data",
+    "load": "loading the model",
+    "plan": "planning the step",
+    "forward": "forward of micro-batch {micro_batch}",
+    "backward": "backward of micro-batch {micro_batch}",
+    "reduce": "reducing the metrics",
+    "optimizer": "optimizer",
+    "record": "writing the metrics",
+    "save": "saving",
+}
+_ABOUT_DOCUMENTS = ("plan", "forward", "backward", "reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One rank at one moment. since: when the phase began or last showed progress; limit: seconds it may take.
+
+    step is 0 before the first; documents are the first few sources of those the phase is about, count is how many
+    there are. plan: digest of the step's plan. changes: phases so far, the same number on ranks that are equally far.
+    trail: the last phases, the oldest first, as [since, step, phase, micro_batch].
+    """
+
+    rank: int = 0
+    world: int = 1
+    pid: int = 0
+    run: str = ""
+    limit: float | None = None
+    step: int = 0
+    steps: int = 0
+    plan: str = ""
+    documents: Sequence[str] = ()
+    count: int = 0
+    phase: str = "start"
+    micro_batch: int = 0
+    since: float = 0.0
+    changes: int = 0
+    trail: Sequence[Sequence[Any]] = ()
+
+    def where(self) -> str:
+        """`in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
+        words = _WORDS.get(self.phase, self.phase).format(micro_batch=self.micro_batch)
+        if not self.step:
+            return words
+        text = f"in step {self.step} of {self.steps}, {words}"
+        if self.documents and self.phase in _ABOUT_DOCUMENTS:
+            more = f" and {self.count - len(self.documents)} more" if self.count > len(self.documents) else ""
+            text += f", documents {', '.join(self.documents)}{more}"
+        return text
+
+
+class Flight:
+    """The record of this process, kept up to date. Without a file it only remembers."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._file: int | None = None
+        self._path: Path | None = None
+        self._own = False  # whether the file is in RUN, for want of a launcher that reads it
+        self._fixed: dict[str, Any] = {"rank": 0, "world": 1, "pid": os.getpid(), "run": ""}
+        self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": ""}
+        self._about = '"documents":[],"count":0'
+        self._head = ""  # what changes with the step only, as JSON
+        self._trail: deque[str] = deque(maxlen=_TRAIL)
+        self._timeout: float | None = None
+        self._first_step = 0
+        self._written, self._turn = 0.0, False
+        self.phase, self.micro_batch, self.changes = "start", 0, 0
+        self.since = time.monotonic()
+        self.limit: float | None = None
+
+    # ------------------------------------------------------------ what the rank says
+
+    def begin(self, rank: int, world: int, timeout: float | None = None) -> None:
+        """Who this is. timeout: a phase without progress for so many seconds, or its multiple, is a hang."""
+        self._fixed |= {"rank": rank, "world": world, "pid": os.getpid()}
+        self._timeout, self._head = timeout, ""
+        self.at(self.phase)
+
+    def in_run(self, run: Path) -> None:
+        """RUN is there: without a launcher the record is kept in it."""
+        self._fixed["run"] = str(run)
+        if self._file is None:
+            self.open(run / FOLDER / file_name(self._fixed["rank"]))
+            self._own = True
+        self._head = ""
+        self._write()
+
+    def step(self, number: int, of: int, documents: Sequence[str] = ()) -> None:
+        """A step begins with its plan. documents: sources of all its documents."""
+        self._first_step = self._first_step or number
+        self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
+        self.at("plan", documents=documents)
+
+    def planned(self, digest: str) -> None:
+        """The digest of the plan that this rank has made of the step."""
+        self._step["plan"] = digest
+        self._head = ""
+
+    def at(self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None) -> None:
+        """A phase begins. micro_batch counts from 1. documents: sources of those it is about; None: as before."""
+        self.phase, self.micro_batch = phase, micro_batch
+        self.since = time.monotonic()
+        self.changes += 1
+        if self._timeout is not None:
+            first = self._first_step and self._step["step"] == self._first_step
+            slow = FIRST_STEP_PATIENCE if first else 1.0
+            self.limit = self._timeout * max(slow, PATIENCE.get(phase, 1.0))
+        if documents is not None:
+            shown = [source[-_LONGEST_SOURCE:] for source in documents[:_MOST_DOCUMENTS]]
+            self._about = f'"documents":{json.dumps(shown)},"count":{len(documents)}'
+        self._trail.append(f'[{self.since:.6f},{self._step["step"]},"{phase}",{micro_batch}]')
+        self._write()
+
+    def beat(self) -> None:
+        """The phase goes on: what it does takes long, and is not hung."""
+        self.since = time.monotonic()
+        if self.since - self._written > 1.0:
+            self._write()
+
+    def record(self) -> Record:
+        """As it is now."""
+        return Record(**json.loads(self._text()))
+
+    def silence(self) -> float | None:
+        """Seconds beyond the limit without any progress; None while all is well."""
+        over = -1.0 if self.limit is None else time.monotonic() - self.since - self.limit
+        return over if over > 0 else None
+
+    # ------------------------------------------------------------ the file
+
+    def open(self, path: Path) -> None:
+        """Keep the record in this file. Where it cannot be written there is none: a record never ends a run."""
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._path = path
+            self._write()
+
+    def close(self, keep: bool = False) -> None:
+        """Forget the file, and remove one of this rank's own in RUN unless it is to be kept."""
+        if self._file is not None:
+            os.close(self._file)
+        if self._own and not keep and self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+                self._path.parent.rmdir()  # by the last rank to leave
+        self._reset()
+
+    def _text(self) -> str:
+        if not self._head:
+            self._head = json.dumps({**self._fixed, **self._step})[:-1]
+        limit = "null" if self.limit is None else f"{self.limit:.3f}"
+        return (
+            f'{self._head},{self._about},"phase":"{self.phase}","micro_batch":{self.micro_batch},"since":{self.since:.6f},'
+            f'"limit":{limit},"changes":{self.changes},"trail":[{",".join(self._trail)}]}}'
+        )
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        self._written = time.monotonic()
+        text = self._text().encode()
+        line = b"%08x %s" % (zlib.crc32(text), text)
+        if len(line) < _LINE:
+            self._turn = not self._turn
+            with suppress(OSError):  # a full disk ends the run where something is lost by it, not here
+                os.pwrite(self._file, line.ljust(_LINE - 1) + b"\n", _LINE * self._turn)
+
+
+def file_name(rank: int) -> str:
+    """rank-00000.json"""
+    return f"rank-{rank:05d}.json"
+
+
+def read(path: Path) -> Record | None:
+    """The newest whole record of a file, as a rank keeps it or as `keep` wrote it; None where there is none."""
+    found = []
+    with suppress(OSError, ValueError):
+        content = path.read_bytes()
+        if content.startswith(b"{"):
+            return Record(**json.loads(content)["record"])
+        for start in (0, _LINE):
+            check, _, text = content[start : start + _LINE].rstrip(b" \n\0").partition(b" ")
+            if text and check == b"%08x" % zlib.crc32(text):
+                found.append(Record(**json.loads(text)))
+    return max(found, key=lambda record: (record.changes, record.since), default=None)
+
+
+def read_all(folder: Path) -> dict[int, Record]:
+    """rank -> record, of every file in a folder."""
+    records = (read(path) for path in sorted(folder.glob("rank-*.json")))
+    return {record.rank: record for record in records if record is not None}
+
+
+def keep(record: Record, more: Mapping[str, Any]) -> None:
+    """Write a rank's record and what else is known of its end into RUN/flight, for people to read."""
+    if not record.run:
+        return
+    with suppress(OSError):
+        path = Path(record.run) / FOLDER / file_name(record.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps({"record": asdict(record), **more}, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def furthest_behind(records: Mapping[int, Record]) -> list[int]:
+    """The ranks that have come least far; empty where all are equally far."""
+    progress = {rank: (record.step, record.changes) for rank, record in records.items()}
+    behind = [rank for rank, reached in progress.items() if reached == min(progress.values())]
+    return behind if len(behind) < len(records) else []
+
+
+# The one of this process. What it is doing is a fact of the process, as its pid is.
+own = Flight()
+at, beat, step, planned, in_run, begin = own.at, own.beat, own.step, own.planned, own.in_run, own.begin
