@@ -452,7 +452,7 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "step.tokens=4096", "train.steps=7"],
         ["schedule.name=wsd", "schedule.warmup_steps=3", "fsdp.reshard_after_forward=2", "run.dir=1e-5"],
         ["fsdp.wrap=[layers, LlamaMLP]"],
-        ["fsdp.prefetch=2"],
+        ["fsdp.prefetch=2", "fsdp.cast_forward_inputs=['*.mlp']"],
         ["fsdp.prefetch=[2, 3]"],
         ["fsdp.overrides={'*.mlp': replicate, model.embed_tokens: 2, lm_head: full}"],
         ["model.freeze=[lm_head, '*.mlp']"],

@@ -75,6 +75,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how many units are gathered ahead",
         "test_knobs_prefetch.py::test_units_are_gathered_ahead",
     ),
+    "fsdp.cast_forward_inputs": (
+        "dtype of the inputs of chosen modules",
+        "test_knobs_inputs.py::test_inputs_of_the_named_modules_are_cast",
+    ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),

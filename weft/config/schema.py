@@ -105,6 +105,11 @@ class FsdpConfig:
         "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
         None,
     )
+    cast_forward_inputs: tuple[str, ...] = key(
+        "The outermost modules that these patterns name get their floating-point inputs in the compute dtype, as in "
+        "['backbone.layers.*']. Others get what the model gives them: rotary tables and routers stay in fp32.",
+        (),
+    )
     reduce: Literal["every", "scatter", "last"] = key(
         "When gradients are reduced within a step: `every` micro-batch over all data ranks; `scatter` over dp_shard "
         "each micro-batch and over dp_replicate at the last; `last`: only at the last (more memory, less traffic).",

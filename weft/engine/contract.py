@@ -6,11 +6,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.parallel.fsdp import casts_inputs, observed_dtypes
 
 
 def check_contract(engine: Engine) -> None:
-    """Raise if the masters or the optimizer's state have another dtype than the table at start said."""
+    """Raise if masters, optimizer state, buffers, compute or reduction have another dtype than the table at start said.
+
+    UserError where fsdp.cast_forward_inputs names a module that had nothing to cast.
+    """
     master = engine.precision.master
     assert engine.optimizer is not None
     for name, parameter in engine.module.named_parameters():
@@ -30,6 +34,12 @@ def check_contract(engine: Engine) -> None:
             raise RuntimeError(f"dtype contract broken: buffer {name} is {buffer.dtype}, and was built as {built}")
     if casts_inputs(engine.module):
         raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, rotary tables among them")
+    for name, dtypes in engine.input_casts.seen.items():
+        if not dtypes:
+            raise UserError(
+                f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it takes none, or is not "
+                "called as a module), so nothing was cast: leave it out."
+            )
     promised = (engine.precision.compute, engine.precision.reduce)
     for found in observed_dtypes(engine.module):
         if found != promised:

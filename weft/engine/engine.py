@@ -40,6 +40,7 @@ from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
+from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, parallelize
 from weft.parallel.units import Unit
@@ -104,6 +105,7 @@ class Engine:
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
+        self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
         self.loaded = self._load_weights(progress)
         self.optimizer = None
         if config.purpose == "train" and weights:
