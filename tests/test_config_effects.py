@@ -75,6 +75,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how many units are gathered ahead",
         "test_knobs_prefetch.py::test_units_are_gathered_ahead",
     ),
+    "fsdp.cpu_offload": (
+        "where parameters, gradients and optimizer state are kept; on a CPU, FSDP2's policy",
+        "test_knobs_offload.py::test_every_unit_has_the_policy",
+    ),
     "fsdp.cast_forward_inputs": (
         "dtype of the inputs of chosen modules",
         "test_knobs_inputs.py::test_inputs_of_the_named_modules_are_cast",

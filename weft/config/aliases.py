@@ -13,7 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "fsdp.cpu_offload",
     "data.columns",
     "data.split",
     "data.chat_template",
@@ -84,7 +83,7 @@ _PP = "weft calls it `mesh.pp`, which is not in this version yet: leave it out."
 _RANKS = "the number of ranks is --nproc on the command line, or torchrun's: leave it out."
 _WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of layers, head, embedding and class names."
 _PREFETCH = "say `fsdp.prefetch`: how many units ahead, in forward and backward; null leaves it to FSDP2."
-_OFFLOAD = "`fsdp.cpu_offload` is not in this version yet: leave it out."
+_OFFLOAD = "say `fsdp.cpu_offload` (parameters, gradients and optimizer together)."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
 _LORA = "`lora` is not in this version yet: all weights are trained. Leave it out."
 _RL = "`rl` is not in this version yet: leave it out."

@@ -105,6 +105,11 @@ class FsdpConfig:
         "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
         None,
     )
+    cpu_offload: bool = key(
+        "Keep parameters, gradients and optimizer state in the host's memory, step there, and copy each unit to the "
+        "accelerator when it runs: fits larger models, slowly.",
+        False,
+    )
     cast_forward_inputs: tuple[str, ...] = key(
         "The outermost modules that these patterns name get their floating-point inputs in the compute dtype, as in "
         "['backbone.layers.*']. Others get what the model gives them: rotary tables and routers stay in fp32.",

@@ -20,6 +20,8 @@ def check_contract(engine: Engine) -> None:
     for name, parameter in engine.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != master:
             raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
+        if parameter.device.type != engine.storage.type:
+            raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
         if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
             raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
         for key, value in engine.optimizer.state.get(parameter, {}).items():

@@ -42,7 +42,7 @@ from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, materialize, parallelize
+from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
 
 
@@ -84,6 +84,7 @@ class Engine:
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
+        self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
         self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
         self.precision = Precision.of(config.fsdp, ranks.device)
@@ -122,10 +123,11 @@ class Engine:
         plan = self.built.load
         if plan is None:
             return None
-        materialize(self.module, self.device)
+        materialize(self.module, self.storage)
         report = load_weights(self.module, plan, progress)
         plan.source.close()
         hf.rebuild_buffers(self.module.hf_model)
+        move_buffers(self.module, self.device)
         return report
 
     # ------------------------------------------------------------ plan

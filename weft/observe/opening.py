@@ -84,12 +84,14 @@ def _loaded(report: LoadReport) -> str:
 def fsdp_line(engine: Engine) -> str:
     """What FSDP2 was told beyond units, mesh and dtypes."""
     config = engine.config.fsdp
+    offload = ["parameters, gradients and optimizer state on the host"] if config.cpu_offload else []
     ahead = "FSDP2's own" if config.prefetch is None else f"{config.prefetch} units ahead"
     return ", ".join(
         [
             f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
             f"gradients reduced: {config.reduce}",
             f"prefetch {ahead}",
+            *offload,
         ]
     )
 
