@@ -32,6 +32,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "full: layers run again in backward, with equal gradients",
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
+    "model.compile": (
+        "layers run as compiled graphs",
+        "test_knobs_compile.py::test_parity_with_compiled_layers",
+    ),
     "model.freeze": (
         "which parameters have no gradient and no optimizer state",
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",

@@ -48,6 +48,7 @@ _DTYPE = (
 )
 _LOSS_SCALE = "say `fsdp.loss_scale` and `fsdp.loss_scale_interval`, with `fsdp.param_dtype` fp16."
 _RECOMPUTE = "say `model.recompute`: none or full."
+_COMPILE = "say `model.compile`: each decoder layer is compiled."
 _FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
 _DATA = "say `data.path`, a local JSONL file."
@@ -152,6 +153,8 @@ ALIASES: dict[str, str] = {
     "use_liger_kernel": _CHUNKED,
     "use_fused_kernels": _CHUNKED,
     "log_probs_chunk_size": _CHUNKED,
+    "torch_compile": _COMPILE,
+    "use_torch_compile": _COMPILE,
     "freeze_modules": _FREEZE,
     "frozen_modules": _FREEZE,
     "freeze_params": _FREEZE,

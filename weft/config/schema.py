@@ -44,6 +44,11 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    compile: bool = key(
+        "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
+        "steps are slow, others faster on accelerators.",
+        False,
+    )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
         "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
