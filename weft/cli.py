@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = job.again
     if job.restarts and again is not None:
         command = [*weft, *job.words]
-        return run_with_restarts(command, lambda *of: [*weft, *again(*of)], job.world, job.restarts, debug)
+        return run_with_restarts(command, lambda run: [*weft, *again(run)], job.world, job.restarts, debug)
     return run(job.body, [*weft, *job.words], job.world, debug)
 
 
@@ -130,7 +130,7 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(arguments), lambda run, saved: _again(arguments, words, run, saved))
+    return Job(body, world, words, _restarts(arguments), lambda run: _again(arguments, words, run))
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
@@ -140,10 +140,10 @@ def _restarts(arguments: argparse.Namespace) -> int:
     return 0 if joined() else int(arguments.restarts)
 
 
-def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path, saved: bool) -> list[str]:
-    """The words of an attempt that goes on from the last checkpoint in RUN, or starts afresh in the same folder."""
-    if not saved:
-        return [*words, f"run.dir={run}"]
+def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
+    """The words of an attempt that goes on with RUN, whose config.yaml holds the config files and overrides."""
+    if arguments.resume is not None:
+        return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
     return ["sft", "--resume", str(run), *options, *(["--debug"] if arguments.debug else [])]
 

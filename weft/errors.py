@@ -18,5 +18,9 @@ class UserError(ValueError):
     """
 
 
+class StorageError(UserError):
+    """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
+
+
 class RanksDisagreeError(RuntimeError):
     """Ranks that should be alike are not: other config, data, code or plan. Every rank raises the same message."""

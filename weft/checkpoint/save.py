@@ -50,13 +50,14 @@ from weft.checkpoint.state import (
 from weft.cluster.agree import largest
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import StorageError, UserError
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # how long a rank that fails elsewhere lets a checkpoint that is being written come to its end
-_MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
+_MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE,
+             errno.EFBIG}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Saver:
         text, mendable = next(error for error in errors if error is not None)
         if self.engine.ranks.is_first:
             shutil.rmtree(self._partial(self.last), ignore_errors=True)
-        raise UserError(text) if mendable else RuntimeError(text)
+        raise StorageError(text) if mendable else RuntimeError(text)
 
     def _describe(self, error: Exception) -> str:
         where = self._partial(self.last)

@@ -169,7 +169,7 @@ def _report(report: RankReport, debug: bool) -> int:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
             print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
-        if report.kind in ("user", "disagree", "hang"):
+        if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
     if report.kind != "user":

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import ModelConfig
 from weft.engine.row import Layout
+from weft.errors import UserError
 from weft.models import hf
 from weft.models.cost import flop_facts
 from weft.models.layout import Piece, layout_of
@@ -85,3 +86,21 @@ def build_model(
     return BuiltModel(
         config.path, module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load
     )
+
+
+def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:
+    """Factor of the experts' auxiliary loss, 0 for none. UserError where the family has no such loss."""
+    if config.router_aux_loss == "none":
+        return 0.0
+    text = hf_config.get_text_config()
+    if not hf.has_auxiliary_loss(module.hf_model):
+        raise UserError(
+            f"model.router_aux_loss={config.router_aux_loss}: {text.model_type} has no auxiliary loss in transformers. "
+            "Set model.router_aux_loss=none."
+        )
+    coefficient = config.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", None)
+    if not coefficient:
+        raise UserError("model.router_aux_loss_coef: the model's config names none: set it, for example to 0.001.")
+    return float(coefficient)
