@@ -68,19 +68,9 @@ def weft_step(path: str, tokens: int, mode: str, device: str) -> tuple[Callable[
     from weft.engine.document import Document
     from weft.engine.engine import Engine, EngineConfig
     from weft.objectives.cross_entropy import CrossEntropy
-    from weft.parallel import parallelize
 
-    if "compile" in mode:  # before sharding, so that FSDP's hooks stay outside the compiled graphs
-        plain = parallelize.find_units
-
-        def compiled(module: Any) -> Any:
-            for _, layer in module.layers:
-                layer.compile()
-            return plain(module)
-
-        parallelize.find_units = compiled
     recompute = "full" if "recompute" in mode else "none"
-    model = ModelConfig(path=path, init="random", recompute=recompute)  # type: ignore[arg-type]
+    model = ModelConfig(path=path, init="random", recompute=recompute, compile="compile" in mode)  # type: ignore[arg-type]
     ranks = join(device)  # type: ignore[arg-type]
     engine = Engine(EngineConfig(model=model, step=StepConfig(max_tokens_per_device=tokens)), ranks)
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.cases import open_engine, saved_model
@@ -280,6 +281,38 @@ def test_trainer_state_none_and_another_dtype(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     with pytest.raises(AssertionError, match=r"weights only, no trainer state[\s\S]*go on from weights alone"):
         process(tmp_path / "run", "2", resume=True, sections=sections)
+
+
+def saves_a_family(folder: str) -> None:
+    saver = opened(folder, dtype="fp32")
+    with saver:
+        saver.save(1, {})
+        saver.finish()
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_export_writes_the_masters_in_another_dtype(family: str, tmp_path: Path) -> None:
+    """From the files of two ranks, in one process; the checkpoint's own weights are the masters as they are."""
+    run(2, _called, saves_a_family, saved_model(family), str(tmp_path))
+    own = load_file(tmp_path / "checkpoints" / "latest" / "model.safetensors")
+    assert cli.main(["export", str(tmp_path), "--dtype", "fp32", "--output", str(tmp_path / "exact")]) == 0
+    assert equal(load_file(tmp_path / "exact" / "model.safetensors"), own)
+    assert cli.main(["export", str(tmp_path / "checkpoints" / "latest")]) == 0
+    rounded = load_file(tmp_path / "checkpoints" / "step-000001-bf16" / "model.safetensors")
+    buffers = {name for name in own if name.endswith("e_score_correction_bias")}  # never cast
+    assert equal(rounded, {name: t if name in buffers else t.bfloat16() for name, t in own.items()})
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step-000001-bf16")
+
+
+def test_export_says_what_it_cannot(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(tmp_path)]) == 2
+    assert "is neither a run folder that holds checkpoints nor one of them" in capsys.readouterr().err
+    assert cli.main(["export", str(written), "--output", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    run_folder = shutil.copytree(written, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run_folder / "checkpoints" / "step-000004" / "trainer_state")
+    assert cli.main(["export", str(run_folder)]) == 2
+    assert "holds no masters to export" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- damage

@@ -32,6 +32,18 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "full: layers run again in backward, with equal gradients",
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
+    "model.router_aux_loss": (
+        "document: the experts' auxiliary loss is part of the gradient",
+        "test_balance.py::test_parity_with_transformers_own_loss_of_each_document",
+    ),
+    "model.router_aux_loss_coef": (
+        "factor of that loss",
+        "test_balance.py::test_the_coefficient_is_the_configs_unless_it_is_set",
+    ),
+    "model.compile": (
+        "layers run as compiled graphs",
+        "test_knobs_compile.py::test_parity_with_compiled_layers",
+    ),
     "model.freeze": (
         "which parameters have no gradient and no optimizer state",
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
@@ -52,6 +64,11 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_engine.py::test_uneven_shards_add_up",
     ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
+    "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
+    "fsdp.loss_scale_interval": (
+        "when the loss scale is doubled",
+        "test_knobs_fp16.py::test_the_scale_grows_after_good_steps",
+    ),
     "fsdp.reduce_dtype": ("dtype of the gradient reduction", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.master_dtype": (
         "dtype of the stepped weights and optimizer state",
@@ -69,6 +86,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "fsdp.prefetch": (
         "how many units are gathered ahead",
         "test_knobs_prefetch.py::test_units_are_gathered_ahead",
+    ),
+    "fsdp.cpu_offload": (
+        "where parameters, gradients and optimizer state are kept; on a CPU, FSDP2's policy",
+        "test_knobs_offload.py::test_every_unit_has_the_policy",
+    ),
+    "fsdp.cast_forward_inputs": (
+        "dtype of the inputs of chosen modules",
+        "test_knobs_inputs.py::test_inputs_of_the_named_modules_are_cast",
     ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),

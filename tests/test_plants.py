@@ -25,7 +25,7 @@ from weft.data.documents import DataReport
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
 from weft.verification import reference
@@ -52,9 +52,12 @@ class Case:
     sections: tuple[tuple[str, str, Any], ...] = ()
 
 
+BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
 CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
+    "balance-detached": BALANCED,
+    "balance-over-the-row": BALANCED,
     "state-mixer-packed": Case("lfm2"),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("lfm2"),
@@ -117,7 +120,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
-        with suppress(FloatingPointError):
+        with suppress(FloatingPointError, RanksDisagreeError):
             sft.train(config, engine, documents, report, Path(folder), Phases())
 
 

@@ -90,11 +90,11 @@ def resumed_run_is_the_unbroken_one(plant: str | None) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         saving = plant == "first-shards-only"
-        process(folder, "2", steps=5, plant=plant if saving else None)
         try:
+            process(folder, "2", steps=5, plant=plant if saving else None)
             process(folder, "2", resume=True, plant=None if saving else plant)
         except AssertionError as error:  # a rank that raised
-            if "cannot be resumed from" not in str(error):
+            if not any(words in str(error) for words in ("cannot be resumed from", "bytes of weights written")):
                 raise
             return False
         return same_run(unbroken(), folder) == []

@@ -19,7 +19,7 @@ from typing import NoReturn
 from weft import __version__
 from weft.cluster.launch import SUCCESS, USER_ERROR, Body, guarded, joined, run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import SftOptions, VerifyOptions
+from weft.cluster.options import ExportOptions, SftOptions, VerifyOptions
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
@@ -171,6 +171,19 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, world, words)
 
 
+def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    if joined():
+        raise UserError("weft export is one process: start it without torchrun.")
+    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output)
+
+    def body() -> None:
+        from weft.recipes import export
+
+        print(f"exported {export.run(options)}")
+
+    return Job(body, 1, words)
+
+
 def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
@@ -277,8 +290,20 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _export_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
 

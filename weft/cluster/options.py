@@ -34,3 +34,12 @@ class VerifyOptions:
     layers: int | None = None
     plant: str | None = None
     debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint."""
+
+    path: str
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
+    output: str | None = None

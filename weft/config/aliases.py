@@ -13,7 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "fsdp.cpu_offload",
     "data.columns",
     "data.split",
     "data.chat_template",
@@ -24,7 +23,7 @@ NOT_YET = (
     "lora",
 )
 # Values of keys that exist.
-NOT_YET_VALUES = {("fsdp.param_dtype", "fp16"), ("model.recompute", "selective"), ("optimizer.name", "muon")}
+NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 _BATCH = (
     "a step is a set of documents, whatever the number of devices. Say `step.documents` = per-device batch x "
@@ -46,7 +45,9 @@ _DTYPE = (
     "say `fsdp.param_dtype` (compute), `fsdp.reduce_dtype` and `fsdp.master_dtype`; the default computes in bf16 on "
     "accelerators and keeps fp32 masters."
 )
+_LOSS_SCALE = "say `fsdp.loss_scale` and `fsdp.loss_scale_interval`, with `fsdp.param_dtype` fp16."
 _RECOMPUTE = "say `model.recompute`: none or full."
+_COMPILE = "say `model.compile`: each decoder layer is compiled."
 _FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
 _DATA = "say `data.path`, a local JSONL file."
@@ -89,7 +90,7 @@ _PP = "weft calls it `mesh.pp`, which is not in this version yet: leave it out."
 _RANKS = "the number of ranks is --nproc on the command line, or torchrun's: leave it out."
 _WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of layers, head, embedding and class names."
 _PREFETCH = "say `fsdp.prefetch`: how many units ahead, in forward and backward; null leaves it to FSDP2."
-_OFFLOAD = "`fsdp.cpu_offload` is not in this version yet: leave it out."
+_OFFLOAD = "say `fsdp.cpu_offload` (parameters, gradients and optimizer together)."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
 _LORA = "`lora` is not in this version yet: all weights are trained. Leave it out."
 _RL = "`rl` is not in this version yet: leave it out."
@@ -140,6 +141,9 @@ ALIASES: dict[str, str] = {
     "bf16": _DTYPE,
     "fp16": _DTYPE,
     "mixed_precision": _DTYPE,
+    "initial_loss_scale": _LOSS_SCALE,
+    "initial_scale_power": _LOSS_SCALE,
+    "loss_scale_window": _LOSS_SCALE,
     "model_dtype": _DTYPE,
     "mixed_precision_param": _DTYPE,
     "mixed_precision_reduce": _DTYPE,
@@ -155,6 +159,8 @@ ALIASES: dict[str, str] = {
     "use_liger_kernel": _CHUNKED,
     "use_fused_kernels": _CHUNKED,
     "log_probs_chunk_size": _CHUNKED,
+    "torch_compile": _COMPILE,
+    "use_torch_compile": _COMPILE,
     "freeze_modules": _FREEZE,
     "frozen_modules": _FREEZE,
     "freeze_params": _FREEZE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Inert:
 
 
 INERT = (
+    Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
@@ -34,6 +36,10 @@ INERT = (
         "optimizer.state_dtype",
         lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0,
         "SGD without momentum has no state",
+    ),
+    Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
+    Inert(
+        "fsdp.loss_scale_interval", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"
     ),
     Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
@@ -56,7 +62,10 @@ _AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as
 RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": _AXIS,
     "mesh.dp_shard": _AXIS,
+    "model.router_aux_loss_coef": _POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
+    "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
+    "fsdp.loss_scale_interval": _AT_LEAST_1,
     "fsdp.overrides": (
         lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
         "of full, replicate, or groups of 2 or more",

@@ -44,6 +44,19 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    router_aux_loss: Literal["none", "document"] = key(
+        "Load balancing of a mixture of experts: `document` adds transformers' own auxiliary loss, computed for each "
+        "document and weighted by its tokens, so that no cut of the step can change it; `none` leaves it out.",
+        "none",
+    )
+    router_aux_loss_coef: float | None = key(
+        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None
+    )
+    compile: bool = key(
+        "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
+        "steps are slow, others faster on accelerators.",
+        False,
+    )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
         "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
@@ -69,9 +82,13 @@ class MeshConfig:
 class FsdpConfig:
     """Precision and communication of the sharded model."""
 
-    param_dtype: Literal["auto", "bf16", "fp32"] = key(
-        "Dtype of compute and of gathered parameters. `auto`: bf16 on accelerators, fp32 on CPU.", "auto"
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Dtype of compute and of gathered parameters. `auto`: bf16 on accelerators, fp32 on CPU. `fp16` comes with "
+        "dynamic loss scaling.",
+        "auto",
     )
+    loss_scale: float = key("fp16: the first factor on the loss; halved when a gradient overflows.", 65536.0)
+    loss_scale_interval: int = key("fp16: the factor is doubled after so many steps without overflow.", 2000)
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
         "Dtype of the weights that the optimizer steps, of their gradients, and of its state unless "
@@ -100,6 +117,16 @@ class FsdpConfig:
         "Units that are gathered ahead of the one that runs: a number for forward and backward, or [forward, "
         "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
         None,
+    )
+    cpu_offload: bool = key(
+        "Keep parameters, gradients and optimizer state in the host's memory, step there, and copy each unit to the "
+        "accelerator when it runs: fits larger models, slowly.",
+        False,
+    )
+    cast_forward_inputs: tuple[str, ...] = key(
+        "The outermost modules that these patterns name get their floating-point inputs in the compute dtype, as in "
+        "['backbone.layers.*']. Others get what the model gives them: rotary tables and routers stay in fp32.",
+        (),
     )
     reduce: Literal["every", "scatter", "last"] = key(
         "When gradients are reduced within a step: `every` micro-batch over all data ranks; `scatter` over dp_shard "

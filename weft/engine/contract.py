@@ -6,16 +6,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.parallel.fsdp import casts_inputs, observed_dtypes
 
 
 def check_contract(engine: Engine) -> None:
-    """Raise if the masters or the optimizer's state have another dtype than the table at start said."""
+    """Raise if masters, optimizer state, buffers, compute or reduction have another dtype than the table at start said.
+
+    UserError where fsdp.cast_forward_inputs names a module that had nothing to cast.
+    """
     master = engine.precision.master
     assert engine.optimizer is not None
     for name, parameter in engine.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != master:
             raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
+        if parameter.device.type != engine.storage.type:
+            raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
         if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
             raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
         for key, value in engine.optimizer.state.get(parameter, {}).items():
@@ -30,6 +36,12 @@ def check_contract(engine: Engine) -> None:
             raise RuntimeError(f"dtype contract broken: buffer {name} is {buffer.dtype}, and was built as {built}")
     if casts_inputs(engine.module):
         raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, rotary tables among them")
+    for name, dtypes in engine.input_casts.seen.items():
+        if not dtypes:
+            raise UserError(
+                f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it takes none, or is not "
+                "called as a module), so nothing was cast: leave it out."
+            )
     promised = (engine.precision.compute, engine.precision.reduce)
     for found in observed_dtypes(engine.module):
         if found != promised:

@@ -18,32 +18,45 @@ from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
-from weft.engine.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate, state_dtype
+from weft.engine.loss_scale import LossScale
+from weft.engine.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    global_norm,
+    set_learning_rate,
+    state_dtype,
+    unscale_gradients,
+)
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.build import BuiltModel, build_model
+from weft.models.build import BuiltModel, balance_coefficient, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.train_module import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
+from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, materialize, parallelize
+from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: global, before clipping. skipped: the step was not finite, and nothing was updated."""
+    """grad_norm: global, before clipping. skipped: the step was not finite, and nothing was updated. loss_scale: this
+    step's, with fp16. overflow: it was skipped because that was too large, which is no error."""
 
     grad_norm: float
     skipped: bool
     reason: str = ""
+    loss_scale: float | None = None
+    overflow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +92,7 @@ class Engine:
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
+        self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
         self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
         self.precision = Precision.of(config.fsdp, ranks.device)
@@ -94,12 +108,14 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
             freeze(self.module, config.model.freeze)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
+        self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
         self.loaded = self._load_weights(progress, fill)
         self.optimizer = None
         if config.purpose == "train" and weights:
@@ -107,16 +123,20 @@ class Engine:
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
+        self.loss_scale: LossScale | None = None
+        if config.purpose == "train" and self.precision.compute == torch.float16:
+            self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
 
     def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
         """Fill the shards from the source's files; None where none are read."""
         plan = self.built.load
         if plan is None:
             return None
-        materialize(self.module, self.device)
+        materialize(self.module, self.storage)
         report = load_weights(self.module, plan, progress) if fill else None
         plan.source.close()
         hf.rebuild_buffers(self.module.hf_model)
+        move_buffers(self.module, self.device)
         return report
 
     # ------------------------------------------------------------ plan
@@ -170,6 +190,7 @@ class Engine:
         """
         assert self.optimizer is not None, "this engine was opened for inference"
         normaliser = objective.normaliser(plan)
+        balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
         rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
@@ -179,8 +200,12 @@ class Engine:
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
-                (terms.loss_sum / normaliser).backward()
-            losses.append(terms.loss_sum.detach())
+                loss = terms.loss_sum / normaliser
+                if terms.balance_sum is not None:
+                    loss = loss + terms.balance_sum * balance_factor
+                    sums.add("aux_loss", terms.balance_sum, row.real_tokens)
+                (loss * self._scale).backward()
+            losses.append(loss.detach())
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)
@@ -222,12 +247,19 @@ class Engine:
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N))
-        return objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        balance = (row.owner_M, len(row.documents), self.built.flops.experts_per_token) if self.balance else None
+        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
+        balance_sum = readouts.pop("balance", None)
+        terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        return replace(terms, balance_sum=balance_sum)
 
-    def _read(self, row: Row, what: frozenset[str], upstream: Tensor | None = None) -> dict[str, Tensor]:
+    def _read(
+        self, row: Row, what: frozenset[str], upstream: Tensor | None = None, balance: Balance | None = None
+    ) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
-        return self.module(row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream)
+        return self.module(
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
+        )
 
     # ------------------------------------------------------------ readouts
 
@@ -261,13 +293,26 @@ class Engine:
         """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
         flight.at("optimizer")
-        norm = clip_gradients(self.module.named_parameters(), self.config.optimizer.max_grad_norm)
-        reason = self._nonfinite or ("" if math.isfinite(norm) else self._name_bad_gradients())
+        scale = self._scale
+        named = list(self.module.named_parameters())
+        unscale_gradients(named, scale)
+        norm = clip_gradients(named, self.config.optimizer.max_grad_norm)
+        overflow, reason = False, self._nonfinite or ""
+        if not reason and not math.isfinite(norm):
+            overflow = self.loss_scale is not None and self.loss_scale.overflow()
+            reason = f"fp16 overflow at loss scale {scale:g}" if overflow else self._name_bad_gradients()
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if self.loss_scale is not None:
+                self.loss_scale.succeed()
         self.drop_gradients()
-        return StepResult(norm, skipped=bool(reason), reason=reason)
+        return StepResult(norm, bool(reason), reason, None if self.loss_scale is None else scale, overflow)
+
+    @property
+    def _scale(self) -> float:
+        """What the gradients of this step are multiplied by until apply()."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _name_bad_gradients(self) -> str:
         """Which parameters' gradients are not finite although every loss is; the same text on every rank."""
@@ -287,7 +332,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
-        return global_norm(self.module.parameters())
+        return global_norm(self.module.parameters()) / self._scale
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated."""
@@ -298,7 +343,7 @@ class Engine:
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter, None where nothing used it."""
         for name, parameter in self.module.named_parameters():
-            yield name, None if parameter.grad is None else whole(parameter.grad)
+            yield name, None if parameter.grad is None else whole(parameter.grad) / self._scale
 
 
 def _set_deterministic(wanted: bool) -> None:

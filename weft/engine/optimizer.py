@@ -111,6 +111,14 @@ def _kinds(names: Iterable[str]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
+def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
+    """Divides the gradients by the factor that the loss was multiplied with."""
+    gradients = [_local(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
+    if scale != 1.0 and gradients:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+
+
+@torch.no_grad()
 def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) -> float:
     """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 

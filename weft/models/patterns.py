@@ -6,10 +6,27 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they run nothing themselves
+
 
 def names_it(pattern: str, name: str) -> bool:
     """Whether `pattern` names this parameter or module, or one that holds it; `*` is any text, dots included."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def outermost(root: nn.Module, pattern: str) -> list[str]:
+    """The outermost modules that the pattern names, by glob; of a list that it names, the members."""
+    found: list[str] = []
+    for name, child in root.named_modules():
+        if not name or isinstance(child, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        parent = name.rpartition(".")[0]
+        listed = isinstance(root.get_submodule(parent), CONTAINERS) and fnmatchcase(parent, pattern)
+        if listed or fnmatchcase(name, pattern):
+            found.append(name)
+    return found
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:

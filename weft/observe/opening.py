@@ -84,7 +84,8 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
         "eager forward, documents do not see each other"
     )
     if built.flops.expert:
-        say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+        loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
+        say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
     say(f"fsdp     {fsdp_line(engine)}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
@@ -104,12 +105,14 @@ def _loaded(report: LoadReport) -> str:
 def fsdp_line(engine: Engine) -> str:
     """What FSDP2 was told beyond units, mesh and dtypes."""
     config = engine.config.fsdp
+    offload = ["parameters, gradients and optimizer state on the host"] if config.cpu_offload else []
     ahead = "FSDP2's own" if config.prefetch is None else f"{config.prefetch} units ahead"
     return ", ".join(
         [
             f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
             f"gradients reduced: {config.reduce}",
             f"prefetch {ahead}",
+            *offload,
         ]
     )
 
@@ -146,10 +149,13 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     """The dtype contract."""
     precision = engine.precision
     buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
+    cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
+    inputs = [DtypeRow("inputs", _name(precision.compute), f"cast for {cast}")] if cast else []
     export = sorted({_name(d) for d in engine.built.source_dtypes.values()}) or [_name(precision.master)]
     return [
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
+        *inputs,
         DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
         DtypeRow("optimizer", _name(engine.state_dtype), "state"),
         DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),

@@ -254,3 +254,12 @@ def register() -> None:
 
     for preference in ("auto", *KERNELS):
         hf.register_attention(f"weft_{preference}", partial(attend, preference))
+
+
+def stay_out_of_graphs() -> None:
+    """Keep torch.compile from tracing attention, whose documents have other lengths in every row; kernels that are
+    compiled themselves (flex) remain so."""
+    from weft.models import hf
+
+    for preference in ("auto", *KERNELS):
+        hf.register_attention(f"weft_{preference}", torch.compiler.disable(partial(attend, preference)))

@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Unit, nested
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
@@ -27,6 +27,9 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
+    offload = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.dp.device_type != "cpu")  # pinning needs an accelerator
     meshes: dict[int, DeviceMesh] = {}
     for unit in units:
         size = mesh.dp_shard if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
@@ -34,8 +37,8 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
             meshes[size] = mesh.sharded_over(size)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         reshard = False if unit.keep else _reshard(config.reshard_after_forward, size)
-        fully_shard(target, mesh=meshes[size], mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh.dp, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(target, mesh=meshes[size], mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh.dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)

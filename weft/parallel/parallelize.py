@@ -10,6 +10,7 @@ from torch import nn
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.train_module import TrainModule
+from weft.ops import attention
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Unit, find_units
@@ -38,15 +39,21 @@ def parallelize(
     if model.recompute == "full":
         hf.enable_recompute(module.hf_model)
 
-    # 2. Storage: one dtype for the masters; buffers keep theirs, because tables and router biases must stay fp32.
+    # 2. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
+    if model.compile:
+        attention.stay_out_of_graphs()
+        for _, layer in module.layers:
+            layer.compile(dynamic=True)
+
+    # 3. Storage: one dtype for the masters; buffers keep theirs, because tables and router biases must stay fp32.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master)
 
-    # 3. Data axes: FSDP2 or HSDP over whatever the other axes have left.
+    # 4. Data axes: FSDP2 or HSDP over whatever the other axes have left.
     units = find_units(module, fsdp.wrap, fsdp.overrides)
     shard(module, units, mesh, fsdp, precision.compute)
 
-    # 4. Buffers are not FSDP's: move them to where the compute is.
+    # 5. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
     return units
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
 from weft.errors import UserError
-from weft.models.patterns import nearest
+from weft.models.patterns import CONTAINERS, nearest, outermost
 from weft.models.train_module import TrainModule
 
 Strategy = Literal["full", "replicate"] | int
 
 AUTO = ("layers", "head")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -105,15 +103,8 @@ def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
 
 
 def _outermost(module: TrainModule, pattern: str) -> list[str]:
-    """The outermost modules with parameters that the pattern names; for a list, its members."""
-    found: list[str] = []
-    for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not name or inside or isinstance(child, _CONTAINERS) or not any(True for _ in child.parameters()):
-            continue
-        listed = isinstance(module.get_submodule(_parent(name)), _CONTAINERS) and fnmatchcase(_parent(name), pattern)
-        if listed or fnmatchcase(name, pattern):
-            found.append(name)
+    """The outermost modules with parameters that the pattern names. UserError where there are none."""
+    found = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
     if not found:
         names = [name for name, _ in module.named_modules() if name]
         raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{nearest(pattern, names)}")
@@ -191,7 +182,7 @@ def _of_class(module: TrainModule, wanted: str) -> list[str]:
     holding = {
         name: type(child).__name__
         for name, child in module.named_modules()
-        if name and not isinstance(child, _CONTAINERS) and any(True for _ in child.parameters())
+        if name and not isinstance(child, CONTAINERS) and any(True for _ in child.parameters())
     }
     found = [name for name, kind in holding.items() if kind == wanted]
     if not found:
@@ -226,7 +217,7 @@ def _split_tie(module: nn.Module, names: Sequence[str], places: dict[int, list[s
 def _list_inside_a_layer(module: TrainModule, name: str) -> str | None:
     parent = _parent(name)
     while parent.startswith(f"{module.facts.layers}."):
-        if isinstance(module.get_submodule(parent), _CONTAINERS):
+        if isinstance(module.get_submodule(parent), CONTAINERS):
             return parent
         parent = _parent(parent)
     return None

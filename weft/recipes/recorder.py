@@ -62,6 +62,8 @@ class Recorder:
             "mfu": self.throughput.mfu(plan, seconds),
             "memory_gib": memory_gib,
         }
+        if result.loss_scale is not None:
+            line["loss_scale"] = result.loss_scale
         if result.skipped:
             line |= {"skipped": True, "reason": result.reason}
         else:
@@ -72,8 +74,10 @@ class Recorder:
         return line
 
     def stop_if_hopeless(self, result: StepResult, sources: list[str]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them."""
-        self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
+        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them. A step
+        that was skipped because its loss scale was too large is none of them."""
+        if not result.overflow:
+            self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
         if self.bad_in_a_row >= self.config.train.max_nonfinite:
             raise FloatingPointError(
                 f"{self.bad_in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {result.reason}. "

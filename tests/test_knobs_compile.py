@@ -1,0 +1,60 @@
+"""model.compile: layers run as graphs, attention over documents does not, and the numbers are those of a plain process.
+
+One case, because the first steps compile: 70 s where others use the machine too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+
+from tests.cases import describe, open_engine, saved_model
+from tests.pool import run
+from weft.ops import attention
+from weft.verification.documents import awkward_steps
+from weft.verification.harness import Verdict, verify
+
+
+def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
+    """Parity with recomputation, and what was traced."""
+    torch._dynamo.utils.counters.clear()
+    torch._inductor.config.compile_threads = 1  # no pool of compiler processes, which take longer to start than to run
+    engine = open_engine(path, "2", model={"compile": True, "recompute": "full"})
+    traced: list[bool] = []
+    kernel = attention.KERNELS["per_document"].run
+
+    def watched(call: attention.Call) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return kernel(call)
+
+    attention.KERNELS["per_document"] = attention.Kernel(watched, False, False, True)
+    try:
+        verdict = verify(engine, path, awkward_steps(128), [1e-3] * 3)
+    finally:
+        attention.KERNELS["per_document"] = attention.Kernel(kernel, False, False, True)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return verdict, {
+        "compiled": [layer._compiled_call_impl is not None for _, layer in engine.module.layers],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "breaks": list(breaks),
+        "traced": any(traced),
+        "calls": len(traced),
+    }
+
+
+@pytest.mark.slow
+def test_parity_with_compiled_layers() -> None:
+    ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), timeout=500.0)
+    verdict = ranks[0][0]
+    assert verdict.passed, describe(verdict)
+    for _, seen in ranks:
+        assert seen["compiled"] == [True]
+        # Before and after attention, with and without gradients, first in forward and again in recomputation; rows of
+        # another length add none.
+        assert 4 <= seen["graphs"] <= 16
+        assert seen["calls"] > 10 and not seen["traced"]
+        assert all("torch.compiler.disable" in reason for reason in seen["breaks"])

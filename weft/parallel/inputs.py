@@ -1,0 +1,49 @@
+"""Casting the floating-point inputs of chosen modules to the compute dtype (fsdp.cast_forward_inputs).
+
+FSDP2's own switch is for whole units and casts rotary tables with everything else, so it stays off; these are hooks of
+the modules that the user names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import UserError
+from weft.models.patterns import nearest, outermost
+
+
+class InputCasts:
+    """The hooks. seen: module -> dtypes that its floating-point inputs had when it ran, before the cast."""
+
+    def __init__(self, root: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
+        """Hook the outermost modules that the patterns name. UserError where one names nothing."""
+        self.dtype = dtype
+        self.seen: dict[str, set[torch.dtype]] = {}
+        for pattern in patterns:
+            found = outermost(root, pattern)
+            if not found:
+                names = [name for name, _ in root.named_modules() if name]
+                raise UserError(f"fsdp.cast_forward_inputs: {pattern!r} matches no module{nearest(pattern, names)}")
+            self.seen |= {name: set() for name in found}
+        for name in self.seen:
+            root.get_submodule(name).register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def _hook(self, name: str) -> Any:
+        def cast(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.seen[name].add(value.dtype)
+                return value.to(self.dtype)
+            if type(value) in (tuple, list):
+                return type(value)(cast(item) for item in value)
+            if type(value) is dict:
+                return {key: cast(item) for key, item in value.items()}
+            return value
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast(args), cast(kwargs)
+
+        return hook
