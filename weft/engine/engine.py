@@ -200,12 +200,12 @@ class Engine:
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
-                loss = terms.loss_sum / normaliser
+                loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
                 if terms.balance_sum is not None:
-                    loss = loss + terms.balance_sum * balance_factor
+                    loss, seen = loss + terms.balance_sum * balance_factor, seen + terms.balance_sum.detach()
                     sums.add("aux_loss", terms.balance_sum, row.real_tokens)
                 (loss * self._scale).backward()
-            losses.append(loss.detach())
+            losses.append(seen)
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)
