@@ -185,7 +185,7 @@ def saves_with_an_error(folder: str, number: int) -> tuple[str, str]:
 
 def test_a_full_disk_of_one_rank_ends_all_with_its_name_and_the_last_whole_checkpoint_stands(tmp_path: Path) -> None:
     found = on_ranks(2, saves_with_an_error, str(tmp_path), errno.ENOSPC)
-    assert found[0] == found[1] and found[0][0] == "UserError"
+    assert found[0] == found[1] and found[0][0] == "StorageError"
     text = found[0][1]
     assert text.startswith(f"rank 1 could not save step 2 to {tmp_path}/checkpoints/step-000002.partial: No space left")
     assert f"weft sft --resume {tmp_path}" in text

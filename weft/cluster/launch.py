@@ -155,7 +155,7 @@ def _settle_in(scratch: Path) -> None:
     """What a rank of weft's launcher does first, so that its end is noticed and explained."""
     _end_with_parent()
     write_stacks_to(scratch / STACKS / str(_rank()))
-    flight.own.open(scratch / flight.FOLDER / flight.file_name(_rank()))
+    flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
     flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
 
 
@@ -175,7 +175,7 @@ def _report(report: RankReport, debug: bool) -> int:
     if report.kind != "user":
         keep_own(report)
     print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
-    flight.own.close(keep=report.kind != "user")
+    flight.own.close()
     return report.status
 
 

@@ -49,13 +49,13 @@ def run(config: SftConfig, options: SftOptions) -> None:
             documents, report = read_data(config)
         require_agreement(identity(config, documents))
         with open_folder(config, ranks, resume=resume) as folder:
-            flight.in_run(folder)
-            flight.at("load")
             steps = len(deal(config, documents))
             start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
             if start.step == steps:
                 say_finished(folder, steps, ranks)
                 return
+            flight.in_run(folder)
+            flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
