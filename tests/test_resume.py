@@ -30,8 +30,18 @@ CASES: dict[str, tuple[str, Sections]] = {
         "2",
         {"checkpoint": {"async_": True}, "step": {"max_tokens_per_device": 48}},
     ),
-    "4 ranks, sync": ("4", {}),
-    "HSDP 2x2, async, bf16 masters": ("2x2", {"checkpoint": {"async_": True}, "fsdp": {"master_dtype": "bf16"}}),
+    "4 ranks, sync, one module in groups of 2, one frozen": (
+        "4",
+        {"fsdp": {"overrides": {"model.embed_tokens": 2}}, "model": {"freeze": ("model.layers.0.mlp",)}},
+    ),
+    "HSDP 2x2, async, bf16 state, a replicated module": (
+        "2x2",
+        {
+            "checkpoint": {"async_": True},
+            "fsdp": {"overrides": {"model.layers.1.mlp": "replicate"}},
+            "optimizer": {"state_dtype": "bf16", "betas": (0.9, 0.95)},
+        },
+    ),
 }
 
 

@@ -234,6 +234,8 @@ def load_state(engine: Engine, state: TrainerState) -> None:
     unlike += [name for name in parts.keys() & saved.keys() if list(parts[name].shape) != saved[name]["shape"]]
     if unlike:
         raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
+    if engine.loss_scale is not None and state.content["loss_scale"] is not None:
+        engine.loss_scale.load_state_dict(state.content["loss_scale"])
     filled = dict.fromkeys(parts, 0)
     for file in state.files:
         _fill(parts, filled, state.folder / file.name, file)

@@ -23,6 +23,7 @@ from weft.observe.tables import (
     DtypeRow,
     ParameterRow,
     UnitRow,
+    byte_count,
     dtype_table,
     mesh_table,
     optimizer_table,
@@ -33,6 +34,7 @@ from weft.observe.tables import (
 )
 from weft.ops.attention import kernel_for
 from weft.parallel.units import Unit, own_parameters
+from weft.planner.memory import hint
 
 
 def print_opening(
@@ -87,6 +89,10 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
         loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
         say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
     say(f"fsdp     {fsdp_line(engine)}")
+    say(f"memory   {engine.memory} of {byte_count(engine.room)}")
+    advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
+    if advice is not None:
+        say(f"hint     {advice}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
