@@ -120,7 +120,7 @@ class _Fork(subprocess.Popen[bytes]):
         self._child_created = True
         if self.pid == 0:
             os.setsid()
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             _command(list(args[args.index("weft") + 1 :]), environment)

@@ -108,13 +108,13 @@ def test_restarts_run_in_ranks_even_on_one(recorder: Recorder, monkeypatch: pyte
     asked: list[Any] = []
 
     def supervise(command: Sequence[str], again: Any, nproc: int, restarts: int, debug: bool) -> int:
-        asked.append((command[3:], again(Path("r"), True)[3:], again(Path("r"), False)[3:], nproc, restarts))
+        asked.append((command[3:], again(Path("r"))[3:], nproc, restarts))
         return 0
 
     monkeypatch.setattr(cli, "run_with_restarts", supervise)
     words = ["sft", "c.yaml", "optimizer.lr=1", "--restarts", "3", "--device", "cpu"]
     assert cli.main(words) == 0
-    assert asked == [(words, ["sft", "--resume", "r", "--device", "cpu"], [*words, "run.dir=r"], 1, 3)]
+    assert asked == [(words, ["sft", "--resume", "r", "--device", "cpu"], 1, 3)]
     assert recorder.calls == []
 
 

@@ -184,7 +184,7 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "`mesh.tp`, which is not in this version yet"),
         ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
-        ("checkpoint.every=100", "checkpoint is not in this version yet"),
+        ("eval.every=100", "eval is not in this version yet"),
         ("rollout.num_generations=8", "rollout is not in this version yet"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
@@ -219,7 +219,8 @@ def test_what_is_not_yet_built_is_not_in_the_schema() -> None:
     names = set(schema_keys(SftConfig))
     for planned in NOT_YET:
         assert not any(name == planned or name.startswith(planned + ".") for name in names)
-    assert not {key.leaf for key in schema_keys(SftConfig).values()} & set(ALIASES)
+    # A dtype without its section is that of the model elsewhere.
+    assert {key.leaf for key in schema_keys(SftConfig).values()} & set(ALIASES) == {"dtype"}
 
 
 # ---------------------------------------------------------------- keys that do not go together
@@ -250,12 +251,15 @@ def test_neither_partner_is_refused() -> None:
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("model.router_aux_loss_coef", "0.1", []),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("fsdp.loss_scale", "1024", ["fsdp.param_dtype=bf16"]),
         ("fsdp.loss_scale_interval", "10", []),
         ("schedule.decay_ratio", "0.2", []),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
+        ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
+        ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -266,8 +270,9 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
-    tried |= {"optimizer.state_dtype", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
-    assert {rule.key for rule in INERT} == tried | {"schedule.min_lr_ratio", "schedule.warmup_ratio"}
+    tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
+    tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    assert {rule.key for rule in INERT} == tried
 
 
 @pytest.mark.parametrize(
@@ -275,6 +280,7 @@ def test_every_inert_rule_is_tried() -> None:
     [
         (["data.max_length=9000"], "set step.max_tokens_per_device=9000"),
         (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
+        (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
@@ -285,6 +291,10 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "checkpoint.every": "-1",
+    "checkpoint.every_minutes": "0",
+    "checkpoint.keep": "0",
+    "checkpoint.keep_every": "0",
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",
@@ -310,13 +320,18 @@ OUT_OF_RANGE = {
     "train.epochs": "0",
     "train.seed": "-1",
     "train.timeout": "0",
+    "model.router_aux_loss_coef": "0",
     "train.max_nonfinite": "0",
 }
 
 
 @pytest.mark.parametrize("key", RANGES)
 def test_a_value_out_of_range_is_refused(key: str) -> None:
-    extra = ["optimizer.name=sgd"] if key == "optimizer.momentum" else []
+    needed = {
+        "optimizer.momentum": ["optimizer.name=sgd"],
+        "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
+    }
+    extra = needed.get(key, [])
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
@@ -468,7 +483,7 @@ def test_a_resolved_config_loads_to_itself(overrides: list[str]) -> None:
 def test_to_dict_is_plain_and_whole() -> None:
     rendered = to_dict(load())
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
-    unread = {"optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
+    unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]

@@ -395,11 +395,10 @@ def test_weights_in_several_files(family: str, tmp_path: Path) -> None:
 
 
 def save_over_litter(path: str, mesh: str, folder: str) -> None:
-    engine, checkpoints = trained_engine(path, mesh), Path(folder)
-    export.save_step(engine, checkpoints, 1)
-    _litter(engine, checkpoints / "step-000002.partial")
-    export.save_step(engine, checkpoints, 2)
-    export.save_huggingface(engine, checkpoints / "step-000001")
+    engine, target = trained_engine(path, mesh), Path(folder)
+    _litter(engine, target.with_name("saved.partial"))
+    export.save_huggingface(engine, target)
+    export.save_huggingface(engine, target)
 
 
 def _litter(engine: Engine, partial: Path) -> None:
@@ -409,31 +408,25 @@ def _litter(engine: Engine, partial: Path) -> None:
         (partial / "model-00001-of-00009.safetensors").write_bytes(b"half")
 
 
-def test_latest_is_a_relative_link_and_leftovers_do_not_disturb(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "run" / "checkpoints"
-    run(2, save_over_litter, str(source("llama", "bf16")), "2", str(checkpoints))
-    assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step-000001", "step-000002"]
-    assert os.readlink(checkpoints / "latest") == "step-000002"
-    (tmp_path / "run").rename(tmp_path / "moved")
-    latest = tmp_path / "moved" / "checkpoints" / "latest"
-    assert not list(latest.glob("model-*"))
-    assert_same_tensors(tensors_of(latest), tensors_of(latest.parent / "step-000001"))
-    AutoModelForCausalLM.from_pretrained(latest)
+def test_leftovers_do_not_disturb_and_a_save_takes_the_place_of_another(tmp_path: Path) -> None:
+    run(2, save_over_litter, str(source("llama", "bf16")), "2", str(tmp_path / "saved"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    assert not list((tmp_path / "saved").glob("model-*"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 def killed_while_saving(path: str, folder: str, where: str) -> int:
-    """Save step 1, then step 2 in a child that is killed where `where` of export.py is entered; its exit status."""
-    engine, checkpoints = trained_engine(path, "1"), Path(folder)
-    export.save_step(engine, checkpoints, 1)
+    """Save twice, the second time in a child that is killed where `where` of export.py is entered; its exit status."""
+    engine, one, two = trained_engine(path, "1"), Path(folder, "one"), Path(folder, "two")
+    export.save_huggingface(engine, one)
     child = os.fork()
     if child == 0:
         setattr(export, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        export.save_step(engine, checkpoints, 2)
+        export.save_huggingface(engine, two)
     status = os.waitpid(child, 0)[1]
-    left = sorted(entry.name for entry in checkpoints.iterdir())
-    assert left == ["latest", "step-000001", "step-000002.partial"], left
-    assert os.readlink(checkpoints / "latest") == "step-000001"
-    export.save_step(engine, checkpoints, 2)
+    left = sorted(entry.name for entry in one.parent.iterdir())
+    assert left == ["one", "two.partial"], left
+    export.save_huggingface(engine, two)
     return status
 
 
@@ -441,6 +434,5 @@ def killed_while_saving(path: str, folder: str, where: str) -> int:
 def test_a_killed_save_leaves_no_checkpoint(where: str, tmp_path: Path) -> None:
     status = run(1, killed_while_saving, str(source("llama", "bf16")), str(tmp_path), where)[0]
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
-    assert os.readlink(tmp_path / "latest") == "step-000002"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "two"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "two")

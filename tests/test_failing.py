@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cluster import machine
+from weft.cluster import machine, reports
 from weft.cluster.alike import differences
 from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import Outcome
@@ -22,7 +21,7 @@ from weft.cluster.restart import run_with_restarts
 from weft.cluster.status import STATUS, Kind, kind_of
 from weft.cluster.watch import Evidence
 from weft.cluster.watchdog import Frozen, main_stack, waits
-from weft.errors import RanksDisagreeError, UserError
+from weft.errors import RanksDisagreeError, StorageError, UserError
 from weft.observe import flight
 from weft.observe.flight import Flight, Record
 
@@ -33,7 +32,7 @@ from weft.observe.flight import Flight, Record
 def made(tmp_path: Path) -> Flight:
     """A record in a file, in step 3."""
     record = Flight()
-    record.open(tmp_path / "rank-00001.json")
+    record.open(tmp_path / "rank-00001.live")
     record.begin(1, 2, 10.0)
     record.step(2, 6)
     record.step(3, 6, [f"a.jsonl:{i}" for i in range(20)])
@@ -43,7 +42,7 @@ def made(tmp_path: Path) -> Flight:
 def test_a_record_says_where_a_rank_is(made: Flight, tmp_path: Path) -> None:
     made.planned("abc")
     made.at("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
-    read = flight.read(tmp_path / "rank-00001.json")
+    read = flight.read(tmp_path / "rank-00001.live")
     assert read is not None and read == made.record()
     assert read.where() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
     assert (read.rank, read.world, read.pid, read.plan, read.limit) == (1, 2, os.getpid(), "abc", 10.0)
@@ -59,7 +58,7 @@ def test_many_documents_are_counted(made: Flight) -> None:
 
 def test_a_record_torn_by_a_kill_leaves_the_one_before(made: Flight, tmp_path: Path) -> None:
     """Whatever single line is torn, and wherever, the other is read."""
-    path = tmp_path / "rank-00001.json"
+    path = tmp_path / "rank-00001.live"
     made.at("forward", 1)
     made.at("backward", 1)
     whole = path.read_bytes()
@@ -118,6 +117,26 @@ def test_a_run_that_ends_well_leaves_no_record(tmp_path: Path) -> None:
     assert not (tmp_path / "flight").exists()
 
 
+def test_what_a_killed_process_left_is_kept_by_the_next(tmp_path: Path) -> None:
+    first, second = Flight(), Flight()
+    first.in_run(tmp_path)
+    first.at("save")
+    second.in_run(tmp_path)
+    second.close()
+    assert flight.read_all(tmp_path / "flight")[0].phase == "save"
+
+
+def test_what_was_kept_of_an_earlier_failure_stays(tmp_path: Path) -> None:
+    flight.keep(Record(run=str(tmp_path), phase="save"), {})
+    kept = (tmp_path / "flight" / "rank-00000.json").read_text()
+    record = Flight()
+    record.in_run(tmp_path)
+    assert flight.read_all(tmp_path / "flight")[0].phase == "start"  # of this run
+    record.close()
+    assert flight.read_all(tmp_path / "flight")[0].phase == "save"
+    assert (tmp_path / "flight" / "rank-00000.json").read_text() == kept
+
+
 # ---------------------------------------------------------------- kinds
 
 
@@ -133,6 +152,7 @@ KINDS: list[tuple[BaseException, Kind]] = [
     (MemoryError(), "memory"),
     (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "memory"),
+    (StorageError("could not save"), "storage"),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
     (OSError(errno.ENOSPC, "No space left on device"), "storage"),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), "storage"),
@@ -151,6 +171,12 @@ KINDS: list[tuple[BaseException, Kind]] = [
 @pytest.mark.parametrize(("error", "kind"), KINDS)
 def test_kinds_of_errors(error: BaseException, kind: Kind) -> None:
     assert kind_of(error, run="runs/a") == kind
+
+
+def test_reports_are_dated_by_a_clock_that_never_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    before = time.monotonic()
+    assert before <= reports.of_exception(0, RuntimeError("boom")).time <= time.monotonic()
 
 
 def test_every_kind_has_a_status_of_its_own() -> None:
@@ -274,42 +300,30 @@ def test_the_few_are_named_against_the_many() -> None:
 class Attempts:
     """Stands for the launcher: fails as told, one entry per attempt; None is success."""
 
-    def __init__(self, run: Path, *failures: tuple[Kind, int] | None, save: bool = False) -> None:
-        self.run, self.failures, self.save = run, list(failures), save
-        self.commands: list[list[str]] = []
+    def __init__(self, run: Path, *failures: tuple[Kind, int] | None) -> None:
+        self.run, self.failures = run, list(failures)
+        self.commands: list[str] = []
 
     def __call__(self, command: Sequence[str], nproc: int, debug: bool) -> Outcome:
-        self.commands.append(list(command))
+        self.commands.append(command[0])
         found = self.failures.pop(0)
-        self.run.mkdir(exist_ok=True)
-        (self.run / "metrics.jsonl").write_text(json.dumps({"attempt": len(self.commands)}))
-        if self.save:
-            (self.run / "checkpoints" / "step-000002").mkdir(parents=True, exist_ok=True)
-            latest = self.run / "checkpoints" / "latest"
-            latest.unlink(missing_ok=True)
-            latest.symlink_to("step-000002")
         if found is None:
             return Outcome(0)
+        (self.run / "flight").mkdir(parents=True, exist_ok=True)
+        (self.run / "flight" / "rank-00000.json").write_text(str(len(self.commands)))
         failure = Failure(found[0], "what happened", 1, found[1], str(self.run) if found[1] else "")
         return Outcome(failure.status, failure)
-
-
-def supervise(attempts: Attempts, restarts: int) -> int:
-    def again(run: Path, saved: bool) -> list[str]:
-        return ["resume" if saved else "afresh", run.name]
-
-    return run_with_restarts(["first"], again, 2, restarts, attempt=attempts)
 
 
 @pytest.mark.parametrize(
     ("failures", "restarts", "status", "commands"),
     [
         ([None], 3, 0, ["first"]),
-        ([("killed", 4), None], 3, 0, ["first", "resume"]),
-        ([("killed", 4), ("hang", 6), None], 3, 0, ["first", "resume", "resume"]),
-        ([("killed", 4), ("hang", 6)], 1, 11, ["first", "resume"]),
-        ([("killed", 4), ("memory", 4)], 3, 12, ["first", "resume"]),  # twice in a row at the same step
-        ([("killed", 4), ("killed", 6), ("killed", 4), None], 3, 0, ["first", "resume", "resume", "resume"]),
+        ([("killed", 4), None], 3, 0, ["first", "run"]),
+        ([("killed", 4), ("hang", 6), None], 3, 0, ["first", "run", "run"]),
+        ([("killed", 4), ("hang", 6)], 1, 11, ["first", "run"]),
+        ([("killed", 4), ("memory", 4)], 3, 12, ["first", "run"]),  # twice in a row at the same step
+        ([("killed", 4), ("killed", 6), ("killed", 4), None], 3, 0, ["first", "run", "run", "run"]),
         ([("killed", 0), ("killed", 0)], 3, 10, ["first", "first"]),  # before there is a run
         ([("user", 4)], 3, 2, ["first"]),
         ([("nonfinite", 4)], 3, 14, ["first"]),
@@ -320,26 +334,15 @@ def test_when_to_start_again(
     failures: list[Any], restarts: int, status: int, commands: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    attempts = Attempts(tmp_path / "run", *failures, save=True)
-    assert supervise(attempts, restarts) == status
-    assert [command[0] for command in attempts.commands] == commands
+    attempts = Attempts(tmp_path / "run", *failures)
+    assert run_with_restarts(["first"], lambda run: [run.name], 2, restarts, attempt=attempts) == status
+    assert attempts.commands == commands
     err = capsys.readouterr().err
     assert err.count("restart ") == len(commands) - 1
     assert err.count("not restarted: ") == (status != 0)
-
-
-def test_without_a_checkpoint_it_starts_afresh_and_keeps_what_there_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    attempts = Attempts(run, ("killed", 2), ("killed", 3), None)
-    assert supervise(attempts, 5) == 0
-    assert attempts.commands == [["first"], ["afresh", "run"], ["afresh", "run"]]
-    kept = {path.parent.name: json.loads(path.read_text())["attempt"] for path in run.glob("flight/*/metrics.jsonl")}
-    assert kept == {"attempt-1": 1, "attempt-2": 2}
-    assert json.loads((run / "metrics.jsonl").read_text()) == {"attempt": 3}
-    assert "restart 1 of 5: the attempt failed at step 2 (killed); starting afresh" in capsys.readouterr().err
+    kept = [path.read_text() for path in sorted(tmp_path.glob("run/flight/attempt-*/rank-00000.json"))]
+    assert kept == [str(number + 1) for number in range(len(commands) - 1) if failures[number][1]]
 
 
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
-    assert run_with_restarts(["x"], lambda run, saved: [], 1, 5, attempt=lambda *_: Outcome(143)) == 143
+    assert run_with_restarts(["x"], lambda run: [], 1, 5, attempt=lambda *_: Outcome(143)) == 143

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.faults import Fault, Run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
+from weft.checkpoint.state import check_contents, read_state
 from weft.models import hf
 from weft.observe import flight
 
@@ -28,6 +33,7 @@ step: {documents: 8, max_tokens_per_device: 128}
 optimizer: {lr: 1e-2}
 train: {epochs: 2, seed: 3}
 run: {dir: run}
+checkpoint: {every: 1, async: false}
 """
 
 
@@ -47,7 +53,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Case:
     """One fault in a run of nproc ranks, and what is seen of it.
 
-    says: patterns that standard error matches, in this order. within: seconds, from the start of the run.
+    says: patterns that standard error matches, in this order. within: seconds, from the start of the run. saved: the
+    last step whose checkpoint stands, None for the one before the fault.
     """
 
     fault: Fault
@@ -57,6 +64,7 @@ class Case:
     words: list[str] = field(default_factory=list)
     within: float = 40.0
     traceback: bool = False
+    saved: int | None = None
 
 
 DOCUMENTS = r"documents ../chats\.jsonl:\d+"
@@ -90,7 +98,10 @@ CASES = {
     "killed while saving": Case(
         Fault(do="kill", rank=0, phase="save", step=6), 2, 10, [r"^rank 0 was killed", r"in step 6 of 6, saving$"]
     ),
-    "terminated": Case(Fault(do="terminate", rank=1), 2, 10, [r"^rank 1 was killed by SIGTERM", "in step 2 of 6"]),
+    "terminated while loading": Case(
+        Fault(do="terminate", rank=1, phase="load", step=0), 2, 10, [r"^rank 1 was killed by SIGTERM", "^loading"]
+    ),
+    "terminated in training": Case(Fault(do="terminate", rank=1), 2, 143, []),  # all save and end, as they should
     "crash in native code": Case(
         Fault(do="crash", rank=1), 2, 10,
         [r"^rank 1 was killed by SIGSEGV \(a crash in native code\)", "in step 2 of 6, forward", r"File .*string_at"],
@@ -165,17 +176,24 @@ CASES = {
         [r"^rank 0 failed: OSError: .*No space left on device", "in step 2 of 6, writing the metrics", "df -h"],
     ),
     "no room for the weights": Case(
-        Fault(do="small files", phase="save", step=6), 1, 13, ["^error: .*File too large", "saving", "df -h"]
+        Fault(do="small files", phase="save", step=6), 1, 13, ["^error: rank 0 could not save step 6 .*File too large"]
+    ),
+    "no room for a checkpoint": Case(
+        Fault(do="small files", phase="save", step=3, rank=0), 2, 13,
+        [r"^rank 0 failed: rank 0 could not save step 3 to run/checkpoints.*File too large", "weft sft --resume run"],
     ),
     "folder vanishes": Case(
         Fault(do="vanish", phase="record", step=2), 1, 13,
         [r"^error: FileNotFoundError: .*removed while the run wrote to it: 'run/metrics.jsonl'", "df -h"],
     ),
+    "folder vanishes before a save": Case(
+        Fault(do="vanish", phase="save", step=3), 2, 13, ["^error: rank 0 could not save step 3 to run/checkpoints"]
+    ),
     # ------------------------------------------------------------ numbers, agreement
     "not a number": Case(
         Fault(do="not a number", rank=1, step=3), 2, 14,
         [r"2 steps in a row were not finite \(train\.max_nonfinite\)", "rank 1, micro-batch 1, documents ../chats"],
-        ["train.max_nonfinite=2"],
+        ["train.max_nonfinite=2"], saved=3,
     ),
     "a plan with another weight": Case(
         Fault(do="other weight", rank=1), 2, 15, [r"disagree", "the plan of the step: .* on rank 1; .* on the other"]
@@ -189,10 +207,10 @@ CASES = {
     ),
     "other data": Case(
         Fault(do="other data", rank=1), 2, 15,
-        [r"^error: ranks disagree:\n  documents of data\.path: 19 \(\w+\) on rank 1; 20"],
+        [r"^error: ranks disagree:\n  documents of data\.path: 19 \(\w+\) on rank 1; 20"], saved=0,
     ),
     "other code": Case(
-        Fault(do="other code", rank=1), 2, 15, [r"^error: ranks disagree:\n  weft's files: 0+ on rank 1"]
+        Fault(do="other code", rank=1), 2, 15, [r"^error: ranks disagree:\n  weft's files: 0+ on rank 1"], saved=0
     ),
     # ------------------------------------------------------------ clocks
     "the clock goes back": Case(Fault(do="clock back", rank=1), 2, 0, []),
@@ -237,10 +255,32 @@ def test_fault(name: str, results: Results) -> None:
     assert ("Traceback" in err) == case.traceback, err
     assert run.seconds < case.within
     kept = flight.read_all(folder / "run" / "flight")
-    failed_in_run = case.status not in (0, 2) and (folder / "run").exists()
+    failed_in_run = case.status not in (0, 143) and (folder / "run").exists()
     assert len(kept) == (case.nproc if failed_in_run else 0)
-    if "folder" not in name and case.status != 0:
-        assert not (folder / "run" / "checkpoints" / "latest").exists()
+    if "vanish" not in case.fault.do:
+        assert last_whole(folder / "run") == saved_before(case)
+
+
+def saved_before(case: Case) -> int:
+    """The last step that was saved, each as soon as it was done."""
+    if case.saved is not None:
+        return case.saved
+    if case.status == 0:
+        return STEPS
+    if case.status == 143:  # it saved when it was asked to end
+        return case.fault.step
+    return max(0, case.fault.step - 1)
+
+
+def last_whole(run: Path) -> int:
+    """The step of the checkpoint that `latest` names, after reading all of it; 0 without any."""
+    latest = run / "checkpoints" / "latest"
+    if not latest.exists():
+        return 0
+    state = read_state(latest)
+    check_contents(state, 0, 1)
+    assert load_file(latest / "model.safetensors")
+    return state.step
 
 
 # ---------------------------------------------------------------- more than one process can show
@@ -267,12 +307,97 @@ def test_a_run_is_restarted_afresh_where_nothing_was_saved(shared: Path) -> None
     fault = Fault(do="kill", step=2, once=str(folder / "struck"))
     run = Run(["sft", "c.yaml", "--restarts", "2"], folder, fault).wait()
     assert run.status == 0, run.errors()
-    assert "restart 1 of 2: the attempt failed at step 2 (killed); starting afresh" in run.errors()
+    assert "restart 1 of 2: the attempt failed at step 2 (killed)" in run.errors()
     assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
-    aside = folder / "run" / "flight" / "attempt-1"
-    assert {path.name for path in aside.iterdir()} == {"metrics.jsonl", "rank-00000.json"}
-    kept = json.loads((aside / "rank-00000.json").read_text())
+    kept = json.loads((folder / "run" / "flight" / "attempt-1" / "rank-00000.json").read_text())
     assert kept["exit_status"] == -9 and kept["where"].startswith("in step 2 of 6, forward")
+
+
+@pytest.fixture(scope="module")
+def unbroken(shared: Path) -> list[object]:
+    """The losses of two ranks to which nothing happens."""
+    folder = write_config(shared / "unbroken")
+    run = Run(["sft", "c.yaml", "--nproc", "2"], folder).wait()
+    assert run.status == 0, run.errors()
+    return [line["loss"] for line in metrics(folder / "run")]
+
+
+@pytest.mark.parametrize("do", ["kill", "stop", "raise", "memory"])
+def test_a_restarted_run_is_bit_for_bit_the_unbroken_one(do: str, unbroken: list[object], shared: Path) -> None:
+    folder = write_config(shared / f"restarted {do}")
+    fault = Fault(do=do, step=4, rank=1, once=str(folder / "struck"))
+    run = Run(["sft", "c.yaml", "--nproc", "2", "--restarts", "1", *QUICK], folder, fault).wait()
+    assert run.status == 0, run.errors()
+    assert "restart 1 of 1: the attempt failed at step 4" in run.errors()
+    assert "resumed  step 3 of 6" in run.out.read_text()
+    assert [line["loss"] for line in metrics(folder / "run")] == unbroken
+    assert last_whole(folder / "run") == STEPS
+
+
+def test_a_step_that_fails_twice_is_not_tried_again(shared: Path) -> None:
+    folder = write_config(shared / "twice at a step")
+    run = Run(["sft", "c.yaml", "--restarts", "5"], folder, Fault(do="exit", step=4)).wait()
+    assert run.status == 10
+    assert run.errors().count("rank 0 ended with exit status 7") == 2
+    assert run.errors().endswith("not restarted: it has failed twice in a row at step 4\n")
+    assert last_whole(folder / "run") == 3
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(shared: Path) -> None:
+    folder = write_config(shared / "orphans")
+    run = Run(["sft", "c.yaml", "train.epochs=10000", "checkpoint.every=0", "--nproc", "2"], folder)
+    run.wait_for("step 3/")
+    ranks = psutil.Process(run.process.pid).children()
+    assert len(ranks) == 2
+    run.process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+    assert last_whole(folder / "run") >= 3
+
+
+WEIGHTS = "model.safetensors"
+
+
+def cut_short(model: Path) -> None:
+    os.truncate(model / WEIGHTS, 20000)
+
+
+def swap(model: Path) -> None:
+    """The weights of a wider model."""
+    other = tiny_config("llama", vocab_size=264, hidden_size=128)
+    hf.build_random(other, dtype=torch.float32, attention="eager", seed=0).save_pretrained(model / "other")
+    shutil.move(model / "other" / WEIGHTS, model / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda model: (model / WEIGHTS).unlink(), "model.path"),
+        (cut_short, "is cut short"),
+        (swap, "embed_tokens"),
+        (lambda model: (model / WEIGHTS).write_bytes(b""), "no safetensors file"),
+    ],
+    ids=["missing", "cut short", "swapped", "empty"],
+)
+def test_weights_that_cannot_be_loaded(harm: Callable[[Path], object], says: str, shared: Path) -> None:
+    folder = write_config(shared / f"weights {says}")
+    shutil.copytree(shared / "model", folder / "model")
+    harm(folder / "model")
+    run = Run(["sft", "c.yaml", "model.path=model", "--nproc", "2"], folder).wait()
+    assert run.status == 2 and "Traceback" not in run.errors(), run.errors()
+    assert says in run.errors()
+
+
+def test_a_run_whose_last_state_was_tampered_with_goes_on_from_the_one_before(shared: Path) -> None:
+    folder = write_config(shared / "tampered")
+    assert Run(["sft", "c.yaml"], folder, Fault(do="kill", step=4)).wait().status is not None
+    assert last_whole(folder / "run") == 3
+    state = folder / "run" / "checkpoints" / "step-000003" / "trainer_state" / "state.json"
+    state.write_text(state.read_text().replace('"step": 3', '"step": 2'))
+    run = Run(["sft", "--resume", "run"], folder).wait()
+    assert run.status == 0, run.errors()
+    assert "step-000003: state.json is not what was written" in run.out.read_text()
+    assert "resumed  step 2 of 6" in run.out.read_text()
 
 
 def test_ranks_without_a_launcher_of_weft_find_out_that_they_differ(shared: Path) -> None:

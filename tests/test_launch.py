@@ -141,7 +141,7 @@ def test_under_torchrun_it_joins() -> None:
 
 
 def report(rank: int, at: float, message: str = "boom", user: bool = False) -> RankReport:
-    return RankReport(rank, at, message, f"Traceback of rank {rank}", "user" if user else "failed")
+    return RankReport(rank, at, message, f"Traceback of rank {rank}", "user" if user else "failed", plain=user)
 
 
 @pytest.mark.parametrize(

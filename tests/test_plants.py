@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from tests import test_data, test_order, test_schedule
+from tests import test_data, test_order, test_resume, test_schedule
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.cluster.process import join
@@ -25,11 +25,12 @@ from weft.data.documents import DataReport
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
 from weft.verification import reference
 from weft.verification.bugs import RUN_LOSSES, RUN_RATES
+from weft.verification.bugs.resuming import RESUMED
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents
@@ -51,9 +52,12 @@ class Case:
     sections: tuple[tuple[str, str, Any], ...] = ()
 
 
+BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
 CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
+    "balance-detached": BALANCED,
+    "balance-over-the-row": BALANCED,
     "state-mixer-packed": Case("lfm2"),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("lfm2"),
@@ -116,7 +120,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
-        with suppress(FloatingPointError):
+        with suppress(FloatingPointError, RanksDisagreeError):
             sft.train(config, engine, documents, report, Path(folder), Phases())
 
 
@@ -303,6 +307,7 @@ def prompt_and_completion() -> None:
 TESTS: dict[str, Check] = {
     RUN_LOSSES: losses_of_a_run,
     RUN_RATES: rates_of_a_run,
+    RESUMED: test_resume.resumed_run_is_the_unbroken_one,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/test_plants.py: a hopeless run ends": hopeless_run_ends,
     "tests/test_plants.py: llama passes the start-up check packed": laid_out_packed,

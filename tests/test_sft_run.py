@@ -24,6 +24,7 @@ from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
 from weft.config.schema import ScheduleConfig
+from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.models import hf
 from weft.observe.metrics import CORE_KEYS
@@ -260,8 +261,18 @@ def test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path) -> None:
-    assert cli.main([*POISON, "train.max_nonfinite=3", "run.dir=hopeful"]) == 0
+def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On weights that are finite: others would not be saved."""
+    original, z = Engine.accumulate, byte_tokenizer().convert_tokens_to_ids("z")
+
+    def accumulate(engine: Engine, plan: Any, documents: Any, objective: Any) -> Any:
+        metrics = original(engine, plan, documents, objective)
+        if any(z in document.tokens for document in documents.values()):
+            engine._nonfinite = "there is a z"
+        return metrics
+
+    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    assert cli.main([*POISON, "model.path=model", "train.max_nonfinite=3", "run.dir=hopeful"]) == 0
     summary = json.loads((here / "hopeful" / "summary.json").read_text())
     assert (summary["steps"], summary["skipped_steps"], len(summary["last_losses"])) == (5, 3, 2)
     assert (here / "hopeful" / "checkpoints" / "latest" / "model.safetensors").exists()

@@ -44,7 +44,7 @@ def test_layout(family: str) -> None:
     findings = examine(tiny_config(family))
     assert findings.layout == LAYOUTS[family]
     assert findings.error < 1e-5
-    assert findings.uses_bounds == (family != "falcon")
+    assert findings.uses_bounds == (family not in ("falcon", "mamba2"))
 
 
 def test_check_rows_are_longer_than_every_window_and_chunk() -> None:
@@ -228,6 +228,9 @@ def test_the_engine_refuses_it_on_every_rank() -> None:
         assert "model.attention=flex" in text and "with sinks, window" in text and "model.attention to auto" in text
     (text,) = run(1, refused, saved_model("falcon"), "1", "per_document")
     assert "no effect: falcon computes attention in code of its own" in text
+    (text,) = run(1, refused, saved_model("mamba2"), "1", "per_document")
+    assert "no effect: mamba2 has no attention" in text
+    (text,) = run(1, refused, saved_model("mamba2"), "1", "per_document")
 
 
 def test_verify_compares_in_fp32_whatever_the_kernel_asked_for() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import NoReturn
 from weft import __version__
 from weft.cluster.launch import SUCCESS, USER_ERROR, Body, guarded, joined, run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import SftOptions, VerifyOptions
+from weft.cluster.options import ExportOptions, SftOptions, VerifyOptions
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = job.again
     if job.restarts and again is not None:
         command = [*weft, *job.words]
-        return run_with_restarts(command, lambda *of: [*weft, *again(*of)], job.world, job.restarts, debug)
+        return run_with_restarts(command, lambda run: [*weft, *again(run)], job.world, job.restarts, debug)
     return run(job.body, [*weft, *job.words], job.world, debug)
 
 
@@ -108,13 +109,14 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments)
+    config = _load(arguments) if arguments.resume is None else _load_resumed(arguments)
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     world = _world(arguments, config)
     options = SftOptions(
         device=arguments.device,
         world=world,
+        resume=arguments.resume,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
         debug=arguments.debug,
@@ -128,7 +130,7 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(arguments), lambda run, saved: _again(arguments, words, run, saved))
+    return Job(body, world, words, _restarts(arguments), lambda run: _again(arguments, words, run))
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
@@ -138,10 +140,10 @@ def _restarts(arguments: argparse.Namespace) -> int:
     return 0 if joined() else int(arguments.restarts)
 
 
-def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path, saved: bool) -> list[str]:
-    """The words of an attempt that goes on from the last checkpoint in RUN, or starts afresh in the same folder."""
-    if not saved:
-        return [*words, f"run.dir={run}"]
+def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
+    """The words of an attempt that goes on with RUN, whose config.yaml holds the config files and overrides."""
+    if arguments.resume is not None:
+        return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
     return ["sft", "--resume", str(run), *options, *(["--debug"] if arguments.debug else [])]
 
@@ -169,10 +171,37 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, world, words)
 
 
+def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    if joined():
+        raise UserError("weft export is one process: start it without torchrun.")
+    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output)
+
+    def body() -> None:
+        from weft.recipes import export
+
+        print(f"exported {export.run(options)}")
+
+    return Job(body, 1, words)
+
+
 def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
     return load_config(files, overrides)
+
+
+def _load_resumed(arguments: argparse.Namespace) -> SftConfig:
+    """The config that RUN was started with, and the overrides."""
+    run, written = Path(arguments.resume), Path(arguments.resume) / "config.yaml"
+    files = [word for word in arguments.config if not _is_override(word)]
+    if files:
+        raise UserError(f"--resume {run} reads {written}: leave out {files[0]}, and set keys as section.key=value.")
+    if any(word.startswith("run.dir=") for word in arguments.config):
+        raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
+    if not written.is_file():
+        what = "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
+        raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
+    return load_config([str(written)], [*arguments.config, f"run.dir={json.dumps(arguments.resume)}"])
 
 
 def _is_override(word: str) -> bool:
@@ -242,6 +271,9 @@ def _parser(name: str, summary: str) -> argparse.ArgumentParser:
 
 def _sft_parser() -> argparse.ArgumentParser:
     parser = _parser("sft", COMMANDS["sft"].summary)
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument(
@@ -258,8 +290,20 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _export_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 
+class StoppedError(Exception):
+    """The run was asked to end by a signal, has saved, and has more steps to do. number: the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
+
+
 class UserError(ValueError):
     """Something the user can mend: the message says what is wrong, where, and what to set instead.
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class StorageError(UserError):
+    """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
 
 
 class RanksDisagreeError(RuntimeError):

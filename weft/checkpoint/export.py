@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
 from weft.engine.engine import Engine
 from weft.models import hf
+from weft.models.build import BuiltModel
 from weft.models.layout import Piece
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
@@ -35,6 +36,13 @@ _COMPANIONS = (
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 _SLICE_ELEMENTS = 1 << 23  # cast and written at once
+
+
+class HasModel(Protocol):
+    """An Engine; or a model on meta, of which only names and shapes are asked."""
+
+    @property
+    def built(self) -> BuiltModel: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class ExportPlan:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.manifest.values())
 
 
-def plan_export(engine: Engine, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
+def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
     """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
 
     dtype: of every floating-point parameter; None for those of the source's files. Persistent buffers (router biases)
@@ -69,13 +77,13 @@ def plan_export(engine: Engine, dtype: torch.dtype | None = None, *, shard_bytes
     return ExportPlan(built.pieces, manifest, files, index, _config(engine, manifest), built.source)
 
 
-def manifest_of(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Checkpoint name -> meta tensor of the shape and dtype that a save writes.
 
     A name that the source's files do not have, or have quantised (a prefix that this model's class writes and they
     lack, the other name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
     """
-    state = engine.module.state_dict(keep_vars=True)
+    state = engine.built.module.state_dict(keep_vars=True)
     floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
     usual = Counter(floats.values()).most_common(1)
     out = {}
@@ -105,7 +113,8 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> int:
     """Write this rank's boxes into prepared files, and wait until they are on the disk. Returns the bytes written.
 
-    shards: by the model's own names, on any device. No collective, so that it may run beside training, on a copy.
+    shards: by the model's own names, on any device; of those left out nothing is written. No collective, so that it may
+    run beside training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
     numbers = {name: number for number, name in enumerate(shards)}
@@ -113,9 +122,9 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
     written = 0
     try:
         for piece in plan.pieces:
-            shard = shards[piece.runtime]
-            part = overlap(piece.box, shard.box)
-            if part is None or not shard.is_mine(numbers[piece.runtime]):
+            shard = shards.get(piece.runtime)
+            part = None if shard is None else overlap(piece.box, shard.box)
+            if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
                 continue
             name = by_file[piece.disk]
             file = files.get(name) or files.setdefault(name, TensorFile(folder / name, writable=True))
@@ -156,19 +165,6 @@ def _wait_for_all(engine: Engine) -> None:
         dist.barrier()
 
 
-def save_step(engine: Engine, checkpoints: Path, step: int) -> Path:
-    """Write checkpoints/step-000100 and point `latest` at it; collective. The folder appears whole or not at all."""
-    target = checkpoints / f"step-{step:06d}"
-    save_huggingface(engine, target)
-    if engine.ranks.is_first:
-        link = checkpoints / "latest.new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(target.name)
-        os.replace(link, checkpoints / "latest")
-    _wait_for_all(engine)
-    return target
-
-
 def commit(partial: Path, target: Path) -> None:
     """Put a whole folder in its place. One that is there already makes way only now, by a rename."""
     replaced = target.with_name(target.name + ".replaced")
@@ -190,13 +186,13 @@ def _slices(box: Box) -> Iterator[Box]:
         yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
 
 
-def _config(engine: Engine, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
+def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
     """The source's config.json as it was read, except for what the written weights say.
 
     Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
     the end of a training run, where an old config.json holds generation settings.
     """
-    raw, _ = PretrainedConfig.get_config_dict(engine.config.model.path)
+    raw, _ = PretrainedConfig.get_config_dict(engine.built.path)
     raw.pop("_commit_hash", None)
     model = engine.built.module.hf_model
     raw["architectures"] = [type(model).__name__.removeprefix("FSDP")]

@@ -82,7 +82,7 @@ def diagnose(
         assert errors, "a rank failed, left no report and was not stopped"
         first, rank = errors[0], errors[0].rank
         kind = first.kind
-        same = len(errors) == nproc and kind in ("user", "disagree") and len({r.message for r in errors}) == 1
+        same = len(errors) == nproc and first.plain and len({r.message for r in errors}) == 1
         title = "error: " if same else f"rank {rank} failed: "
         stopped = 0 if same else nproc - 1
         text = explain(first, title, debug)
@@ -100,7 +100,9 @@ def diagnose(
 def explain(report: RankReport, title: str, debug: bool) -> str:
     """A report as text: what and where, then what to do, or a traceback where only that helps."""
     lines = [title + report.message, report.where]
-    if report.kind == "memory":
+    if report.plain:
+        pass
+    elif report.kind == "memory":
         lines.append(_memory_advice(report.where))
     elif report.kind == "storage":
         lines.append(_STORAGE)
@@ -198,7 +200,7 @@ def _hang(errors: Sequence[RankReport], seen: Evidence, debug: bool) -> tuple[in
     """Name the rank that is stuck, not the one that waited for it."""
     suspects = stuck_ranks(errors, seen)
     first = errors[0]
-    if first.rank in suspects or not suspects:
+    if not suspects or not any(report.waited for report in errors):
         return first.rank, explain(first, f"rank {first.rank} failed: ", debug)
     lines = []
     for rank in suspects:

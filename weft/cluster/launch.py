@@ -28,8 +28,10 @@ from weft.cluster.failures import Failure, diagnose, keep_evidence, keep_own, of
 from weft.cluster.machine import cpu_cores, oom_kills
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS, USER_ERROR
+from weft.cluster.stopping import Forwarder
 from weft.cluster.watch import STOP_SECONDS, watching
 from weft.cluster.watchdog import STACKS, waits, watched, write_stacks_to
+from weft.errors import StoppedError
 from weft.observe import collectives, flight
 
 __all__ = ["FAILURE", "SUCCESS", "USER_ERROR", "Body", "Outcome", "attempt", "guarded", "joined", "launch", "run"]
@@ -73,6 +75,8 @@ def guarded(body: Body, debug: bool = False) -> int:
             passed = body()
     except KeyboardInterrupt:
         return _end_rank(128 + signal.SIGINT)
+    except StoppedError as stop:
+        return _end_rank(_report_stop(128 + stop.number))
     except SystemExit as error:
         if not joined():
             raise
@@ -105,6 +109,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         _environment(_rank_variables(scratch, nproc)),
         _signal_handlers_kept(),
         watching(Path(scratch)) as watch,
+        Forwarder(watch.processes) as forwarder,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -114,6 +119,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",  # port 0: the store picks a free one, so that no other program can take it
             local_addr="127.0.0.1",
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are the forwarder's
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=STOP_SECONDS,
@@ -122,6 +128,8 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
+            if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
+                return Outcome(forwarder.say())
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             found, seen = reports.read_all(Path(scratch)), watch.evidence((oom_kills() or 0) - kills)
             failure = diagnose(found, exits, seen, nproc, debug)
@@ -132,8 +140,8 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         except SignalException as error:
             print(f"stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return Outcome(128 + int(error.sigval))
-        verdicts = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
-        return Outcome(FAILURE if verdicts else SUCCESS)
+        notes = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
+        return Outcome(max((note.status for note in notes), default=SUCCESS))
 
 
 # ---------------------------------------------------------------- in a rank
@@ -147,7 +155,7 @@ def _settle_in(scratch: Path) -> None:
     """What a rank of weft's launcher does first, so that its end is noticed and explained."""
     _end_with_parent()
     write_stacks_to(scratch / STACKS / str(_rank()))
-    flight.own.open(scratch / flight.FOLDER / flight.file_name(_rank()))
+    flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
     flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
 
 
@@ -161,13 +169,13 @@ def _report(report: RankReport, debug: bool) -> int:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
             print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
-        if report.kind in ("user", "disagree", "hang"):
+        if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
     if report.kind != "user":
         keep_own(report)
     print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
-    flight.own.close(keep=report.kind != "user")
+    flight.own.close()
     return report.status
 
 
@@ -199,6 +207,15 @@ def _report_verdict() -> int:
     if into is None:
         return FAILURE
     reports.write(reports.of_verdict(_rank()), into)
+    return SUCCESS
+
+
+def _report_stop(status: int) -> int:
+    """A run that a signal ended as it should is no crash either: the note carries the exit status."""
+    into = reports.folder()
+    if into is None:
+        return status
+    reports.write(reports.of_stop(int(os.environ["RANK"]), status), into)
     return SUCCESS
 
 

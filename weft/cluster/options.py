@@ -12,12 +12,14 @@ Device = Literal["auto", "cpu", "cuda"]
 class SftOptions:
     """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
 
+    resume: the run folder whose newest checkpoint the run goes on from.
     dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
     one line per parameter.
     """
 
     device: Device = "auto"
     world: int = 1
+    resume: str | None = None
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False
@@ -32,3 +34,12 @@ class VerifyOptions:
     layers: int | None = None
     plant: str | None = None
     debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint."""
+
+    path: str
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
+    output: str | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.status import STATUS, Kind, kind_of
+from weft.errors import RanksDisagreeError, UserError
 from weft.observe import collectives, flight
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
@@ -25,8 +26,9 @@ FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
 class RankReport:
     """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
 
-    where: step, phase and documents. collectives: the last ones of the rank, the oldest first. waited: it is another
-    rank that did not come. gone: ranks that had ended before this one did.
+    where: step, phase and documents. plain: the message itself says what to do. collectives: the last ones of the rank,
+    the oldest first. waited: it is another rank that did not come. gone: ranks that had ended before this one did.
+    is_verdict: no error; the rank ran to its end. exit_status: one that does not follow from the kind.
     """
 
     rank: int
@@ -36,9 +38,11 @@ class RankReport:
     kind: Kind = "failed"
     where: str = ""
     is_verdict: bool = False
+    plain: bool = False
     waited: bool = False
     collectives: Sequence[dict[str, Any]] = ()
     gone: Sequence[int] = ()
+    exit_status: int | None = None
 
     @property
     def is_user_error(self) -> bool:
@@ -53,26 +57,34 @@ class RankReport:
     @property
     def status(self) -> int:
         """The exit status of a rank that ends with it."""
-        return STATUS[self.kind]
+        return STATUS[self.kind] if self.exit_status is None else self.exit_status
 
 
 def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
     record = flight.own.record()
     kind = kind_of(error, record.run)
-    message = str(error) if kind in ("user", "disagree", "nonfinite") else f"{type(error).__name__}: {error}"
+    plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError)
+    message = str(error) if plain else f"{type(error).__name__}: {error}"
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
     where = record.where()
-    if kind in ("user", "disagree", "nonfinite"):  # their messages say what they are about
+    if plain:
         where = f"in step {record.step} of {record.steps}" if record.step else ""
     trace = "".join(traceback.format_exception(error))
     last = [] if kind == "user" else collectives.last()
-    return RankReport(rank, time.monotonic(), message, trace, kind, where, waited=kind == "hang", collectives=last)
+    return RankReport(
+        rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last
+    )
 
 
 def of_verdict(rank: int) -> RankReport:
     """The report of a rank that ran to its end and did not pass."""
     return RankReport(rank, time.monotonic(), "did not pass", is_verdict=True)
+
+
+def of_stop(rank: int, status: int) -> RankReport:
+    """The report of a rank that a signal has ended as it should."""
+    return RankReport(rank, time.monotonic(), "stopped", is_verdict=True, exit_status=status)
 
 
 def folder() -> Path | None:

@@ -21,8 +21,7 @@ _FINAL = {
     "nonfinite": "training that is not finite would be so again",
 }
 
-# (RUN, whether it has a checkpoint to go on from) -> the command line of the next attempt
-Again = Callable[[Path, bool], Sequence[str]]
+Again = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
 Attempt = Callable[[Sequence[str], int, bool], Outcome]
 
 
@@ -31,8 +30,8 @@ def run_with_restarts(
 ) -> int:
     """Run `command` in `nproc` ranks, and up to `restarts` times more after failures. Returns the exit status.
 
-    An attempt goes on from the last checkpoint of the run's folder, or starts afresh in the same folder where there is
-    none. Two failures in a row at the same step end it: the third would be at that step too.
+    An attempt goes on from the newest whole checkpoint of the run's folder, or from step 1 where there is none. Two
+    failures in a row at the same step end it: the third would be at that step too.
     """
     before: Failure | None = None
     for number in range(restarts + 1):
@@ -46,30 +45,21 @@ def run_with_restarts(
         if final or number == restarts:
             _say(f"not restarted: {final}" if final else f"not restarted: {restarts} restarts are used up")
             return outcome.status
-        how = "starting again"
         if failure.run:
-            run = Path(failure.run)
-            saved = (run / "checkpoints" / "latest").exists()
-            _put_aside(run, number + 1, everything=not saved)
-            command = again(run, saved)
-            how = f"going on from {(run / 'checkpoints' / 'latest').resolve().name}" if saved else "starting afresh"
-        _say(f"restart {number + 1} of {restarts}: the attempt failed {_at(failure)} ({failure.kind}); {how}")
+            _put_aside(Path(failure.run), number + 1)
+            command = again(Path(failure.run))
+        _say(f"restart {number + 1} of {restarts}: the attempt failed {_at(failure)} ({failure.kind})")
         before = failure
     raise AssertionError("an attempt is always the last")
 
 
-def _put_aside(run: Path, number: int, everything: bool) -> None:
-    """Move what a failed attempt left, and the next would write, to RUN/flight/attempt-N."""
+def _put_aside(run: Path, number: int) -> None:
+    """Keep a failed attempt's flight records from being overwritten, in RUN/flight/attempt-N."""
     aside = run / flight.FOLDER / f"attempt-{number}"
-    names = [path.name for path in (run / flight.FOLDER).glob("rank-*.json")]
-    moves = [(run / flight.FOLDER / name, name) for name in names]
-    if everything:
-        moves += [(run / name, name) for name in ("metrics.jsonl", "checkpoints")]
     with suppress(OSError):
         aside.mkdir(parents=True, exist_ok=True)
-        for path, name in moves:
-            if path.exists():
-                path.rename(aside / name)
+        for path in (run / flight.FOLDER).glob("rank-*.json"):
+            path.rename(aside / path.name)
 
 
 def _at(failure: Failure) -> str:

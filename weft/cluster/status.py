@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-from weft.errors import RanksDisagreeError, UserError
+from weft.errors import RanksDisagreeError, StorageError, UserError
 
 # peer: another rank went away; hang: another did not come, or this one made no progress.
 Kind = Literal["failed", "user", "killed", "peer", "hang", "memory", "storage", "nonfinite", "disagree"]
@@ -41,7 +41,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 def kind_of(error: BaseException, run: str = "") -> Kind:
     """The kind of an exception: its own, or that of what it was raised from. run: the run's folder, if there is one."""
     if isinstance(error, UserError):
-        return "user"
+        return "storage" if isinstance(error, StorageError) else "user"
     for link in _chain(error):
         kind = _kind_of_one(link, run)
         if kind is not None:

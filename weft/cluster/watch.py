@@ -72,6 +72,10 @@ class Watch:
                 with suppress(psutil.Error):
                     child.kill()
 
+    def processes(self) -> list[psutil.Process]:
+        """The ranks that have been started so far."""
+        return [child for _, child in self._ranks()]
+
     def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
         """Children of this process that have a record; and those that do not yet, by their environment."""
         known = {record.pid: rank for rank, record in flight.read_all(self._scratch / flight.FOLDER).items()}

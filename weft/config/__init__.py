@@ -7,6 +7,7 @@ from weft.config.load import load_config
 from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
 from weft.config.render import to_dict, to_yaml
 from weft.config.schema import (
+    CheckpointConfig,
     DataConfig,
     FsdpConfig,
     MeshConfig,
@@ -20,6 +21,7 @@ from weft.config.schema import (
 )
 
 __all__ = [
+    "CheckpointConfig",
     "DataConfig",
     "FsdpConfig",
     "MeshConfig",

@@ -16,7 +16,6 @@ NOT_YET = (
     "data.columns",
     "data.split",
     "data.chat_template",
-    "checkpoint",
     "eval",
     "rl",
     "rollout",
@@ -72,8 +71,15 @@ _TIMEOUT = "say `train.timeout` (seconds)."
 _OUTPUT = "say `run.dir`."
 _LOGGING = "every step is written to RUN/metrics.jsonl: leave it out."
 _TRACKER = "trackers are not in this version yet; every step is written to RUN/metrics.jsonl: leave it out."
-_SAVE = "`checkpoint` is not in this version yet: the model is saved once, at the end. Leave it out."
-_RESUME = "resuming (`checkpoint`) is not in this version yet: leave it out."
+_SAVE = "say `checkpoint.every` (optimizer steps; the last step is always saved)."
+_SAVE_MODE = "say `checkpoint.every` (optimizer steps) or `checkpoint.every_minutes`; 0: only the last."
+_KEEP = "say `checkpoint.keep` (null keeps all), and `checkpoint.keep_every` for those that stay."
+_ASYNC = "say `checkpoint.async`: true (the default) or false."
+_WEIGHTS_ONLY = (
+    "every checkpoint is a HuggingFace directory; say `checkpoint.trainer_state`: all, last, or none for weights alone."
+)
+_SAVE_DTYPE = "say `checkpoint.dtype`: auto, bf16, fp16 or fp32."
+_RESUME = "resuming is no key: `weft sft --resume RUN`."
 _EVAL = "`eval` is not in this version yet: leave it out."
 _SHARD = "say `mesh.dp_shard` (-1: all ranks)."
 _REPLICATE = "say `mesh.dp_replicate`."
@@ -233,13 +239,29 @@ ALIASES: dict[str, str] = {
     "save_steps": _SAVE,
     "save_freq": _SAVE,
     "save_interval": _SAVE,
-    "save_strategy": _SAVE,
-    "save_total_limit": _SAVE,
+    "save_every": _SAVE,
+    "save_every_steps": _SAVE,
     "ckpt_every_steps": _SAVE,
-    "max_ckpt_to_keep": _SAVE,
-    "keep_latest_k": _SAVE,
+    "save_strategy": _SAVE_MODE,
+    "save_on_epoch_end": _SAVE_MODE,
+    "save_total_limit": _KEEP,
+    "max_ckpt_to_keep": _KEEP,
+    "max_actor_ckpt_to_keep": _KEEP,
+    "keep_latest_k": _KEEP,
+    "async_mode": _ASYNC,
+    "async_save": _ASYNC,
+    "is_async": _ASYNC,
+    "save_only_model": _WEIGHTS_ONLY,
+    "save_contents": _WEIGHTS_ONLY,
+    "no_save_optim": _WEIGHTS_ONLY,
+    "last_save_model_only": _WEIGHTS_ONLY,
+    "last_save_in_hf": _WEIGHTS_ONLY,
+    "save_hf": _WEIGHTS_ONLY,
+    "export_dtype": _SAVE_DTYPE,
     "resume_from_checkpoint": _RESUME,
+    "resume_from_path": _RESUME,
     "resume_mode": _RESUME,
+    "load_step": _RESUME,
     "eval_steps": _EVAL,
     "eval_strategy": _EVAL,
     "eval_dataset": _EVAL,

@@ -28,6 +28,7 @@ class Inert:
 
 
 INERT = (
+    Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
@@ -43,9 +44,11 @@ INERT = (
     Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
+    Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
+    Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
 )
-UNSETTABLE = tuple(rule.key for rule in INERT)
+UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -59,6 +62,7 @@ _AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as
 RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": _AXIS,
     "mesh.dp_shard": _AXIS,
+    "model.router_aux_loss_coef": _POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
     "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
     "fsdp.loss_scale_interval": _AT_LEAST_1,
@@ -89,6 +93,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "train.seed": _NOT_NEGATIVE,
     "train.timeout": _POSITIVE,
     "train.max_nonfinite": _AT_LEAST_1,
+    "checkpoint.every": _NOT_NEGATIVE,
+    "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
+    "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
+    "checkpoint.keep_every": _AT_LEAST_1,
 }
 
 
@@ -161,6 +169,13 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
     yield from _schedule_combinations(config.schedule, config.train.steps)
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept is not None and every and kept % every:
+        yield (
+            "checkpoint.keep_every",
+            f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
+            f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+        )
 
 
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:

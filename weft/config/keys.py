@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import typing
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
@@ -37,7 +38,7 @@ def schema_keys(schema: type) -> dict[str, Key]:
     for section, section_type in sections(schema).items():
         hints = typing.get_type_hints(section_type)
         for spec in fields(section_type):
-            name = f"{section}.{spec.name}"
+            name = f"{section}.{spec.name.removesuffix('_')}"
             table[name] = Key(name, hints[spec.name], _default(spec), str(spec.metadata.get("help", "")))
     return table
 
@@ -45,8 +46,13 @@ def schema_keys(schema: type) -> dict[str, Key]:
 def get(config: Any, name: str) -> Any:
     """The value of a dotted key."""
     for part in name.split("."):
-        config = getattr(config, part)
+        config = getattr(config, attribute(part))
     return config
+
+
+def attribute(leaf: str) -> str:
+    """The dataclass field of a key: its name, with an underscore where that is a word of Python (`async`)."""
+    return f"{leaf}_" if keyword.iskeyword(leaf) else leaf
 
 
 def _default(spec: Field[Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.checks import EXCLUSIVE, UNSETTABLE, check_config
 from weft.config.coerce import MismatchError, coerce, describe
-from weft.config.keys import Key, schema_keys, sections
+from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
 from weft.config.unknown import unknown_key
@@ -127,7 +127,7 @@ def _build(tree: Node, schema: type[Schema]) -> Schema:
     for name, section_type in sections(schema).items():
         values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems)
         if not problems:
-            built[name] = section_type(**values)
+            built[name] = section_type(**{attribute(leaf): value for leaf, value in values.items()})
     _raise_if(problems)
     return schema(**built)
 

@@ -44,6 +44,14 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
+    router_aux_loss: Literal["none", "document"] = key(
+        "Load balancing of a mixture of experts: `document` adds transformers' own auxiliary loss, computed for each "
+        "document and weighted by its tokens, so that no cut of the step can change it; `none` leaves it out.",
+        "none",
+    )
+    router_aux_loss_coef: float | None = key(
+        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None
+    )
     compile: bool = key(
         "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
         "steps are slow, others faster on accelerators.",
@@ -210,6 +218,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved of a run, and when. Every checkpoint is a HuggingFace directory; docs/checkpoints.md tells more."""
+
+    every: int = key("Optimizer steps between checkpoints; 0: only the last. The last step is always saved.", 100)
+    every_minutes: float | None = key("Save after so many minutes without a checkpoint, too; null: never.", None)
+    keep: int | None = key("Newest checkpoints that are kept; null: all.", 3)
+    keep_every: int | None = key(
+        "Checkpoints whose step is a multiple of this are never removed; a multiple of checkpoint.every.", None
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
+        "auto",
+    )
+    trainer_state: Literal["all", "last", "none"] = key(
+        "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "
+        "only the `last`, or `none`.",
+        "all",
+    )
+    async_: bool = key(
+        "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run writes."""
 
@@ -228,4 +260,5 @@ class SftConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -31,10 +31,11 @@ from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.build import BuiltModel, build_model
+from weft.models.build import BuiltModel, balance_coefficient, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.train_module import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
@@ -77,11 +78,18 @@ class Engine:
     """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
 
     def __init__(
-        self, config: EngineConfig, ranks: Ranks, *, weights: bool = True, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        *,
+        weights: bool = True,
+        fill: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
-        progress: told of bytes filled while weights are read.
+        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run). progress: told of
+        bytes filled while weights are read.
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -101,6 +109,7 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
             freeze(self.module, config.model.freeze)
@@ -113,7 +122,7 @@ class Engine:
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
-        self.loaded = self._load_weights(progress)
+        self.loaded = self._load_weights(progress, fill)
         self.optimizer = None
         if config.purpose == "train" and weights:
             self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
@@ -124,13 +133,13 @@ class Engine:
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
 
-    def _load_weights(self, progress: Progress | None) -> LoadReport | None:
-        """Fill the shards from the source's files; None where the weights were drawn, or there are none."""
+    def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
+        """Fill the shards from the source's files; None where none are read."""
         plan = self.built.load
         if plan is None:
             return None
         materialize(self.module, self.storage)
-        report = load_weights(self.module, plan, progress)
+        report = load_weights(self.module, plan, progress) if fill else None
         plan.source.close()
         hf.rebuild_buffers(self.module.hf_model)
         move_buffers(self.module, self.device)
@@ -187,6 +196,7 @@ class Engine:
         """
         assert self.optimizer is not None, "this engine was opened for inference"
         normaliser = objective.normaliser(plan)
+        balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
         rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
@@ -196,8 +206,12 @@ class Engine:
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
-                (terms.loss_sum / normaliser * self._scale).backward()
-            losses.append(terms.loss_sum.detach())
+                loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
+                if terms.balance_sum is not None:
+                    loss, seen = loss + terms.balance_sum * balance_factor, seen + terms.balance_sum.detach()
+                    sums.add("aux_loss", terms.balance_sum, row.real_tokens)
+                (loss * self._scale).backward()
+            losses.append(seen)
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)
@@ -239,12 +253,19 @@ class Engine:
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N))
-        return objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        balance = (row.owner_M, len(row.documents), self.built.flops.experts_per_token) if self.balance else None
+        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
+        balance_sum = readouts.pop("balance", None)
+        terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
+        return replace(terms, balance_sum=balance_sum)
 
-    def _read(self, row: Row, what: frozenset[str], upstream: Tensor | None = None) -> dict[str, Tensor]:
+    def _read(
+        self, row: Row, what: frozenset[str], upstream: Tensor | None = None, balance: Balance | None = None
+    ) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
-        return self.module(row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream)
+        return self.module(
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
+        )
 
     # ------------------------------------------------------------ readouts
 

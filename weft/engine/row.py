@@ -22,7 +22,8 @@ Layout = Literal["packed", "apart"]
 @dataclass(frozen=True)
 class Row:
     """documents: the step's indices of the documents in it, in order. document_N: place of each prediction's document
-    in that list. token_N: the target's place in its document. real_tokens: without padding."""
+    in that list. token_N: the target's place in its document. owner_M: of every token of the flattened row, the place
+    of its document; -1 for padding. real_tokens: without padding."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -34,6 +35,7 @@ class Row:
     document_N: Tensor
     token_N: Tensor
     arrays: dict[str, Tensor]
+    owner_M: Tensor
     real_tokens: int
 
 
@@ -63,14 +65,17 @@ def build_row(
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], apart=True)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
-    for start, document in zip(starts, chosen, strict=True):
+    owner = torch.full_like(ids, -1)
+    for place, (start, document) in enumerate(zip(starts, chosen, strict=True)):
         ids[start : start + len(document)] = document.tokens
+        owner[start : start + len(document)] = place
     positions = _positions(chosen, starts, shape, layout)
     return Row(
         documents=tuple(indices),
         input_ids_BT=_to(ids.view(shape), device),
         position_ids_BT=_to(positions, device),
         bounds=bounds,
+        owner_M=_to(owner, device),
         real_tokens=sum(lengths),
         **_predictions(chosen, starts, every_token, device),
     )

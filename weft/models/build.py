@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import ModelConfig
 from weft.engine.row import Layout
+from weft.errors import UserError
 from weft.models import hf
 from weft.models.cost import flop_facts
 from weft.models.layout import Piece, layout_of
@@ -24,10 +25,11 @@ from weft.observe.flops import FlopFacts
 class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
-    pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is on meta; None
-    where it has its weights already, or will never have any.
+    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is
+    on meta; None where it has its weights already, or will never have any.
     """
 
+    path: str
     module: TrainModule
     config: PretrainedConfig
     findings: Findings
@@ -81,4 +83,24 @@ def build_model(
     module = TrainModule(model)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
-    return BuiltModel(module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load)
+    return BuiltModel(
+        config.path, module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load
+    )
+
+
+def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:
+    """Factor of the experts' auxiliary loss, 0 for none. UserError where the family has no such loss."""
+    if config.router_aux_loss == "none":
+        return 0.0
+    text = hf_config.get_text_config()
+    if not hf.has_auxiliary_loss(module.hf_model):
+        raise UserError(
+            f"model.router_aux_loss={config.router_aux_loss}: {text.model_type} has no auxiliary loss in transformers. "
+            "Set model.router_aux_loss=none."
+        )
+    coefficient = config.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", None)
+    if not coefficient:
+        raise UserError("model.router_aux_loss_coef: the model's config names none: set it, for example to 0.001.")
+    return float(coefficient)

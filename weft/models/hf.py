@@ -3,6 +3,7 @@
 Internal symbols used, all checked on transformers 5.17 to 5.19:
 - modeling_utils.AttentionInterface.register, masking_utils.AttentionMaskInterface.register
 - PreTrainedModel._from_config, .all_tied_weights_keys, .base_model_prefix, .gradient_checkpointing_enable,
+  ._can_record_outputs with output_router_logits= (and load_balancing_loss_func in the family's module),
   .initialize_weights with ._is_hf_initialized, ._keys_to_ignore_on_load_unexpected,
   ._weight_conversions (read by revert_weight_conversion)
 - conversion_mapping.get_model_conversion_mapping; core_model_loading.{rename_source_key, revert_weight_conversion,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,12 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
 def enable_recompute(model: PreTrainedModel) -> None:
     """Recompute each decoder layer in backward; forward arguments (the bounds) are replayed with it."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def has_auxiliary_loss(model: PreTrainedModel) -> bool:
+    """Whether the family balances its experts: the base returns its routers' logits, and its code has the loss."""
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    return "router_logits" in recorded and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:

@@ -126,6 +126,9 @@ def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = 
     """
     began, before = time.perf_counter(), plan.source.bytes_read
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
+    filled = {id(tensor) for tensor in targets.values()}
+    empty = [n for n, tensor in module.state_dict(keep_vars=True).items() if id(tensor) not in filled]
+    assert not empty, f"nothing fills {empty[:3]}"
     order = sorted(targets, key=lambda name: min(plan.source.place(file) for _, file in plan.fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
     done = 0

@@ -34,13 +34,16 @@ KNOWN_LAYER_TYPES = {
 @dataclass(frozen=True)
 class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
-    attention_calls: calls per forward that saw the bounds. traits: what its attention needs of a kernel beyond
-    causality (window, softcap, sinks). copy: what was checked, in words."""
+
+    attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. traits: what that
+    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words.
+    """
 
     layout: Layout
     uses_bounds: bool
     error: float
     attention_calls: int
+    attends: bool
     traits: tuple[str, ...]
     copy: str
 
@@ -56,10 +59,11 @@ def check_kernel(
     """UserError where model.attention names a kernel that this model, device or dtype cannot use."""
     if kernel == "auto":
         return
-    if implementation(config, kernel) != f"weft_{kernel}":
+    if implementation(config, kernel) != f"weft_{kernel}" or not findings.attends:
+        how = "computes attention in code of its own" if findings.attends else "has no attention"
         raise UserError(
-            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} computes attention "
-            "in code of its own. Set model.attention=auto."
+            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
+            "Set model.attention=auto."
         )
     able = [name for name in attention.KERNELS if attention.serves(name, device, compute, findings.traits)]
     if kernel not in able:
@@ -93,7 +97,9 @@ def examine(config: PretrainedConfig) -> Findings:
                 raise _refusal(config, str(error)) from error
             continue
         if worst <= LOGIT_TOLERANCE:
-            return Findings(layout, uses_bounds, worst, calls, tuple(sorted(attention.traits_seen)), copy)
+            attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
+            traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 

@@ -7,14 +7,18 @@ H hidden width, V vocabulary, N predictions that somebody needs.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
 from weft.models.facts import Facts, find_facts
+from weft.objectives.balance import balance_sum
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 from weft.ops.head import LogitTransform, chunked_readouts
+
+Balance = tuple[Tensor, int, int]  # owner_M, documents, top_k: the arguments of balance_sum
 
 
 class Head(nn.Module):
@@ -77,11 +81,14 @@ class TrainModule(nn.Module):
 
     def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None) -> Tensor:
         """Last hidden states [B, T, H]."""
-        extra: dict[str, object] = {} if bounds is None else {BOUNDS_ARGUMENT: bounds}
+        return self._base(input_ids_BT, position_ids_BT, bounds).last_hidden_state
+
+    def _base(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None, **extra: object) -> Any:
+        if bounds is not None:
+            extra[BOUNDS_ARGUMENT] = bounds
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
-        out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
-        return out.last_hidden_state
+        return self.base(input_ids=input_ids_BT, use_cache=False, **extra)
 
     def forward(
         self,
@@ -92,7 +99,15 @@ class TrainModule(nn.Module):
         targets_N: Tensor,
         readouts: Collection[str],
         upstream_N: Tensor | None = None,
+        balance: Balance | None = None,
     ) -> dict[str, Tensor]:
-        """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else."""
-        hidden_BTH = self.hidden(input_ids_BT, position_ids_BT, bounds)
-        return self.head(hidden_BTH.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)
+        """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
+
+        balance: asks for `balance` too, the sum of the documents' auxiliary losses (objectives/balance.py).
+        """
+        extra = {} if balance is None else {"output_router_logits": True}
+        out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
+        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)
+        if balance is not None:
+            found["balance"] = balance_sum(out.router_logits, *balance)
+        return found

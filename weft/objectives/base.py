@@ -38,10 +38,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Terms:
-    """loss_sum: scalar with gradient, not yet normalised. metrics: name -> (sum, weight), summed over the step."""
+    """loss_sum: scalar with gradient, not yet normalised. metrics: name -> (sum, weight), summed over the step.
+
+    balance_sum: of experts, added by the engine; it has a normaliser of its own, the step's tokens.
+    """
 
     loss_sum: Tensor
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
+    balance_sum: Tensor | None = None
 
 
 class Objective(Protocol):

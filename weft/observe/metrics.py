@@ -113,6 +113,10 @@ class MetricsFile:
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
 
+    def sync(self) -> None:
+        """Wait until the lines would survive a power failure."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; nothing can be written afterwards."""
         self._file.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
@@ -35,16 +37,34 @@ from weft.parallel.units import Unit, own_parameters
 from weft.planner.memory import hint
 
 
-def print_opening(config: SftConfig, engine: Engine, report: DataReport, folder: Path) -> None:
-    """Everything a user would want to have known before a month of GPU time."""
+def print_opening(
+    config: SftConfig, engine: Engine, report: DataReport, folder: Path, notes: Sequence[str] = ()
+) -> None:
+    """Everything a user would want to have known before a month of GPU time. notes: lines on what is resumed."""
     if not engine.ranks.is_first:
         return
     say = Console(highlight=False, soft_wrap=True).print
     say(f"run      {folder}")
     say(f"data     {report}")
+    for note in notes:
+        say(note, markup=False)
     if engine.loaded is not None:
         say(f"weights  {_loaded(engine.loaded)}")
     _print_model(config, engine)
+
+
+def say_finished(folder: Path, steps: int, ranks: Ranks) -> None:
+    """That there is nothing to resume."""
+    if ranks.is_first:
+        say = Console(highlight=False, soft_wrap=True).print
+        say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
+
+
+def say_stopped(folder: Path, step: int, number: int, ranks: Ranks) -> None:
+    """How to go on after a signal."""
+    if ranks.is_first:
+        say = Console(highlight=False, soft_wrap=True).print
+        say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: weft sft --resume {folder}")
 
 
 def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
@@ -66,7 +86,8 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
         "eager forward, documents do not see each other"
     )
     if built.flops.expert:
-        say("experts  no auxiliary loss (router_aux_loss_coef is not used); dropout and router jitter are 0")
+        loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
+        say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
     say(f"fsdp     {fsdp_line(engine)}")
@@ -121,7 +142,7 @@ def _layers(engine: Engine) -> str:
 def _attention(config: SftConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
-        return "attention of the family's own, eager"
+        return "attention of the family's own, eager" if built.findings.attends else "no attention"
     kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
     traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
     return f"attention kernel {kernel}{traits}"

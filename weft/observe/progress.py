@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -79,6 +79,11 @@ class Progress:
         """A line of text, above the bar where there is one."""
         if self._show:
             self._print(text)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        """Several lines of text."""
+        for text in texts:
+            self.note(text)
 
     def remaining(self) -> float:
         """Estimated seconds to the end, at the pace of the last steps."""

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import weft
 from weft.observe.metrics import plain
@@ -23,6 +24,11 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+
+    def go_on(self, seconds: Mapping[str, float]) -> None:
+        """Add the seconds of another process."""
+        for name, more in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + more
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -65,13 +71,28 @@ class RunSummary:
                 self.first_losses.append(float(loss))
             self.last_losses.append(float(loss))
 
-    def write(self, path: Path, phases: Phases, saved: Path | None) -> None:
-        """Write summary.json whole or not at all. saved: the HuggingFace directory of the last weights."""
+    def counts(self) -> dict[str, Any]:
+        """What has been gathered so far, for JSON; `go_on` takes it up again."""
+        left_out = ("model", "data")
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
+
+    def go_on(self, counts: Mapping[str, Any]) -> None:
+        """Count on from what another process has gathered."""
+        for name, value in counts.items():
+            setattr(self, name, deque(value, maxlen=_KEPT) if name == "last_losses" else value)
+
+    def write(self, path: Path, phases: Phases, saved: Path | None, stopped: str | None = None) -> None:
+        """Write summary.json whole or not at all. saved: the HuggingFace directory of the last weights.
+
+        stopped: the signal that ended the run before its last step.
+        """
         total = sum(phases.seconds.values())
         content = {
             "model": self.model,
             "data": self.data,
             "saved": None if saved is None else str(saved),
+            "stopped": stopped,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "documents": self.documents,

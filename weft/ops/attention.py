@@ -172,7 +172,8 @@ KERNELS: dict[str, Kernel] = {
     "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True),
     "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, softcap_and_sinks=True),
 }
-traits_seen: set[str] = set()  # what calls asked for beyond causality; the start-up check reads it
+traits_seen: set[str] = set()  # what calls asked for beyond causality, and ATTENTION; the start-up check reads it
+ATTENTION = "attention"  # some call was made at all: state-space models make none
 
 
 def choose(preference: str, call: Call) -> str:
@@ -238,7 +239,7 @@ def attend(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
     )  # fmt: skip
-    traits_seen.update(_traits(call))
+    traits_seen.update((ATTENTION, *_traits(call)))
     return KERNELS[choose(preference, call)].run(call).transpose(1, 2).contiguous(), None
 
 

@@ -1,30 +1,94 @@
-"""The run folder: where it is, and that nothing of another run is overwritten."""
+"""The run folder: where it is, that one run uses it at a time, and that nothing of another run is overwritten."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
+from weft.checkpoint.retention import sweep
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.schema import SftConfig
 from weft.errors import UserError
 
+LOCK = "lock"
+DROPPED = "metrics.dropped.jsonl"
 
-def open_folder(config: SftConfig, ranks: Ranks) -> Path:
-    """Make RUN, write RUN/config.yaml, and return the path that all ranks agree on."""
-    answer: list[str | None] = [None, None]
+
+@contextmanager
+def open_folder(config: SftConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
+    """RUN, made or entered again, which no other process uses meanwhile; all ranks agree on the path and share it."""
+    lock: TextIO | None = None
+    answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
-            answer[0] = str(_make(config))
+            folder = Path(str(config.run.dir)) if resume else _make(config)
+            token = uuid.uuid4().hex
+            lock = _lock(folder, token)
+            if resume:
+                sweep(folder / "checkpoints")
+            answer = [str(folder), token, None]
         except UserError as error:
-            answer[1] = str(error)
+            answer[2] = str(error)
+        except OSError as error:
+            answer[2] = f"run.dir: {config.run.dir} cannot be used: {error.strerror}: {error.filename}."
     dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise UserError(answer[1])
-    return Path(str(answer[0]))
+    try:
+        if answer[2] is not None:
+            raise UserError(answer[2])
+        folder = Path(str(answer[0]))
+        _check_shared(folder, str(answer[1]), ranks)
+        if ranks.is_first and not resume:
+            write_config(config, folder)
+        yield folder
+    finally:
+        if lock is not None:
+            _unlock(lock)
+
+
+def write_config(config: SftConfig, folder: Path) -> None:
+    """RUN/config.yaml, whole or not at all."""
+    partial = folder / "config.yaml.partial"
+    partial.write_text(to_yaml(config), encoding="utf-8")
+    os.replace(partial, folder / "config.yaml")
+
+
+def cut_metrics(folder: Path, after: int) -> int:
+    """Move the lines of later steps than `after` from metrics.jsonl to metrics.dropped.jsonl; how many there were.
+
+    A line that a kill has cut short goes with them.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    kept: list[str] = []
+    dropped: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        (kept if _step_of(line) <= after else dropped).append(line)
+    if dropped:
+        with (folder / DROPPED).open("a", encoding="utf-8") as stream:
+            stream.writelines(line.rstrip("\n") + "\n" for line in dropped)
+        partial = folder / "metrics.jsonl.partial"
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, path)
+    return len(dropped)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _make(config: SftConfig) -> Path:
@@ -34,7 +98,64 @@ def _make(config: SftConfig) -> Path:
     else:
         folder = Path(config.run.dir)
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
-        raise UserError(f"run.dir: {folder} holds a run already. Set run.dir to another folder, or move that one away.")
+        raise UserError(
+            f"run.dir: {folder} holds a run already. Set run.dir to another folder, or move that one away; or go on "
+            f"with it: weft sft --resume {folder}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
     return folder
+
+
+def _lock(folder: Path, token: str) -> TextIO:
+    """Take RUN/lock. The kernel frees it when its process ends, however that ends, so a file alone locks nothing."""
+    path = folder / LOCK
+    while True:
+        stream = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            stream.seek(0)
+            holder = _holder(stream.read())
+            stream.close()
+            raise UserError(
+                f"run.dir: {folder} is in use by {holder}. Wait for it or stop it, or set run.dir to another folder."
+            ) from error
+        except OSError:
+            break  # a file system without locks
+        if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+            break
+        stream.close()  # its holder has removed it between our two calls
+    stream.truncate(0)
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token}))
+    stream.flush()
+    return stream
+
+
+def _unlock(lock: TextIO) -> None:
+    Path(lock.name).unlink(missing_ok=True)
+    lock.close()
+
+
+def _holder(text: str) -> str:
+    try:
+        fields = json.loads(text)
+        return f"process {fields['pid']} on {fields['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _check_shared(folder: Path, token: str, ranks: Ranks) -> None:
+    """Every rank must see the first rank's lock: shards and weights are written by all of them into one folder."""
+    try:
+        seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
+    except (OSError, ValueError, KeyError):
+        seen = False
+    hosts: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(hosts, None if seen else socket.gethostname())
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+    if blind:
+        raise UserError(
+            f"run.dir: {folder.absolute()} is not the same folder for all ranks: {', '.join(blind[:4])}"
+            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir to a folder on a "
+            "file system that all ranks share."
+        )

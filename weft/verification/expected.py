@@ -43,17 +43,21 @@ class Expected:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains fresh references from the weights at `path`. freeze: patterns of parameters that are not trained."""
+    """Trains fresh references from the weights at `path`. freeze: patterns of parameters that are not trained.
+
+    balance: factor of the experts' auxiliary loss.
+    """
 
     path: str
     lrs: Sequence[float]
     config: OptimizerConfig
     device: str
     freeze: Sequence[str] = ()
+    balance: float = 0.0
 
     def reference(self) -> reference.Reference:
         """A fresh one."""
-        return reference.Reference(self.path, self.device, self.freeze)
+        return reference.Reference(self.path, self.device, self.freeze, self.balance)
 
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None

@@ -73,7 +73,7 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     first, expected = engine.ranks.is_first, None
     if first:
         config = engine.config
-        trainer = Trainer(path, lrs, config.optimizer, str(engine.device), config.model.freeze)
+        trainer = Trainer(path, lrs, config.optimizer, str(engine.device), config.model.freeze, engine.balance)
         expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
@@ -224,7 +224,8 @@ def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)
     if not engine.ranks.is_first:
         return "", moved
-    expected_loss, expected = Reference(path, str(engine.device), engine.config.model.freeze).gradients(step)
+    plain = Reference(path, str(engine.device), engine.config.model.freeze, engine.balance)
+    expected_loss, expected = plain.gradients(step)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
     words = (
         f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; no verdict): "

@@ -6,9 +6,11 @@ document is (ids, mask): token ids and the loss weight of each token as a target
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import transformers
@@ -31,16 +33,19 @@ class Optimizer:
 
 
 class Reference:
-    """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names."""
+    """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names.
 
-    def __init__(self, path: str, device: str = "cpu", freeze: Sequence[str] = ()) -> None:
+    balance: factor of transformers' own auxiliary loss of each document, weighted by its tokens.
+    """
+
+    def __init__(self, path: str, device: str = "cpu", freeze: Sequence[str] = (), balance: float = 0.0) -> None:
         config = transformers.AutoConfig.from_pretrained(path)
         cls = getattr(transformers, config.architectures[0])
         self.model: nn.Module = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.model.eval().to(device)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
-        self.device = device
+        self.device, self.balance = device, balance
         self.optimizer: torch.optim.Optimizer | None = None
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -62,10 +67,8 @@ class Reference:
         """loss = sum(w ce) / sum(w) over all documents, and every parameter's gradient (absent where unused)."""
         self.model.zero_grad(set_to_none=True)
         total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
-        loss = 0.0
-        for ids, mask in documents:
-            if len(ids) > 1:
-                loss += self._backward(self.logits(ids)[None], [ids], [mask], total)
+        tokens = sum(len(ids) for ids, _ in documents)
+        loss = sum(self._backward([ids], [mask], None, total, tokens) for ids, mask in documents)
         return loss, self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
@@ -78,18 +81,27 @@ class Reference:
             ids = [i + [0] * (longest - len(i)) for i, _ in batch]
             masks = [m + [0.0] * (longest - len(m)) for _, m in batch]
             seen = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
-            tensor = torch.tensor(ids, device=self.device)
-            logits = self.model(input_ids=tensor, attention_mask=seen, use_cache=False).logits.float()
-            self._backward(logits, ids, masks, total)
+            self._backward(ids, masks, seen, total, sum(len(i) for i, _ in documents))
         return self._gradients()
 
-    def _backward(self, logits: Tensor, ids: list[list[int]], masks: list[list[float]], total: float) -> float:
-        targets = torch.tensor(ids, device=self.device)[:, 1:]
+    def _backward(
+        self, ids: list[list[int]], masks: list[list[float]], seen: Tensor | None, total: float, tokens: int
+    ) -> float:
+        tensor = torch.tensor(ids, device=self.device)
+        extra = {"output_router_logits": True} if self.balance else {}
+        out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
         weights = torch.tensor(masks, device=self.device)[:, 1:]
-        ce = -logits[:, :-1].log_softmax(-1).gather(2, targets[:, :, None])[:, :, 0]
+        ce = -out.logits.float()[:, :-1].log_softmax(-1).gather(2, tensor[:, 1:, None])[:, :, 0]
         loss = (ce * weights).sum() / total
-        loss.backward()
+        lengths = [len(i) for i in ids] if seen is None else seen.sum(1).tolist()
+        (loss + (self.balance * self._balance_sum(out, lengths) / tokens if self.balance else 0.0)).backward()
         return float(loss.detach())
+
+    def _balance_sum(self, out: Any, lengths: list[int]) -> Tensor:
+        layers = [layer.reshape(len(lengths), -1, layer.shape[-1]) for layer in out.router_logits]
+        function = sys.modules[type(self.model).__module__].load_balancing_loss_func
+        sizes = layers[0].shape[-1], self.model.config.num_experts_per_tok
+        return sum(n * function(tuple(x[i, :n] for x in layers), *sizes) for i, n in enumerate(lengths))
 
     def _gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}

@@ -316,3 +316,30 @@ def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int]
         return row
     plant.hit()
     return _with_padding_trained(row, torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool))
+
+
+# ---------------------------------------------------------------- experts
+
+
+@bug(
+    "B15", "weft.models.train_module:balance_sum",
+    "the experts' auxiliary loss is detached: it is shown, and never reaches the router",
+    caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#1408", needs="model.router_aux_loss=document",
+)  # fmt: skip
+def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
+    plant.hit()
+    total: Tensor = original(*args)
+    return total.detach()
+
+
+@bug(
+    "B15", "weft.models.train_module:balance_sum",
+    "the auxiliary loss takes all documents of a row as one: it depends on the cut",
+    caught_by=GRADIENTS, seen="huggingface/transformers#44586", needs="model.router_aux_loss=document",
+)  # fmt: skip
+def balance_over_the_row(
+    plant: Plant, original: Original, logits: Any, owner_M: Tensor, documents: int, top_k: int
+) -> Tensor:
+    plant.hit()
+    total: Tensor = original(logits, owner_M.clamp(max=0), min(1, documents), top_k)
+    return total

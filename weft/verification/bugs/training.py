@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NORM, RUN_LOSSES, RUN_RATES, Original, Plant, bug
 
@@ -30,15 +31,17 @@ def bf16_masters(
 
 
 @bug(
-    "B11", "weft.models.train_module:TrainModule.__init__",
+    "B11", "weft.models.build:plan_load",
     "a head tied to the embedding is a copy of its own",
     caught_by=GRADIENTS, seen="verl-project/verl#7834", needs="a model with a tied head",
 )  # fmt: skip
-def head_untied(plant: Plant, original: Original, self: Any, model: Any) -> None:
-    original(self, model)
-    if self.head.weight is self.get_submodule(self.facts.embedding).weight:
+def head_untied(plant: Plant, original: Original, model: Any, source: Any, ignore: Any) -> Any:
+    pieces, plan = original(model, source, ignore)
+    for name, owner in hf.tied_parameters(model).items():
         plant.hit()
-        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        hf.untie(model, name)
+        plan.fills[name] = plan.fills[owner]
+    return pieces, plan
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -51,24 +54,24 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @bug(
-    "B12", "weft.parallel.parallelize:move_buffers",
+    "B12", "weft.models.hf:rebuild_buffers",
     "inv_freq and other buffers outside the checkpoint are garbage on every rank but the first",
     caught_by=LOGPROB, seen="huggingface/transformers#45902", ranks=2, needs="a model with rotary embeddings",
 )  # fmt: skip
-def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module, device: Any) -> None:
-    original(module, device)
+def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module) -> None:
+    original(module)
     for _, buffer in _buffers(module) if dist.get_rank() > 0 else ():
         plant.hit()
         buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()).view_as(buffer))
 
 
 @bug(
-    "B13", "weft.parallel.parallelize:move_buffers",
+    "B13", "weft.models.hf:rebuild_buffers",
     "the rotary table is rounded to bf16",
     caught_by=GRADIENTS, seen="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
 )  # fmt: skip
-def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module, device: Any) -> None:
-    original(module, device)
+def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
+    original(module)
     for _, buffer in _buffers(module):
         plant.hit()
         buffer.copy_(buffer.bfloat16())
@@ -155,7 +158,7 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
     "the loss shown is the first rank's",
     caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
-def first_rank_only(plant: Plant, original: Original, self: Any, group: Any = None) -> dict[str, float | None]:
+def first_rank_only(plant: Plant, original: Original, self: Any, *_: Any, **__: Any) -> dict[str, float | None]:
     plant.hit()
     return {name: float(self._sums[name]) / float(w) if w else None for name, w in self._weights.items()}
 

@@ -1,0 +1,228 @@
+"""kill -9 at any moment of a save, and signals that ask a run to end: the last whole checkpoint always loads."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cases import open_engine, saved_model
+from tests.resuming import inputs, lines, process
+from weft.checkpoint.retention import step_folder, sweep, whole_steps
+from weft.checkpoint.save import Saver
+from weft.checkpoint.state import check_contents, find_parts, load_state, read_state
+from weft.config.schema import CheckpointConfig
+
+KEEP = 2
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preload"])
+
+
+def saves_for_ever(folder: str, model: str, kill_at: int | None, pipe: Connection) -> None:
+    """A process that does nothing but save: every weight of step s is s, every moment 10 s.
+
+    kill_at: it kills itself right before this call (from 0) of those that change names in the run folder.
+    """
+    torch.set_num_threads(1)
+    engine = open_engine(model, "1", step={"max_tokens_per_device": 64})
+    assert engine.optimizer is not None
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine.apply(1e-3)
+    checkpoints = Path(folder) / "checkpoints"
+    sweep(checkpoints)
+    done = max(whole_steps(checkpoints), default=0)
+    if done:
+        load_state(engine, read_state(step_folder(checkpoints, done)))
+        values = {float(part.local.view(-1)[0]) for name, part in find_parts(engine).items() if "weights" in name}
+        assert values == {float(done)}, values
+    config = CheckpointConfig(keep=KEEP, async_=True, trainer_state=random.Random(done).choice(["all", "last"]))
+    with dying(kill_at), Saver(engine, Path(folder), config, {"config": {}}, last=done) as saver:
+        pipe.send(done)
+        for step in range(done + 1, done + 1000):
+            for name, part in find_parts(engine).items():
+                part.local.fill_(step if name.startswith("weights/") else 10 * step)
+            saver.save(step, {})
+            saver.wait()
+
+
+@contextmanager
+def dying(kill_at: int | None) -> Iterator[None]:
+    """Count the calls that rename or remove, and die before one of them."""
+    calls = [0]
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if calls[0] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            return original(*arguments, **options)
+
+        return call
+
+    with (
+        mock.patch.object(os, "rename", counted(os.rename)),
+        mock.patch.object(os, "replace", counted(os.replace)),
+        mock.patch.object(os, "rmdir", counted(os.rmdir)),
+    ):
+        yield
+
+
+def check_whole(folder: Path, at_least: int) -> int:
+    """Every whole name holds a whole checkpoint, `keep` of them; the newest step."""
+    checkpoints = folder / "checkpoints"
+    steps = whole_steps(checkpoints)
+    for step in steps:
+        here = step_folder(checkpoints, step)
+        weights = load_file(here / "model.safetensors")
+        assert all(bool((tensor == step).all()) for tensor in weights.values()), step
+        json.loads((here / "config.json").read_text())
+    if steps:
+        state = read_state(step_folder(checkpoints, steps[-1]))
+        check_contents(state, 0, 1)
+        assert state.step == steps[-1]
+    newest = max(steps, default=0)
+    assert newest >= at_least
+    assert len(steps) >= min(KEEP, newest)
+    return newest
+
+
+def one_process(folder: Path, kill_at: int | None = None, kill_after: float | None = None) -> None:
+    """Start the saving process, and see it killed."""
+    ours, theirs = _context.Pipe()
+    child = _context.Process(target=_alone, args=(str(folder), saved_model("llama"), kill_at, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    assert ours.poll(60), "the saving process has not begun"
+    ours.recv()
+    if kill_after is not None:
+        time.sleep(kill_after)
+        child.kill()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL, child.exitcode
+
+
+def _alone(folder: str, model: str, kill_at: int | None, pipe: Connection) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saves_for_ever(folder, model, kill_at, pipe)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_seeded_moments(tmp_path: Path) -> None:
+    """Each process goes on from what the one before has left."""
+    moments, newest = random.Random(7), 0
+    for _ in range(20):
+        one_process(tmp_path, kill_after=moments.uniform(0.0, 0.4))
+        newest = check_whole(tmp_path, at_least=newest)
+    assert newest > 5
+
+
+@pytest.mark.slow
+def test_a_kill_before_each_change_of_a_name(tmp_path: Path) -> None:
+    """Two saves of a process, step by step through everything that they rename, and the folders that they remove."""
+    newest = 0
+    for call in range(14):
+        one_process(tmp_path, kill_at=call)
+        newest = check_whole(tmp_path, at_least=newest)
+    assert newest > 5
+
+
+# ---------------------------------------------------------------- a real run
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def started(folder: Path, *words: str, until: str) -> Iterator[subprocess.Popen[str]]:
+    """`weft sft ...`, from the moment that its output has a line that begins so."""
+    command = [sys.executable, "-m", "weft", "sft", *words]
+    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=folder, env=environment(), **pipes) as run:
+        try:
+            assert run.stdout is not None
+            next(line for line in run.stdout if line.startswith(until))
+            yield run
+        finally:
+            run.kill()
+
+
+def words_for(folder: Path, steps: int) -> list[str]:
+    home = inputs()
+    return [
+        f"model.path={home}/model", f"data.path={home}/chats.jsonl", "step.documents=6",
+        "step.max_tokens_per_device=64", "optimizer.lr=1e-2", "schedule.warmup_steps=3", "schedule.name=constant",
+        f"train.steps={steps}", "train.seed=3", "checkpoint.every=3", f"run.dir={folder}", "--device", "cpu",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    nproc = "1" if number == signal.SIGUSR1 else "2"  # on one rank there is no launcher between
+    run_folder = tmp_path / "run"
+    with started(tmp_path, *words_for(run_folder, 5000), "--nproc", nproc, until="step 4/") as run:
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+    assert run.returncode == 128 + number, err
+    said = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
+    assert said is not None and said[2] == str(run_folder)
+    step = int(said[1])
+    assert whole_steps(run_folder / "checkpoints")[-1] == step == len(lines(run_folder))
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert summary["stopped"] == number.name and summary["steps"] == step
+    assert not (run_folder / "lock").exists()
+    words = ["sft", "--resume", str(run_folder), f"train.steps={step + 2}", "--device", "cpu", "--nproc", nproc]
+    done = subprocess.run([sys.executable, "-m", "weft", *words], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed  step {step} of {step + 2}" in done.stdout
+    assert [line["step"] for line in lines(run_folder)] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Path) -> None:
+    """The real command on two ranks, launcher and ranks killed with -9 at some step."""
+    folder = tmp_path / "killed"
+    sections = {"schedule": {"name": "constant"}, "checkpoint": {"every": 3, "async_": True}, "train": {"steps": 40}}
+    process(tmp_path / "whole", "2", sections=sections)
+    with started(tmp_path, *words_for(folder, 40), "--nproc", "2", until="step 10/") as run:
+        os.kill(run.pid, signal.SIGKILL)  # its ranks end with it
+    deadline = time.monotonic() + 30
+    while _is_locked(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    words = ["sft", "--resume", str(folder), "--device", "cpu", "--nproc", "2"]
+    done = subprocess.run([sys.executable, "-m", "weft", *words], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert lines(folder) == lines(tmp_path / "whole")
+
+
+def _is_locked(folder: Path) -> bool:
+    import fcntl
+
+    with (folder / "lock").open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,107 @@
+"""RUN/checkpoints: names, the commit of a whole folder, `latest`, and what is removed.
+
+A folder has the name step-000100 only while it is whole: it is written as step-000100.partial, and renamed to
+step-000100.removing before the first of its files goes. One process (the first rank's) calls these functions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal
+
+TRAINER_STATE = "trainer_state"
+_WHOLE = re.compile(r"step-(\d{6,})")
+_LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing)|latest\.new")
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """checkpoints/step-000100."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def whole_steps(checkpoints: Path) -> list[int]:
+    """Steps that have a whole checkpoint, in order."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_WHOLE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Give a whole folder its name, on the disk when this returns, and point `latest` at it."""
+    _sync_folder(partial)
+    if target.exists():
+        remove(target)
+    os.rename(partial, target)
+    _sync_folder(target.parent)
+    point_latest(target)
+
+
+def point_latest(target: Path) -> None:
+    """Make the relative link `latest` beside a checkpoint name it, in one step."""
+    latest, link = target.parent / "latest", target.parent / "latest.new"
+    if latest.is_symlink() and os.readlink(latest) == target.name:
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(target.name)
+    os.replace(link, latest)
+    _sync_folder(target.parent)
+
+
+def prune(
+    checkpoints: Path, *, keep: int | None, keep_every: int | None, trainer_state: Literal["all", "last", "none"]
+) -> None:
+    """Remove what is not to be kept: whole checkpoints, and of older ones the trainer state. Never the newest."""
+    steps = whole_steps(checkpoints)
+    for step in steps[:-keep] if keep is not None else []:
+        if keep_every is None or step % keep_every:
+            remove(step_folder(checkpoints, step))
+    if trainer_state == "last":
+        for step in whole_steps(checkpoints)[:-1]:
+            remove(step_folder(checkpoints, step) / TRAINER_STATE)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, under another name, so that a kill leaves no half of it under its own."""
+    if not folder.exists():
+        return
+    removing = folder.with_name(folder.name + ".removing")
+    shutil.rmtree(removing, ignore_errors=True)
+    os.rename(folder, removing)
+    shutil.rmtree(removing, ignore_errors=True)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Remove what a killed process has left behind, and point `latest` at the newest whole checkpoint."""
+    for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
+        for leftover in [entry, *(entry.iterdir() if _WHOLE.fullmatch(entry.name) else [])]:
+            if _LEFTOVER.fullmatch(leftover.name):
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+    steps = whole_steps(checkpoints)
+    if steps:
+        point_latest(step_folder(checkpoints, steps[-1]))
+
+
+def set_aside(checkpoints: Path, after: int) -> list[str]:
+    """Rename checkpoints of later steps than `after`, which the run is about to write again; the new names."""
+    names = []
+    for step in whole_steps(checkpoints):
+        if step > after:
+            folder, number = step_folder(checkpoints, step), 1
+            while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
+                number += 1
+            os.rename(folder, aside)
+            names.append(aside.name)
+    return names
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names in a folder survive a power failure once the folder itself is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

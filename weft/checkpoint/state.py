@@ -1,0 +1,296 @@
+"""trainer_state/: what it takes, beside the HuggingFace directory, to go on as if nothing had happened.
+
+Each rank writes rank-00000.safetensors with its own shards; state.json says which box of which tensor is in which file,
+so that any mesh can read what another has written. No pickle: reading a checkpoint runs no code of it.
+
+    weights/NAME              masters and persistent buffers, in the dtype they are kept in
+    optimizer/KEY/NAME        moments; scalars such as AdamW's `step` are in state.json
+    rng/...                   random number generators of this rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
+from weft.checkpoint.files import TensorFile, create
+from weft.checkpoint.retention import TRAINER_STATE
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.observe.metrics import plain
+from weft.observe.summary import versions
+
+FORMAT = 1
+STATE_FILE = "state.json"
+WEIGHTS, OPTIMIZER, RNG = "weights/", "optimizer/", "rng/"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of one tensor. shape: of the whole tensor. local: the rank's own elements, not a copy.
+
+    writes: whether it is this rank that saves them: of several that hold the same elements, one does.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    local: Tensor
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What state.json says of the file of one rank. boxes: tensor -> (start, size)."""
+
+    name: str
+    bytes: int
+    sha256: str
+    boxes: dict[str, tuple[list[int], list[int]]]
+
+
+def find_parts(engine: Engine) -> dict[str, Part]:
+    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once."""
+    assert engine.optimizer is not None, "this engine was opened for inference"
+    found = {}
+    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        found[WEIGHTS + name] = _part(parameter, number)
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.ndim:
+                found[f"{OPTIMIZER}{key}/{name}"] = _part(value, number)
+    persistent = engine.module.state_dict().keys()
+    for number, (name, buffer) in enumerate(engine.module.named_buffers()):
+        if name in persistent:
+            found[WEIGHTS + name] = _part(buffer, number)
+    return found
+
+
+def _part(tensor: Tensor, number: int) -> Part:
+    shard = shard_of(tensor)
+    return Part(tuple(tensor.shape), shard.box, shard.values, _writes(shard, number))
+
+
+def _writes(shard: Shard, number: int) -> bool:
+    """Ranks that hold the same box share the writing: `number` deals tensors to them."""
+    return shard.box.numel > 0 and shard.is_mine(number)
+
+
+def find_scalars(engine: Engine) -> dict[str, float]:
+    """The optimizer's numbers by name: AdamW's `step` of each parameter."""
+    assert engine.optimizer is not None
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and not value.ndim:
+                found[f"{OPTIMIZER}{key}/{name}"] = float(value)
+    return found
+
+
+# ---------------------------------------------------------------- writing
+
+
+def rank_file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_rank_file(
+    folder: Path, rank: int, save_id: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]
+) -> RankFile:
+    """Write one rank's file to the disk. tensors: on the CPU; boxes: of those that are part of a whole one."""
+    path = folder / rank_file_name(rank)
+    create(path, tensors, {"save": save_id, "rank": str(rank)})
+    with TensorFile(path, writable=True) as file:
+        for name, tensor in tensors.items():
+            file.write(name, Box.whole(tuple(tensor.shape)), tensor)
+        file.fsync()
+    listed = {name: (list(box.start), list(box.size)) for name, box in boxes.items()}
+    return RankFile(path.name, path.stat().st_size, _digest(path), listed)
+
+
+def write_state(folder: Path, content: Mapping[str, Any], files: Sequence[RankFile]) -> None:
+    """state.json, last of all: with it, the trainer state is whole. content: all but format, versions and files."""
+    state = {"format": FORMAT, "versions": versions(), **content, "files": [asdict(file) for file in files]}
+    state = json.loads(json.dumps(plain(state)))  # as it will be read: tuples are lists
+    with (folder / STATE_FILE).open("w", encoding="utf-8") as stream:
+        json.dump({**state, "checksum": _checksum(state)}, stream, indent=1, allow_nan=False)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    text = json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be resumed from; the message says why, without naming the checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """A trainer_state/ folder whose state.json has been read and is whole."""
+
+    folder: Path
+    content: dict[str, Any]
+    files: tuple[RankFile, ...]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.content["step"])
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run that wrote it."""
+        return int(self.content["mesh"]["world"])
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer state of a checkpoint: state.json is what was written, and every file of a rank has its size and
+    header. Raises DamagedError."""
+    folder = checkpoint / TRAINER_STATE
+    if not folder.is_dir():
+        raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
+    content = _read_json(folder / STATE_FILE)
+    files = tuple(RankFile(**{**file, "boxes": _boxes(file["boxes"])}) for file in content["files"])
+    state = TrainerState(folder, content, files)
+    for rank, file in enumerate(files):
+        _check_file(state, rank, file)
+    return state
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DamagedError(f"{path.name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise DamagedError(f"{path.name} is not the state of a trainer")
+    if content["format"] != FORMAT:
+        raise DamagedError(f"{path.name} has format {content['format']!r}; this version of weft reads {FORMAT}")
+    checksum = content.pop("checksum", None)
+    if checksum != _checksum(content):
+        raise DamagedError(f"{path.name} is not what was written: its checksum differs")
+    return content
+
+
+def _boxes(listed: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
+    return {name: (start, size) for name, (start, size) in listed.items()}
+
+
+def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
+    """Size and header, which name the save and the rank: enough to find what is missing, cut short or swapped."""
+    path = state.folder / file.name
+    if not path.is_file():
+        raise DamagedError(f"{file.name} is missing")
+    if path.stat().st_size != file.bytes:
+        raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
+    try:
+        with TensorFile.open(path) as opened:
+            found = (opened.metadata.get("save"), opened.metadata.get("rank"))
+    except UserError as error:
+        raise DamagedError(str(error)) from error
+    if found != (state.content["id"], str(rank)):
+        raise DamagedError(f"{file.name} belongs to another rank or another save")
+
+
+def check_contents(state: TrainerState, rank: int, world: int) -> None:
+    """Compare this rank's share of the files with their checksums; all ranks together read each file once more."""
+    for file in state.files[rank::world]:
+        if _digest(state.folder / file.name) != file.sha256:
+            raise DamagedError(f"{file.name} is not what was written: its checksum differs")
+
+
+def load_state(engine: Engine, state: TrainerState) -> None:
+    """Fill masters, buffers and optimizer from the files, whatever mesh wrote them; a rank reads what it holds.
+
+    Raises DamagedError where the state is not of this model, or does not fill all of it.
+    """
+    _make_optimizer_state(engine, state)
+    parts, saved = find_parts(engine), state.content["tensors"]
+    unlike = sorted(parts.keys() ^ saved.keys())
+    unlike += [name for name in parts.keys() & saved.keys() if list(parts[name].shape) != saved[name]["shape"]]
+    if unlike:
+        raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
+    if engine.loss_scale is not None and state.content["loss_scale"] is not None:
+        engine.loss_scale.load_state_dict(state.content["loss_scale"])
+    filled = dict.fromkeys(parts, 0)
+    for file in state.files:
+        _fill(parts, filled, state.folder / file.name, file)
+    for name, part in parts.items():
+        if filled[name] != part.box.numel:
+            raise DamagedError(f"{name}: its files hold {filled[name]:,} of {part.box.numel:,} elements")
+
+
+@torch.no_grad()
+def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> None:
+    wanted = []
+    for name, (start, size) in file.boxes.items():
+        box = Box(tuple(start), tuple(size))
+        shared = overlap(box, parts[name].box)
+        if shared is not None:
+            wanted.append((name, box, shared))
+    if not wanted:
+        return
+    with TensorFile.open(path) as opened:
+        for name, box, shared in wanted:
+            place = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
+            part = parts[name]
+            part.local[shared.within(part.box)].copy_(opened.read(name, place))
+            filled[name] += shared.numel
+
+
+@torch.no_grad()
+def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
+    """Empty moments for every parameter that has saved ones: torch makes them at the first step, too late to fill."""
+    assert engine.optimizer is not None
+    owner = dict(engine.module.named_parameters())
+    on_device = {
+        id(parameter): bool(group.get("fused") or group.get("capturable"))
+        for group in engine.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for entry, described in state.content["tensors"].items():
+        if entry.startswith(OPTIMIZER):
+            key, parameter = _split(entry, owner)
+            dtype = getattr(torch, described["dtype"])
+            engine.optimizer.state[parameter][key] = torch.zeros_like(parameter, dtype=dtype)
+    for entry, value in state.content["scalars"].items():
+        key, parameter = _split(entry, owner)
+        device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
+        engine.optimizer.state[parameter][key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, torch.nn.Parameter]:
+    key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
+    if name not in owner:
+        raise DamagedError(f"it is of another model: there is no parameter {name}")
+    return key, owner[name]
+
+
+def read_rng(state: TrainerState, rank: int) -> dict[str, Tensor]:
+    """The generators that this rank had."""
+    with TensorFile.open(state.folder / state.files[rank].name) as file:
+        return {name.removeprefix(RNG): file.read(name) for name in file.entries if name.startswith(RNG)}

@@ -1,0 +1,88 @@
+"""Signals that ask a run to end: the launcher passes the first on to its ranks, which save; a second ends at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is asked to send before it preempts
+SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may reach several processes, which pass it on to one another
+
+
+class Handlers:
+    """`with ...:` calls `first(number)` for the first of SIGNALS and `again(number)` for a later one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def first(self, number: int) -> None:
+        """Noted in `number` already."""
+
+    def again(self, number: int) -> None:
+        """End this process, as if nobody had listened."""
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._at = number, time.monotonic()
+            self.first(number)
+        elif time.monotonic() - self._at > SAME_REQUEST_SECONDS:
+            self.again(number)
+
+    def __enter__(self) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class StopSignals(Handlers):
+    """In a rank: the loop looks at `number` between steps."""
+
+
+class Forwarder(Handlers):
+    """In a launcher. ranks: the processes that it has started so far."""
+
+    def __init__(self, ranks: Callable[[], Sequence[psutil.Process]]) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def first(self, number: int) -> None:
+        started = self._ranks()
+        for rank in started:
+            with suppress(psutil.Error):
+                rank.send_signal(number)
+        if not started:
+            self._end(number)
+
+    def again(self, number: int) -> None:
+        for rank in self._ranks():
+            with suppress(psutil.Error):
+                rank.kill()
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        raise SignalException(f"stopped by signal {number}", signal.Signals(number))
+
+    def say(self) -> int:
+        """Say that the ranks have ended as they were asked to; the exit status."""
+        print(f"stopped by {signal.Signals(self.number).name}", file=sys.stderr)
+        return 128 + self.number

@@ -1,0 +1,37 @@
+"""What a run is made of, in few words: compared between ranks at start, and with the run that one goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from transformers import PretrainedConfig
+
+from weft.cluster.alike import versions
+from weft.config.render import to_dict
+from weft.config.schema import SftConfig
+from weft.data.documents import fingerprint
+from weft.engine.document import Document
+from weft.models import hf
+from weft.observe.summary import versions as package_versions
+
+
+def identity(config: SftConfig, documents: list[Document]) -> dict[str, str]:
+    """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
+    keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
+    keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path")}
+    packages = {name: str(version) for name, version in package_versions().items()}
+    model = hf.read_config(config.model.path).to_json_string()
+    return {
+        **keys, **packages, **versions(),
+        "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
+        "documents of data.path": f"{len(documents)} ({fingerprint(documents)})",
+    }  # fmt: skip
+
+
+def model_fingerprint(path: str) -> str:
+    """Changes with config.json, but for what does not change what the model computes."""
+    raw, _ = PretrainedConfig.get_config_dict(path)
+    for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        raw.pop(name, None)
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,103 @@
+"""What a step returned, as its line of metrics.jsonl; the run, as summary.json; what a checkpoint says of both."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.config.schema import SftConfig
+from weft.data.order import Step
+from weft.engine.engine import Engine, StepResult
+from weft.engine.plan import StepPlan
+from weft.observe.flops import Throughput
+from weft.observe.metrics import MetricsFile
+from weft.observe.summary import Phases, RunSummary
+from weft.recipes.resume import Start
+
+
+@dataclass
+class Recorder:
+    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json."""
+
+    config: SftConfig
+    engine: Engine
+    folder: Path
+    summary: RunSummary
+    start: Start
+
+    def __post_init__(self) -> None:
+        self.file = MetricsFile(self.folder / "metrics.jsonl") if self.engine.ranks.is_first else None
+        self.throughput = Throughput.of(self.engine)
+        self.bad_in_a_row = self.start.bad_in_a_row
+        self.summary.go_on(self.start.summary)
+
+    def record(
+        self,
+        step: Step,
+        plan: StepPlan,
+        metrics: dict[str, float | None],
+        result: StepResult,
+        lr: float,
+        seconds: float,
+        memory_gib: float,
+    ) -> dict[str, object]:
+        """The step's line, written by the first rank. memory_gib: the largest rank's."""
+        totals = plan.totals
+        line: dict[str, object] = {
+            "step": step.number,
+            "epoch": step.epoch,
+            "loss": None if result.skipped else metrics.pop("loss"),
+            "grad_norm": None if result.skipped else result.grad_norm,
+            "lr": None if result.skipped else lr,
+            "documents": totals.documents,
+            "tokens": totals.tokens,
+            "loss_tokens": totals.loss_tokens,
+            "micro_batches": plan.micro_batches,
+            "fill": plan.fill,
+            "utilisation": plan.utilisation,
+            "seconds": seconds,
+            "tokens_per_second": totals.tokens / seconds,
+            "mfu": self.throughput.mfu(plan, seconds),
+            "memory_gib": memory_gib,
+        }
+        if result.loss_scale is not None:
+            line["loss_scale"] = result.loss_scale
+        if result.skipped:
+            line |= {"skipped": True, "reason": result.reason}
+        else:
+            line |= metrics
+        if self.file is not None:
+            self.file.write(line)
+        self.summary.add(line)
+        return line
+
+    def stop_if_hopeless(self, result: StepResult, sources: list[str]) -> None:
+        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them. A step
+        that was skipped because its loss scale was too large is none of them."""
+        if not result.overflow:
+            self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
+        if self.bad_in_a_row >= self.config.train.max_nonfinite:
+            raise FloatingPointError(
+                f"{self.bad_in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {result.reason}. "
+                f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
+            )
+
+    def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
+        """What a checkpoint after this step says of the run; its lines of metrics.jsonl are on the disk afterwards."""
+        if self.file is not None:
+            self.file.sync()
+        return {
+            "epoch": step.epoch,
+            "updates": updates,
+            "bad_in_a_row": self.bad_in_a_row,
+            "summary": self.summary.counts(),
+            "seconds": dict(phases.seconds),
+        }
+
+    def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
+        """Write summary.json beside the resolved config. stopped: the signal that ended the run early, or 0."""
+        if self.engine.ranks.is_first:
+            name = signal.Signals(stopped).name if stopped else None
+            self.summary.write(self.folder / "summary.json", phases, saved, name)
