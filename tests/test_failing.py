@@ -32,8 +32,9 @@ from weft.observe.flight import Flight, Record
 def made(tmp_path: Path) -> Flight:
     """A record in a file, in step 3."""
     record = Flight()
-    record.open(tmp_path / "rank-00001.json")
-    record.begin(1, 2, 10.0)
+    record.open(tmp_path / "rank-00001.live")
+    record.begin(1, 2)
+    record.watch(10.0)
     record.step(2, 6)
     record.step(3, 6, [f"a.jsonl:{i}" for i in range(20)])
     return record
@@ -42,7 +43,7 @@ def made(tmp_path: Path) -> Flight:
 def test_a_record_says_where_a_rank_is(made: Flight, tmp_path: Path) -> None:
     made.planned("abc")
     made.at("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
-    read = flight.read(tmp_path / "rank-00001.json")
+    read = flight.read(tmp_path / "rank-00001.live")
     assert read is not None and read == made.record()
     assert read.where() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
     assert (read.rank, read.world, read.pid, read.plan, read.limit) == (1, 2, os.getpid(), "abc", 10.0)
@@ -58,7 +59,7 @@ def test_many_documents_are_counted(made: Flight) -> None:
 
 def test_a_record_torn_by_a_kill_leaves_the_one_before(made: Flight, tmp_path: Path) -> None:
     """Whatever single line is torn, and wherever, the other is read."""
-    path = tmp_path / "rank-00001.json"
+    path = tmp_path / "rank-00001.live"
     made.at("forward", 1)
     made.at("backward", 1)
     whole = path.read_bytes()
@@ -87,7 +88,7 @@ def test_a_record_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
 
 def test_long_phases_have_more_time() -> None:
     record = Flight()
-    record.begin(0, 1, 10.0)
+    record.watch(10.0)
     limits = {}
     for step in (1, 2):
         record.step(step, 6)
@@ -115,6 +116,26 @@ def test_a_run_that_ends_well_leaves_no_record(tmp_path: Path) -> None:
     assert flight.read_all(tmp_path / "flight").keys() == {0}
     record.close()
     assert not (tmp_path / "flight").exists()
+
+
+def test_what_a_killed_process_left_is_kept_by_the_next(tmp_path: Path) -> None:
+    first, second = Flight(), Flight()
+    first.in_run(tmp_path)
+    first.at("save")
+    second.in_run(tmp_path)
+    second.close()
+    assert flight.read_all(tmp_path / "flight")[0].phase == "save"
+
+
+def test_what_was_kept_of_an_earlier_failure_stays(tmp_path: Path) -> None:
+    flight.keep(Record(run=str(tmp_path), phase="save"), {})
+    kept = (tmp_path / "flight" / "rank-00000.json").read_text()
+    record = Flight()
+    record.in_run(tmp_path)
+    assert flight.read_all(tmp_path / "flight")[0].phase == "start"  # of this run
+    record.close()
+    assert flight.read_all(tmp_path / "flight")[0].phase == "save"
+    assert (tmp_path / "flight" / "rank-00000.json").read_text() == kept
 
 
 # ---------------------------------------------------------------- kinds

@@ -14,6 +14,7 @@ import torch._inductor.config
 
 from tests.cases import describe, open_engine, saved_model
 from tests.pool import run
+from weft.errors import UserError
 from weft.ops import attention
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, verify
@@ -58,3 +59,13 @@ def test_parity_with_compiled_layers() -> None:
         assert 4 <= seen["graphs"] <= 16
         assert seen["calls"] > 10 and not seen["traced"]
         assert all("torch.compiler.disable" in reason for reason in seen["breaks"])
+
+
+def refused(path: str) -> None:
+    engine = open_engine(path, "1", model={"compile": True})
+    with pytest.raises(UserError, match="routes through compiled layers: add model.compile=false"):
+        verify(engine, path, awkward_steps(128), [1e-3] * 3)
+
+
+def test_routes_cannot_be_replayed_through_compiled_layers() -> None:
+    run(1, refused, saved_model("qwen3_moe"))

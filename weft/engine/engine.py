@@ -45,6 +45,7 @@ from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
+from weft.planner.memory import capacity, check_fits, local_ranks, memory_needs
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Engine:
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
+        trained = config.optimizer if config.purpose == "train" else None
+        self.memory = memory_needs(self.module, self.units, self.precision, self.state_dtype, trained)
+        self.room = capacity(self.storage, local_ranks(ranks.world))
+        if weights:
+            check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
         self.loaded = self._load_weights(progress, fill)
         self.optimizer = None
@@ -200,12 +206,12 @@ class Engine:
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
-                loss = terms.loss_sum / normaliser
+                loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
                 if terms.balance_sum is not None:
-                    loss = loss + terms.balance_sum * balance_factor
+                    loss, seen = loss + terms.balance_sum * balance_factor, seen + terms.balance_sum.detach()
                     sums.add("aux_loss", terms.balance_sum, row.real_tokens)
                 (loss * self._scale).backward()
-            losses.append(loss.detach())
+            losses.append(seen)
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)

@@ -99,13 +99,18 @@ class StepPlan:
     def fingerprint(self) -> str:
         """16 hexadecimal digits; ranks whose plans differ in anything have different ones. Cheap enough for every step.
 
-        Python hashes numbers and tuples of them alike in every process of a version; not so None and strings.
+        Python hashes numbers and tuples of them alike in every process of a version; not so None, strings and NaN.
         """
         made_of = tuple(
-            (d.length, d.weight, d.loss_tokens, d.cost, -1 if d.group is None else d.group) for d in self.documents
+            (d.length, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
+            for d in self.documents
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed")
         return f"{hash(parts) & (2**64 - 1):016x}"
+
+
+def _hashable(weight: float) -> float:
+    return -1.0 if math.isnan(weight) else weight
 
 
 def document_cost(length: int, *, linear: float, quadratic: float) -> float:

@@ -2,7 +2,8 @@
 
 Recipes and the engine say `flight.at("forward", 2, documents)`; that costs some microseconds. The file has two lines
 of fixed width, each with a check sum, written in turns: whoever reads after a kill -9 finds one of them whole.
-It is the launcher's, in its own scratch folder, or where a rank has no launcher of weft, RUN/flight/rank-00000.json.
+It is the launcher's, in its scratch folder, or where a rank has no launcher of weft, RUN/flight/rank-00000.live; what
+is kept of a failed run is RUN/flight/rank-00000.json.
 Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
 """
 
@@ -104,17 +105,26 @@ class Flight:
 
     # ------------------------------------------------------------ what the rank says
 
-    def begin(self, rank: int, world: int, timeout: float | None = None) -> None:
-        """Who this is. timeout: a phase without progress for so many seconds, or its multiple, is a hang."""
+    def begin(self, rank: int, world: int) -> None:
+        """Who this is."""
         self._fixed |= {"rank": rank, "world": world, "pid": os.getpid()}
-        self._timeout, self._head = timeout, ""
+        self._head = ""
+        self.at(self.phase)
+
+    def watch(self, timeout: float) -> None:
+        """From now on a phase without progress for so many seconds, or its multiple, is a hang."""
+        self._timeout = timeout
         self.at(self.phase)
 
     def in_run(self, run: Path) -> None:
         """RUN is there: without a launcher the record is kept in it."""
         self._fixed["run"] = str(run)
         if self._file is None:
-            self.open(run / FOLDER / file_name(self._fixed["rank"]))
+            path = run / FOLDER / live_name(self._fixed["rank"])
+            left = read(path)
+            if left is not None:
+                keep(left, {"where": left.where(), "message": "the process ended without a word"})
+            self.open(path)
             self._own = True
         self._head = ""
         self._write()
@@ -170,11 +180,11 @@ class Flight:
             self._path = path
             self._write()
 
-    def close(self, keep: bool = False) -> None:
-        """Forget the file, and remove one of this rank's own in RUN unless it is to be kept."""
+    def close(self, remove: bool = True) -> None:
+        """Forget everything, and remove a file of this rank's own in RUN."""
         if self._file is not None:
             os.close(self._file)
-        if self._own and not keep and self._path is not None:
+        if remove and self._own and self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank to leave
@@ -201,7 +211,12 @@ class Flight:
                 os.pwrite(self._file, line.ljust(_LINE - 1) + b"\n", _LINE * self._turn)
 
 
-def file_name(rank: int) -> str:
+def live_name(rank: int) -> str:
+    """rank-00000.live"""
+    return f"rank-{rank:05d}.live"
+
+
+def kept_name(rank: int) -> str:
     """rank-00000.json"""
     return f"rank-{rank:05d}.json"
 
@@ -221,21 +236,26 @@ def read(path: Path) -> Record | None:
 
 
 def read_all(folder: Path) -> dict[int, Record]:
-    """rank -> record, of every file in a folder."""
-    records = (read(path) for path in sorted(folder.glob("rank-*.json")))
+    """rank -> record, of every file in a folder; of a rank that has both, the one it still writes."""
+    records = (read(path) for path in sorted(folder.glob("rank-*[.]*")) if path.suffix in (".json", ".live"))
     return {record.rank: record for record in records if record is not None}
 
 
-def keep(record: Record, more: Mapping[str, Any]) -> None:
-    """Write a rank's record and what else is known of its end into RUN/flight, for people to read."""
+def keep(record: Record, more: Mapping[str, Any]) -> bool:
+    """Write a rank's record and what else is known of its end into RUN/flight, for people to read. False: no room."""
     if not record.run:
-        return
-    with suppress(OSError):
-        path = Path(record.run) / FOLDER / file_name(record.rank)
+        return False
+    path = Path(record.run) / FOLDER / kept_name(record.rank)
+    draft = path.with_suffix(".draft")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"record": asdict(record), **more}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        return False
+    return True
 
 
 def furthest_behind(records: Mapping[int, Record]) -> list[int]:
@@ -247,4 +267,5 @@ def furthest_behind(records: Mapping[int, Record]) -> list[int]:
 
 # The one of this process. What it is doing is a fact of the process, as its pid is.
 own = Flight()
-at, beat, step, planned, in_run, begin = own.at, own.beat, own.step, own.planned, own.in_run, own.begin
+at, beat, step, planned = own.at, own.beat, own.step, own.planned
+begin, watch, in_run = own.begin, own.watch, own.in_run

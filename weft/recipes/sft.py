@@ -44,18 +44,19 @@ def run(config: SftConfig, options: SftOptions) -> None:
         return
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
+        flight.watch(config.train.timeout)
         flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
         require_agreement(identity(config, documents))
         with open_folder(config, ranks, resume=resume) as folder:
-            flight.in_run(folder)
-            flight.at("load")
             steps = len(deal(config, documents))
             start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
             if start.step == steps:
                 say_finished(folder, steps, ranks)
                 return
+            flight.in_run(folder)
+            flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
 from weft.verification.reference import Reference
@@ -65,6 +66,10 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     steps: the documents of each optimizer step; lrs: their learning rates. Trains the engine. The reference comes
     first, because the engine follows its routes through experts.
     """
+    if engine.config.model.compile and engine.built.flops.expert:
+        raise UserError(
+            "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
+        )
     first, expected = engine.ranks.is_first, None
     if first:
         config = engine.config

@@ -1,0 +1,146 @@
+"""What is said of memory before anything is loaded: counted from shapes, and compared with what is there afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import open_engine, saved_model, world_of
+from tests.pool import run
+from weft.config.schema import FsdpConfig, OptimizerConfig
+from weft.errors import UserError
+from weft.models import load
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.planner.memory import Needs, capacity, check_fits, hint, local_ranks
+from weft.verification.documents import awkward_steps
+from weft.verification.observed import to_documents
+
+GIB = 1 << 30
+
+
+def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Needs, Needs]:
+    """What was foreseen, and the bytes that are there after a step's backward and update."""
+    engine = open_engine(path, mesh, **sections)
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    for last in (False, True):
+        engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+        if not last:
+            engine.apply(1e-3)
+    assert engine.optimizer is not None
+    parameters = list(engine.module.parameters())
+    states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
+    seen = Needs(
+        sum(p.to_local().nbytes for p in parameters),
+        sum(p.grad.to_local().nbytes for p in parameters if p.grad is not None),
+        sum(v.nbytes for v in states),
+        0,
+        0,
+    )
+    return engine.memory, seen
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections"),
+    [
+        ("llama", "1", {}),
+        ("llama", "2", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}),
+        ("llama_tied", "2x2", {"optimizer": {"name": "sgd"}}),
+        ("qwen3_moe", "4", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}),
+        ("llama", "2", {"fsdp": {"master_dtype": "bf16"}, "optimizer": {"name": "sgd", "momentum": 0.9}}),
+    ],
+)
+def test_what_is_foreseen_is_what_comes(family: str, mesh: str, sections: dict[str, Any]) -> None:
+    ranks = run(world_of(mesh), counted, saved_model(family), mesh, sections)
+    (needs,) = {foreseen for foreseen, _ in ranks}  # the same on every rank
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(needs, part) == max(getattr(seen, part) for _, seen in ranks), part
+
+
+def gathered(path: str) -> tuple[int, int, int]:
+    engine = open_engine(path, "2", fsdp={"param_dtype": "bf16"})
+    sizes = {name: p.numel() for name, p in engine.module.named_parameters()}
+    layer = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
+    return engine.memory.gathered, 2 * (sum(sizes.values()) - 4 * layer + 2 * layer), engine.memory.whole
+
+
+def test_gathered_units_are_the_root_the_head_and_two_layers() -> None:
+    path = saved_model("llama", num_hidden_layers=4)
+    ours, expected, whole = run(2, gathered, path)[0]
+    assert ours == expected
+    assert whole == run(1, counted, path, "1", {})[0][0].resident
+
+
+# ---------------------------------------------------------------- advice
+
+
+@dataclass
+class FakeDeviceMesh:
+    device_type: str
+
+
+@dataclass
+class FakeMesh:
+    dp_replicate: int
+    dp_shard: int
+    dp: FakeDeviceMesh
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+
+def mesh_of(replicate: int, shard: int, kind: str = "cuda") -> Any:
+    return FakeMesh(replicate, shard, FakeDeviceMesh(kind))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fsdp", "optimizer", "keys"),
+    [
+        (mesh_of(1, 8), {}, {}, ["mesh.dp_shard is 8", "fsdp.cpu_offload=true", "optimizer.state_dtype=bf16"]),
+        (mesh_of(2, 4), {"cpu_offload": True}, {}, [
+            "mesh.dp_replicate=1 mesh.dp_shard=8", "optimizer.state_dtype=bf16", "fsdp.master_dtype=bf16"]),
+        (mesh_of(1, 2, "cpu"), {}, {"name": "sgd"}, ["mesh.dp_shard is 2", "fsdp.master_dtype=bf16", "model.freeze"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_with_three_keys(mesh: Any, fsdp: Any, optimizer: Any, keys: list[str]) -> None:
+    needs = Needs(10 * GIB, 10 * GIB, 20 * GIB, 5 * GIB, 80 * GIB)
+    check_fits(needs, 40 * GIB, mesh, FsdpConfig(), OptimizerConfig())
+    with pytest.raises(UserError) as caught:
+        check_fits(needs, 39 * GIB, mesh, FsdpConfig(**fsdp), OptimizerConfig(**optimizer))
+    message = str(caught.value)
+    assert "weights 10 GiB + gradients 10 GiB + optimizer 20 GiB = 40 GiB a rank" in message
+    assert "a rank has 39 GiB" in message
+    assert message.count(";") == 2 and all(key in message for key in keys)
+
+
+def test_a_small_model_is_told_that_sharding_costs_speed() -> None:
+    needs = Needs(GIB, GIB, 2 * GIB, GIB, 32 * GIB)
+    assert "mesh.dp_replicate=8 mesh.dp_shard=1" in (hint(needs, 80 * GIB, mesh_of(1, 8)) or "")
+    assert hint(needs, 79 * GIB, mesh_of(1, 8)) is None
+    assert hint(needs, 80 * GIB, mesh_of(8, 1)) is None
+
+
+def refused_unread(path: str) -> None:
+    """The refusal comes before any weight is read."""
+    with (
+        mock.patch("weft.engine.engine.capacity", return_value=1 << 10),
+        mock.patch.object(load, "_fill", side_effect=AssertionError("weights were read")),
+        pytest.raises(UserError, match="the model does not fit: weights .* a rank has 1 KiB"),
+    ):
+        open_engine(path, "2")
+
+
+def test_the_refusal_comes_before_loading() -> None:
+    run(2, refused_unread, saved_model("llama"))
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert local_ranks(16) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_ranks(16) == 8
+    assert capacity(torch.device("cpu"), 4) == capacity(torch.device("cpu"), 1) // 4 > 0

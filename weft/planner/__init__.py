@@ -1,0 +1,1 @@
+"""What a run will need, said before it is started."""

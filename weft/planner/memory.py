@@ -1,0 +1,143 @@
+"""What weights, gradients and optimizer state will take, from shapes alone, and advice before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.config.schema import FsdpConfig, OptimizerConfig
+from weft.errors import UserError
+from weft.observe.tables import byte_count
+from weft.parallel.mesh import Mesh
+from weft.parallel.parallelize import Precision
+from weft.parallel.units import Unit, own_parameters
+
+SMALL = 0.4  # of a device: what a whole model may take beside its activations
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of the rank that holds most, the same on every rank. gathered: copies in the compute dtype, the most that
+    are there at once. whole: weights, gradients and optimizer state of a rank that shards nothing."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    whole: int
+
+    @property
+    def resident(self) -> int:
+        """What is there between steps, and with the gradients, at a step's end."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        parts = (("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer))
+        words = " + ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
+        return f"{words} = {byte_count(self.resident)} a rank, gathered units {byte_count(self.gathered)}"
+
+
+def memory_needs(
+    module: nn.Module,
+    units: Sequence[Unit],
+    precision: Precision,
+    state: torch.dtype,
+    optimizer: OptimizerConfig | None,
+) -> Needs:
+    """Of a module that has been cut, on meta or not. optimizer: None without training."""
+    moments = 0 if optimizer is None else 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    parameters = list(module.parameters())
+    trained = [p for p in parameters if p.requires_grad and optimizer is not None]
+    master = precision.master.itemsize
+    return Needs(
+        weights=_held(parameters) * master,
+        gradients=_held(trained) * master,
+        optimizer=_held(trained) * moments * state.itemsize,
+        gathered=_gathered(parameters, units) * precision.compute.itemsize,
+        whole=_elements(parameters) * master + _elements(trained) * (master + moments * state.itemsize),
+    )
+
+
+def capacity(storage: torch.device, local_ranks: int) -> int:
+    """Bytes that a rank has where its shards lie: of its accelerator, or its part of the host's memory."""
+    if storage.type == "cuda":
+        return int(torch.cuda.get_device_properties(storage).total_memory)
+    total, limit = int(psutil.virtual_memory().total), Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return total // local_ranks
+
+
+def local_ranks(world: int) -> int:
+    """Ranks on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def check_fits(needs: Needs, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
+    """UserError, with three keys that help, where a rank could not hold its part even without activations."""
+    if needs.resident <= room:
+        return
+    raise UserError(
+        f"the model does not fit: {needs}, but a rank has {byte_count(room)} of memory, and activations come on top. "
+        f"What helps: {'; '.join(_remedies(mesh, fsdp, optimizer)[:3])}."
+    )
+
+
+def hint(needs: Needs, room: int, mesh: Mesh) -> str | None:
+    """Advice on an accelerator whose memory would hold the whole model several times: sharding costs speed there."""
+    if mesh.dp_shard == 1 or needs.whole > SMALL * room:
+        return None
+    return (
+        f"the whole model takes {byte_count(needs.whole)} of {byte_count(room)} on each device: with "
+        f"mesh.dp_replicate={mesh.data_ranks} mesh.dp_shard=1 nothing needs to be gathered, which is faster"
+    )
+
+
+def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[str]:
+    found = []
+    if mesh.dp_replicate > 1:
+        found.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.data_ranks} (shards over all ranks)")
+    else:
+        found.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
+    if mesh.dp.device_type != "cpu" and not fsdp.cpu_offload:
+        found.append("fsdp.cpu_offload=true (slow)")
+    if optimizer.name == "adamw" and optimizer.state_dtype != "bf16" and fsdp.master_dtype == "fp32":
+        found.append("optimizer.state_dtype=bf16")
+    if fsdp.master_dtype == "fp32":
+        found.append("fsdp.master_dtype=bf16 (small updates are lost)")
+    return [*found, "model.freeze for parts that need no training", "a smaller model"]
+
+
+def _held(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
+    return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
+
+
+def _largest_shard(parameter: nn.Parameter) -> list[int]:
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = math.ceil(shape[placement.dim] / parameter.device_mesh.size(axis))
+    return shape
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit]) -> int:
+    """The root and what stays gathered, with the two largest of the others: the one that runs and the next."""
+    owned = [(unit, _elements(own)) for unit, own in zip(units, own_parameters(units), strict=True)]
+    kept = sum(count for unit, count in owned if unit.keep)
+    others = sorted((count for unit, count in owned if not unit.keep), reverse=True)
+    root = _elements(parameters) - sum(count for _, count in owned)
+    return root + kept + sum(others[:2])
