@@ -103,12 +103,14 @@ def main() -> None:
         engine = make_engine(Path(folder), options.hidden, options.layers)
         for _ in range(2):
             train_step(engine)
-        alone = median(train_step(engine) for _ in range(5))
+        with Peak() as steps:
+            alone = median(train_step(engine) for _ in range(3))
         state = sum(part.local.nbytes for part in find_parts(engine).values())
         print(f"{os.cpu_count()} cores, torch {torch.__version__}; {state / GB:.2f} GB of masters and moments; a step")
-        print(f"takes {alone:.2f} s. Seconds by save: first, then those that use its buffers again.\n")
+        print(f"takes {alone:.2f} s and {steps.bytes / GB:.2f} GB of its own.")
+        print("Seconds by save: the first, then those that use its buffers again.\n")
         results = {name: measure(engine, name == "async") for name in ("sync", "async")}
-        print("| save | training waits, s | whole save, s | steps beside it, s | memory above, GB |")
+        print("| save | training waits, s | whole save, s | steps beside it, s | peak above the beginning, GB |")
         print("|---|---|---|---|---|")
         for name, found in results.items():
             beside = f"{median(found['beside']):.2f}" if found["beside"] else "-"
@@ -117,7 +119,8 @@ def main() -> None:
             print(f"| {name} | {columns[0]} | {columns[1]} | {beside} | {memory} |")
         ratios = [a / b for a, b in zip(results["async"]["waited"], results["sync"]["waited"], strict=True)]
         print(f"\nasync waits {', '.join(f'{100 * ratio:.1f}%' for ratio in ratios)} of what sync does")
-        print(f"one host copy is {state / GB:.2f} GB; most memory above: {max(results['async']['memory']):.2f} GB")
+        above = max(results["async"]["memory"]) - steps.bytes / GB
+        print(f"one host copy is {state / GB:.2f} GB; async takes {above:.2f} GB beside what the steps take")
 
 
 if __name__ == "__main__":
