@@ -88,8 +88,10 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     if built.flops.expert:
         loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
         say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
+    if _layers(engine):
+        say(f"layers   {_layers(engine)}")
     say(f"fsdp     {fsdp_line(engine)}")
-    say(f"memory   {engine.memory} of {byte_count(engine.room)}")
+    say(f"memory   {engine.memory}; a rank has {byte_count(engine.room)}")
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         say(f"hint     {advice}")
@@ -111,16 +113,30 @@ def _loaded(report: LoadReport) -> str:
 def fsdp_line(engine: Engine) -> str:
     """What FSDP2 was told beyond units, mesh and dtypes."""
     config = engine.config.fsdp
-    offload = ["parameters, gradients and optimizer state on the host"] if config.cpu_offload else []
-    ahead = "FSDP2's own" if config.prefetch is None else f"{config.prefetch} units ahead"
-    return ", ".join(
-        [
-            f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
-            f"gradients reduced: {config.reduce}",
-            f"prefetch {ahead}",
-            *offload,
-        ]
-    )
+    said = [
+        f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
+        f"gradients reduced: {config.reduce}",
+        f"prefetch {_prefetch(config.prefetch)}",
+    ]
+    if config.cpu_offload:
+        said.append("parameters, gradients and optimizer state on the host")
+    if engine.loss_scale is not None:
+        said.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")
+    return ", ".join(said)
+
+
+def _prefetch(depth: int | tuple[int, int] | None) -> str:
+    if depth is None:
+        return "FSDP2's own"
+    forward, backward = depth if isinstance(depth, tuple) else (depth, depth)
+    return f"{forward} ahead in forward and {backward} in backward"
+
+
+def _layers(engine: Engine) -> str:
+    """How the decoder layers are computed, where it is not plainly."""
+    model = engine.config.model
+    recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
+    return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
 
 
 def _attention(config: SftConfig, engine: Engine) -> str:
