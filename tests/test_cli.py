@@ -123,7 +123,7 @@ def test_restarts_are_the_launchers_affair(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("weft.cluster.launch._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.cluster.guard._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 2
     assert "under torchrun use its --max-restarts" in capsys.readouterr().err
     monkeypatch.setattr(cli, "launchers_folder", lambda: Path("scratch"))  # a rank of weft's own launcher
@@ -136,7 +136,7 @@ def test_nproc_that_contradicts_torchrun_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("weft.cluster.launch._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.cluster.guard._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--nproc", "2"]) == 2
     assert "WORLD_SIZE=4" in capsys.readouterr().err
 
@@ -176,7 +176,7 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
         (["sftt"], "did you mean weft sft?"),
         (["rl", "c.yaml"], "not in this version yet"),
         (["c.yaml"], "weft sft c.yaml"),
-        (["zzz"], "the commands are sft, verify"),
+        (["zzz"], "the commands are sft, export, verify"),
     ],
 )
 def test_a_wrong_command_line_is_answered(

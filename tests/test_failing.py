@@ -33,7 +33,8 @@ def made(tmp_path: Path) -> Flight:
     """A record in a file, in step 3."""
     record = Flight()
     record.open(tmp_path / "rank-00001.live")
-    record.begin(1, 2, 10.0)
+    record.begin(1, 2)
+    record.watch(10.0)
     record.step(2, 6)
     record.step(3, 6, [f"a.jsonl:{i}" for i in range(20)])
     return record
@@ -87,7 +88,7 @@ def test_a_record_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
 
 def test_long_phases_have_more_time() -> None:
     record = Flight()
-    record.begin(0, 1, 10.0)
+    record.watch(10.0)
     limits = {}
     for step in (1, 2):
         record.step(step, 6)

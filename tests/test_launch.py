@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from weft.cluster.failures import diagnose
-from weft.cluster.launch import guarded, launch
+from weft.cluster.guard import guarded
+from weft.cluster.launch import launch
 from weft.cluster.machine import cpu_cores
 from weft.cluster.process import join, pretend
 from weft.cluster.reports import RankReport

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[str, Sections]] = {
         "1",
         {"checkpoint": {"async_": True}, "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}},
     ),
+    "2 ranks, sync, fp16 with a loss scale that moves": (
+        "2",
+        {"fsdp": {"param_dtype": "fp16", "loss_scale": 4.0, "loss_scale_interval": 2}},
+    ),
     "2 ranks, async, a row for each document": (
         "2",
         {"checkpoint": {"async_": True}, "step": {"max_tokens_per_device": 48}},

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from weft import __version__
-from weft.cluster.launch import SUCCESS, USER_ERROR, Body, guarded, joined, run
+from weft.cluster.guard import Body, guarded, joined
+from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
 from weft.cluster.options import ExportOptions, SftOptions, VerifyOptions
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
+from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.errors import UserError
 

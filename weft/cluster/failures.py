@@ -135,14 +135,14 @@ def what_stands(run: str) -> str:
     return f"{text}\nWhat each rank was doing is in {Path(run) / flight.FOLDER}."
 
 
-def keep_own(report: RankReport) -> None:
-    """RUN/flight, from a rank that has no launcher of weft."""
-    keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
+def keep_own(report: RankReport) -> bool:
+    """RUN/flight, from a rank that has no launcher of weft; whether it could be written."""
+    return keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
 
 
-def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> None:
-    """RUN/flight: each rank's record, and how it ended."""
-    by_rank = {report.rank: report for report in found}
+def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
+    """RUN/flight: each rank's record, and how it ended; whether all could be written."""
+    by_rank, kept = {report.rank: report for report in found}, True
     for rank, record in seen.records.items():
         more: dict[str, object] = {"where": record.where(), "exit_status": exits.get(rank)}
         if rank in by_rank:
@@ -150,7 +150,8 @@ def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: E
             more |= {"kind": report.kind, "message": report.message, "traceback": report.traceback}
             more["collectives"] = report.collectives
         more |= {"state": seen.states.get(rank, ""), "stack": seen.stacks.get(rank, [])}
-        flight.keep(record, more)
+        kept = flight.keep(record, more) and kept
+    return kept
 
 
 # ---------------------------------------------------------------- a rank that ended without a word

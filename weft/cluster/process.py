@@ -51,13 +51,13 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     """Take this rank's device and join the process group of all ranks.
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
-    alone, without any port. timeout: seconds that a collective waits before it raises, and that a phase (flight.py) may
-    last without progress. A process group that exists already is used as it is.
+    alone, without any port. timeout: seconds that a collective waits before it raises. A process group that exists
+    already is used as it is.
     """
     if dist.is_initialized():
         return _present(device)
     environment = _rank_environment(os.environ)
-    flight.begin(*(environment or (0, 1)), timeout)
+    flight.begin(*(environment or (0, 1)))
     local_rank = _local_rank(environment[0]) if environment else 0
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":

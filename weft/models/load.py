@@ -22,6 +22,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.layout import Piece, layout_of
 from weft.models.source import Source
+from weft.observe import flight
 
 Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
 _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
@@ -133,6 +134,7 @@ def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = 
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
     done = 0
     for number, name in enumerate(order):
+        flight.beat()
         shard = shard_of(targets[name])
         # What nobody sends, buffers among it, every rank reads.
         if not shard.groups or shard.is_mine(number):

@@ -105,10 +105,15 @@ class Flight:
 
     # ------------------------------------------------------------ what the rank says
 
-    def begin(self, rank: int, world: int, timeout: float | None = None) -> None:
-        """Who this is. timeout: a phase without progress for so many seconds, or its multiple, is a hang."""
+    def begin(self, rank: int, world: int) -> None:
+        """Who this is."""
         self._fixed |= {"rank": rank, "world": world, "pid": os.getpid()}
-        self._timeout, self._head = timeout, ""
+        self._head = ""
+        self.at(self.phase)
+
+    def watch(self, timeout: float) -> None:
+        """From now on a phase without progress for so many seconds, or its multiple, is a hang."""
+        self._timeout = timeout
         self.at(self.phase)
 
     def in_run(self, run: Path) -> None:
@@ -175,11 +180,11 @@ class Flight:
             self._path = path
             self._write()
 
-    def close(self) -> None:
+    def close(self, remove: bool = True) -> None:
         """Forget everything, and remove a file of this rank's own in RUN."""
         if self._file is not None:
             os.close(self._file)
-        if self._own and self._path is not None:
+        if remove and self._own and self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank to leave
@@ -236,16 +241,21 @@ def read_all(folder: Path) -> dict[int, Record]:
     return {record.rank: record for record in records if record is not None}
 
 
-def keep(record: Record, more: Mapping[str, Any]) -> None:
-    """Write a rank's record and what else is known of its end into RUN/flight, for people to read."""
+def keep(record: Record, more: Mapping[str, Any]) -> bool:
+    """Write a rank's record and what else is known of its end into RUN/flight, for people to read. False: no room."""
     if not record.run:
-        return
-    with suppress(OSError):
-        path = Path(record.run) / FOLDER / kept_name(record.rank)
+        return False
+    path = Path(record.run) / FOLDER / kept_name(record.rank)
+    draft = path.with_suffix(".draft")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"record": asdict(record), **more}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        return False
+    return True
 
 
 def furthest_behind(records: Mapping[int, Record]) -> list[int]:
@@ -257,4 +267,5 @@ def furthest_behind(records: Mapping[int, Record]) -> list[int]:
 
 # The one of this process. What it is doing is a fact of the process, as its pid is.
 own = Flight()
-at, beat, step, planned, in_run, begin = own.at, own.beat, own.step, own.planned, own.in_run, own.begin
+at, beat, step, planned = own.at, own.beat, own.step, own.planned
+begin, watch, in_run = own.begin, own.watch, own.in_run

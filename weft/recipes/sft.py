@@ -44,6 +44,7 @@ def run(config: SftConfig, options: SftOptions) -> None:
         return
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
+        flight.watch(config.train.timeout)
         flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
