@@ -19,16 +19,17 @@ from safetensors.torch import load_file
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
-from tests.resuming import Sections, equal, inputs, lines, process, whole_state
+from tests.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
-from weft.checkpoint import retention, rng, save
+from weft.checkpoint import rng, save
 from weft.checkpoint.retention import prune, set_aside, step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state
+from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.recipes.folder import cut_metrics
+from weft.recipes.folder import cut_metrics, open_folder
 
 # ---------------------------------------------------------------- which folders stay
 
@@ -500,6 +501,27 @@ def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(
     assert not (run_folder / "lock").exists()
 
 
+def not_shared(folder: str) -> str:
+    """A relative run.dir, which the second rank sees from elsewhere."""
+    here = Path(folder, str(torch.distributed.get_rank()))
+    here.mkdir()
+    before = os.getcwd()
+    os.chdir(here)
+    try:
+        with open_folder(config_of(inputs(), Path("run"), "2", {}), join("cpu")):
+            return ""
+    except UserError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    found = run(2, not_shared, str(tmp_path))
+    assert all("is not the same folder for all ranks: rank 1 on " in text for text in found)
+    assert "on a file system that all ranks share" in found[0]
+
+
 def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     process(folder, "1", steps=2, sections={"checkpoint": {"every": 5}})
@@ -507,7 +529,3 @@ def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path, capsys: pyte
     out = capsys.readouterr().out
     assert "has no checkpoint yet: from step 1" in out and "dropped  2 lines" in out
     assert [line["step"] for line in lines(folder)] == list(range(1, 11))
-
-
-def test_retention_removes_under_another_name() -> None:
-    assert retention._WHOLE.fullmatch("step-000100.removing") is None

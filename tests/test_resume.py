@@ -146,8 +146,10 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(name: str, 
     process(folder, before, steps=5)
     written = whole_state(folder, 5)
     # Loaded and saved again by the other mesh, before any step: the elements are the same, bit for bit.
-    taken_up = run(world_of(after), loaded_whole, str(inputs()), str(folder), after)[0]
-    assert equal(taken_up, written)
+    loaded = run(world_of(after), loaded_whole, str(inputs()), str(folder), after)
+    assert equal(loaded[0][0], written)
+    replicas = 2 if after == "2x2" else 1
+    assert sum(read for _, read in loaded) == replicas * sum(tensor.nbytes for tensor in written.values())
     process(folder, after, resume=True)
     expected, found = lines(unbroken()), lines(folder)
     assert [line["documents"] for line in found] == [line["documents"] for line in expected]
@@ -157,12 +159,12 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(name: str, 
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
-def loaded_whole(home: str, folder: str, mesh: str) -> dict[str, torch.Tensor]:
-    """Masters and moments as an engine on this mesh has them after loading, gathered."""
+def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Masters and moments as an engine on this mesh has them after loading, gathered; the bytes that this rank read."""
     config = config_of(Path(home), Path(folder), mesh, {})
     engine = Engine(sft.engine_config(config), join("cpu"))
     state = read_state(Path(folder) / "checkpoints" / "step-000005")
-    load_state(engine, state)
+    read = load_state(engine, state)
     assert engine.optimizer is not None
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -170,4 +172,4 @@ def loaded_whole(home: str, folder: str, mesh: str) -> dict[str, torch.Tensor]:
         for key, value in engine.optimizer.state[parameter].items():
             if value.ndim:
                 found[f"optimizer/{key}/{name}"] = whole(value).clone()
-    return found
+    return found, read

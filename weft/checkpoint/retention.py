@@ -32,11 +32,12 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 def commit(partial: Path, target: Path) -> None:
     """Give a whole folder its name, on the disk when this returns, and point `latest` at it."""
-    _sync_folder(partial)
+    for path in [partial, *partial.rglob("*")]:
+        _sync(path)
     if target.exists():
         remove(target)
     os.rename(partial, target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
     point_latest(target)
 
 
@@ -48,7 +49,7 @@ def point_latest(target: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(target.name)
     os.replace(link, latest)
-    _sync_folder(target.parent)
+    _sync(target.parent)
 
 
 def prune(
@@ -98,9 +99,9 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     return names
 
 
-def _sync_folder(folder: Path) -> None:
-    """Names in a folder survive a power failure once the folder itself is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -223,10 +223,10 @@ def check_contents(state: TrainerState, rank: int, world: int) -> None:
             raise DamagedError(f"{file.name} is not what was written: its checksum differs")
 
 
-def load_state(engine: Engine, state: TrainerState) -> None:
+def load_state(engine: Engine, state: TrainerState) -> int:
     """Fill masters, buffers and optimizer from the files, whatever mesh wrote them; a rank reads what it holds.
 
-    Raises DamagedError where the state is not of this model, or does not fill all of it.
+    Returns the bytes read. Raises DamagedError where the state is not of this model, or does not fill all of it.
     """
     _make_optimizer_state(engine, state)
     parts, saved = find_parts(engine), state.content["tensors"]
@@ -234,20 +234,18 @@ def load_state(engine: Engine, state: TrainerState) -> None:
     unlike += [name for name in parts.keys() & saved.keys() if list(parts[name].shape) != saved[name]["shape"]]
     if unlike:
         raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
-    if engine.loss_scale is not None and state.content["loss_scale"] is not None:
-        engine.loss_scale.load_state_dict(state.content["loss_scale"])
     filled = dict.fromkeys(parts, 0)
-    for file in state.files:
-        _fill(parts, filled, state.folder / file.name, file)
+    read = sum(_fill(parts, filled, state.folder / file.name, file) for file in state.files)
     for name, part in parts.items():
         if filled[name] != part.box.numel:
             raise DamagedError(f"{name}: its files hold {filled[name]:,} of {part.box.numel:,} elements")
     if engine.loss_scale is not None and state.content["loss_scale"] is not None:
         engine.loss_scale.load_state_dict(state.content["loss_scale"])
+    return read
 
 
 @torch.no_grad()
-def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> None:
+def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> int:
     wanted = []
     for name, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
@@ -255,13 +253,14 @@ def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: R
         if shared is not None:
             wanted.append((name, box, shared))
     if not wanted:
-        return
+        return 0
     with TensorFile.open(path) as opened:
         for name, box, shared in wanted:
             place = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
             part = parts[name]
             part.local[shared.within(part.box)].copy_(opened.read(name, place))
             filled[name] += shared.numel
+        return opened.bytes_read
 
 
 @torch.no_grad()
