@@ -78,7 +78,7 @@ def measure(engine: Engine, asynchronous: bool) -> dict[str, list[float]]:
     """Seconds that save() took, that it was written in, and that steps beside it took; GB of memory."""
     found: dict[str, list[float]] = {"waited": [], "written": [], "beside": [], "memory": []}
     config = CheckpointConfig(keep=1, async_=asynchronous, dtype="bf16")
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="weft-saves-") as folder, ExitStack() as stack:
         saver = stack.enter_context(Saver(engine, Path(folder), config, {"config": {}}))
         for number in range(1, SAVES + 1):
             with Peak() as peak:

@@ -48,7 +48,7 @@ class Run:
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment = {**kept, "OMP_NUM_THREADS": "1", **variables}
         _context.set_forkserver_preload(["tests.preload"])
-        self.began = time.monotonic()
+        self.struck = folder / "struck-at"
         self.process = _context.Process(
             target=_main, args=(list(words), str(folder), environment, str(self.out), str(self.err), fault)
         )
@@ -61,14 +61,18 @@ class Run:
             assert self.process.is_alive() and time.monotonic() < end, f"never showed {pattern}: {self.errors()}"
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 60.0) -> Run:
+    def wait(self, timeout: float = 120.0) -> Run:
         """Until it has ended; one that hangs is killed, and that fails."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
             raise AssertionError(f"still running after {timeout:.0f} s: {self.errors()}")
-        self.seconds = time.monotonic() - self.began
+        self.ended = time.monotonic()
         return self
+
+    def seconds(self) -> float:
+        """From the fault to the end of everything; 0 where it did not get so far."""
+        return self.ended - float(self.struck.read_text()) if self.struck.exists() else 0.0
 
     @property
     def status(self) -> int | None:
@@ -133,7 +137,7 @@ def _prepare(fault: Fault) -> None:
     """Let the fault strike where flight.at says that its moment has come."""
     from weft.observe import flight
 
-    original = flight.at
+    original, struck = flight.at, Path("struck-at").absolute()
 
     def at(phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None) -> None:
         original(phase, micro_batch, documents)
@@ -142,6 +146,7 @@ def _prepare(fault: Fault) -> None:
         if here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once)):
             if fault.once:
                 Path(fault.once).touch()
+            struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
     def step(number: int, of: int, documents: Sequence[str] = ()) -> None:

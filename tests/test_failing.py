@@ -241,7 +241,9 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
 
 def test_the_kernels_kills_are_told_from_others() -> None:
     seen = records((2, "forward", 9), (2, "forward", 9))
-    assert diagnose([], {1: -9}, Evidence(seen), 2).kind == "killed"
+    unknown, other = diagnose([], {1: -9}, Evidence(seen), 2), diagnose([], {1: -9}, Evidence(seen, oom_kills=0), 2)
+    assert unknown.kind == other.kind == "killed"
+    assert "often the kernel" in unknown.message and "not by the kernel" in other.message
     failure = diagnose([], {1: -9}, Evidence(seen, oom_kills=1), 2)
     assert failure.kind == "memory"
     assert "rank 1 was killed by the kernel, which is short of memory\nin step 2 of 9, forward" in failure.message

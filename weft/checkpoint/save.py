@@ -258,7 +258,7 @@ class Saver:
             **self.constants,
             **progress,
             "scalars": find_scalars(self.engine),
-            "loss_scale": self.engine.loss_scale and self.engine.loss_scale.state_dict(),
+            "loss_scale": None if self.engine.loss_scale is None else self.engine.loss_scale.state_dict(),
             "tensors": tensors,
         }
 

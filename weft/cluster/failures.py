@@ -38,13 +38,14 @@ _STORAGE = (
     "The storage is full, read-only or gone: look at `df -h` and at the folder, then go on from the last checkpoint."
 )
 _SIGNALS = {
-    "SIGKILL": " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)",
     "SIGSEGV": " (a crash in native code)",
     "SIGBUS": " (often a full /dev/shm)",
     "SIGABRT": " (native code gave up; its message is above)",
 }
 
 
+_BY_KERNEL = " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)"
+_NOT_BY_KERNEL = " (not by the kernel for want of memory: it counts such kills here, and this was none)"
 _KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if status > 2}
 
 
@@ -108,8 +109,10 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
         lines.append(_STORAGE)
     elif report.waited:
         lines.append("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
-    if debug or report.kind == "failed" or (report.kind == "hang" and not report.waited):
+    if debug or report.kind == "failed":
         lines.append(report.traceback)
+    elif report.kind == "hang" and not report.waited:
+        lines += report.traceback.rstrip().splitlines()[-2 * _SHOWN_CALLS :]
     return "\n".join(line for line in lines if line).rstrip()
 
 
@@ -187,6 +190,9 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
     if status == -signal.SIGKILL and seen.oom_kills:
         text = f"rank {rank} was killed by the kernel, which is short of memory{where}"
         return "memory", f"{text}\n{_memory_advice(where)}"
+    if status == -signal.SIGKILL:
+        hint = _BY_KERNEL if seen.oom_kills is None else _NOT_BY_KERNEL
+        return "killed", f"rank {rank} was killed by {name}{hint}{where}"
     limit = record.limit if record is not None else None
     if status == -signal.SIGABRT and record is not None and limit and time.monotonic() - record.since > 0.9 * limit:
         # NCCL's watchdog ends a process that way

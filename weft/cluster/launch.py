@@ -22,7 +22,7 @@ from pathlib import Path
 from weft.cluster import reports
 from weft.cluster.failures import Failure, diagnose, keep_evidence
 from weft.cluster.guard import Body, guarded, joined
-from weft.cluster.machine import cpu_cores, oom_kills
+from weft.cluster.machine import cpu_cores
 from weft.cluster.status import SUCCESS
 from weft.cluster.stopping import Forwarder
 from weft.cluster.watch import STOP_SECONDS, watching
@@ -56,7 +56,6 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
 
     if not debug:
         _silence_agent()
-    kills = oom_kills() or 0
     with (
         tempfile.TemporaryDirectory(prefix="weft-", ignore_cleanup_errors=True) as scratch,
         _environment(_rank_variables(scratch, nproc)),
@@ -84,7 +83,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
             if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
                 return Outcome(forwarder.say())
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            found, seen = reports.read_all(Path(scratch)), watch.evidence((oom_kills() or 0) - kills)
+            found, seen = reports.read_all(Path(scratch)), watch.evidence()
             failure = diagnose(found, exits, seen, nproc, debug)
             if failure.kind != "user":
                 keep_evidence(found, exits, seen)

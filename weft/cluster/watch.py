@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from weft.cluster import reports
+from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
 from weft.cluster.watchdog import STACKS, Frozen, main_stack
 from weft.observe import flight
@@ -29,32 +30,34 @@ _FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STO
 @dataclass(frozen=True)
 class Evidence:
     """Of each rank what it was doing; where it hung or crashed, its main thread's stack, innermost call first, and its
-    state where that says why. oom_kills: processes killed by the kernel meanwhile, for want of memory.
+    state where that says why. oom_kills: processes killed by the kernel meanwhile, for want of memory, if it says so.
     """
 
     records: Mapping[int, Record] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
-    oom_kills: int = 0
+    oom_kills: int | None = None
 
 
 class Watch:
     """Looks after the ranks whose environment names the folder `scratch`."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
+        self._scratch, self._kills = scratch, oom_kills()
         self._states: dict[int, str] = {}
         self._asked = self._killed = False
         self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
 
-    def evidence(self, oom_kills: int) -> Evidence:
+    def evidence(self) -> Evidence:
         """Everything known now."""
+        kills = oom_kills()
+        kills = None if kills is None or self._kills is None else kills - self._kills
         records = flight.read_all(self._scratch / flight.FOLDER)
         stacks = {}
         for rank in records:
             with suppress(OSError):
                 stacks[rank] = main_stack((self._scratch / STACKS / str(rank)).read_text(errors="replace"))
-        return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, oom_kills)
+        return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, kills)
 
     def look(self, frozen_seconds: float) -> None:
         """Ask for stacks where a rank has reported a hang; kill what outlives a failed rank by STOP_SECONDS."""

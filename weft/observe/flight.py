@@ -50,7 +50,7 @@ class Record:
 
     step is 0 before the first; documents are the first few sources of those the phase is about, count is how many
     there are. plan: digest of the step's plan. changes: phases so far, the same number on ranks that are equally far.
-    trail: the last phases, the oldest first, as [since, step, phase, micro_batch].
+    trail: the last phases, the oldest first: since, step, phase, micro_batch.
     """
 
     rank: int = 0
@@ -67,7 +67,7 @@ class Record:
     micro_batch: int = 0
     since: float = 0.0
     changes: int = 0
-    trail: Sequence[Sequence[Any]] = ()
+    trail: Sequence[Any] = ()
 
     def where(self) -> str:
         """`in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
@@ -249,7 +249,8 @@ def keep(record: Record, more: Mapping[str, Any]) -> bool:
     draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"record": asdict(record), **more}, indent=1) + "\n", encoding="utf-8")
+        noted = {**asdict(record), "trail": [" ".join(map(str, entry)) for entry in record.trail]}  # a line for each
+        draft.write_text(json.dumps({"record": noted, **more}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError:
         with suppress(OSError):
