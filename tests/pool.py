@@ -7,6 +7,7 @@ thread, and returns the results by rank. A case that hangs is killed and named, 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -80,6 +81,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported need not be looked through after every case
     while True:
         try:
             rank, world, store, function, args, timeout = pipe.recv()
@@ -93,6 +95,7 @@ def _serve(pipe: Connection) -> None:
 
 def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], args: Any, timeout: float) -> Any:
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
@@ -102,5 +105,8 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
         return function(*args)
     finally:
         dist.destroy_process_group()
-        # DTensor remembers meshes by their shape, and with them the names of process groups that are now others.
+        # DTensor remembers meshes by their shape, and with them process groups that are now others: wrong names, and
+        # three threads of gloo for each, which poll. Engines are cycles.
         _clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
+        gc.collect()

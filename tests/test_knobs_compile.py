@@ -5,6 +5,7 @@ One case, because the first steps compile: 70 s where others use the machine too
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 def test_parity_with_compiled_layers() -> None:
     ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), timeout=500.0)
     verdict = ranks[0][0]
