@@ -104,9 +104,9 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
 
     original, peaks = module.Engine._load_weights, []
 
-    def measured(self: Any, progress: Any) -> Any:
+    def measured(self: Any, *rest: Any) -> Any:
         with Peak() as peak:
-            report = original(self, progress)
+            report = original(self, *rest)
         peaks.append(peak.most)
         return report
 
