@@ -20,7 +20,6 @@ NOT_YET = (
     "rl",
     "rollout",
     "cluster",
-    "lora",
 )
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
@@ -92,7 +91,11 @@ _WRAP = "say `fsdp.wrap`: auto (the units are printed at start), or a list of la
 _PREFETCH = "say `fsdp.prefetch`: how many units ahead, in forward and backward; null leaves it to FSDP2."
 _OFFLOAD = "say `fsdp.cpu_offload` (parameters, gradients and optimizer together)."
 _REDUCE = "say `fsdp.reduce`: every, scatter or last."
-_LORA = "`lora` is not in this version yet: all weights are trained. Leave it out."
+_LORA = "say `lora.rank`: adapters are trained where it is set."
+_LORA_ALPHA = "say `lora.alpha`; null is twice `lora.rank`."
+_LORA_TARGETS = "say `lora.targets`: all-linear, or a list of names."
+_LORA_PATH = "say `lora.path`, the folder of an adapter."
+_LORA_KIND = "adapters are plain LoRA or, with `lora.rslora`, rank-stabilised: leave it out."
 _RL = "`rl` is not in this version yet: leave it out."
 
 ALIASES: dict[str, str] = {
@@ -314,10 +317,24 @@ ALIASES: dict[str, str] = {
     "defer_fsdp_grad_sync": _REDUCE,
     # LoRA and RL
     "use_peft": _LORA,
+    "use_lora": _LORA,
     "lora_r": _LORA,
     "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_target": _LORA,
+    "lora_alpha": _LORA_ALPHA,
+    "lora_dropout": "say `lora.dropout`.",
+    "lora_target": _LORA_TARGETS,
+    "lora_targets": _LORA_TARGETS,
+    "lora_target_modules": _LORA_TARGETS,
+    "target_modules": _LORA_TARGETS,
+    "target_parameters": "say `lora.targets`: fused experts are named there too.",
+    "exclude_modules": "name what is wanted in `lora.targets`; patterns may leave layers out.",
+    "lora_modules_to_save": "say `lora.modules_to_save`.",
+    "additional_target": "say `lora.modules_to_save`.",
+    "use_rslora": "say `lora.rslora`.",
+    "use_dora": _LORA_KIND,
+    "init_lora_weights": _LORA_KIND,
+    "lora_adapter_path": _LORA_PATH,
+    "adapter_name_or_path": _LORA_PATH,
     "num_generations": _RL,
     "adv_estimator": _RL,
     "ppo_mini_batch_size": _RL,

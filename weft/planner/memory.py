@@ -58,11 +58,12 @@ def memory_needs(
     trained = [p for p in parameters if p.requires_grad and optimizer is not None]
     master = precision.master.itemsize
     return Needs(
-        weights=_held(parameters) * master,
+        weights=_held_bytes(parameters),
         gradients=_held(trained) * master,
         optimizer=_held(trained) * moments * state.itemsize,
         gathered=_gathered(parameters, units) * precision.compute.itemsize,
-        whole=_elements(parameters) * master + _elements(trained) * (master + moments * state.itemsize),
+        whole=sum(p.numel() * p.element_size() for p in parameters)
+        + _elements(trained) * (master + moments * state.itemsize),
     )
 
 
@@ -113,12 +114,17 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
         found.append("optimizer.state_dtype=bf16")
     if fsdp.master_dtype == "fp32":
         found.append("fsdp.master_dtype=bf16 (small updates are lost)")
-    return [*found, "model.freeze for parts that need no training", "a smaller model"]
+    return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> int:
     """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
+
+
+def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Their bytes there: a frozen base may be kept in another dtype than the masters."""
+    return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
 
 def _largest_shard(parameter: nn.Parameter) -> list[int]:
