@@ -104,7 +104,7 @@ class _Masters(Mapping[str, Shard]):
     def __enter__(self) -> _Masters:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, file in self._files:
             file.close()
 
