@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap
-from weft.checkpoint.export import commit, plan_export, prepare_export, write_export
+from weft.checkpoint.export import plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
-from weft.checkpoint.retention import step_folder, whole_steps
+from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.save import DTYPES
 from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
