@@ -46,6 +46,8 @@ def print_opening(
     say = Console(highlight=False, soft_wrap=True).print
     say(f"run      {folder}")
     say(f"data     {report}")
+    if config.train.objective is not None:
+        say(f"loss     {config.train.objective}")
     for note in notes:
         say(note, markup=False)
     if engine.loaded is not None:
