@@ -24,7 +24,7 @@ def check_contract(engine: Engine) -> None:
         if parameter.device.type != engine.storage.type:
             raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
         if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
-            raise RuntimeError(f"{name} is frozen, and has a gradient or optimizer state all the same")
+            raise RuntimeError(f"{name} is frozen (model.freeze, lora), and has a gradient or optimizer state all the same")
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             local = value.to_local() if isinstance(value, DTensor) else value
             if key != "step" and isinstance(local, torch.Tensor) and local.dtype != engine.state_dtype:
