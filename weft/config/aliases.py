@@ -61,6 +61,10 @@ _MASKED = (
 )
 _TEMPLATE = "the tokenizer's chat template is used; `data.chat_template` is not in this version yet: leave it out."
 _BETAS = "say `optimizer.betas`, for example [0.9, 0.95]."
+_OPTIMIZER = "say `optimizer.name`: adamw, sgd, or an import path, as in torch.optim.Adagrad."
+_OPTIMIZER_OPTIONS = "say `optimizer.options`, a mapping, with `optimizer.name` an import path."
+_GROUPS = "say `optimizer.groups`: [{match: [model.embed_tokens], lr: 1e-6}]."
+_EMA = "say `optimizer.ema_decay`, such as 0.999; `checkpoint.weights` says which weights are saved for use."
 _CLIP = "say `optimizer.max_grad_norm`."
 _SCHEDULE = "say `schedule.name`: constant, linear, cosine or wsd."
 _WARMUP = "say `schedule.warmup_steps`."
@@ -186,7 +190,18 @@ ALIASES: dict[str, str] = {
     "shuffle_seed": "say `train.seed`.",
     # the optimizer and its schedule
     "learning_rate": "say `optimizer.lr`.",
-    "optim": "say `optimizer.name`: adamw or sgd.",
+    "optim": _OPTIMIZER,
+    "optimizer_class": _OPTIMIZER,
+    "optimizer_type": _OPTIMIZER,
+    "optim_args": _OPTIMIZER_OPTIONS,
+    "optim_kwargs": _OPTIMIZER_OPTIONS,
+    "optimizer_kwargs": _OPTIMIZER_OPTIONS,
+    "override_optimizer_config": _OPTIMIZER_OPTIONS,
+    "embedding_lr": _GROUPS,
+    "embedding_learning_rate": _GROUPS,
+    "param_groups": _GROUPS,
+    "use_ema": _EMA,
+    "ema": _EMA,
     "adam_beta1": _BETAS,
     "adam_beta2": _BETAS,
     "beta1": _BETAS,

@@ -1,4 +1,4 @@
-"""`weft export`: a HuggingFace directory from a checkpoint's masters, in one process and another dtype.
+"""`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
 
 Tensor by tensor: memory holds the largest one, never the model.
 """
@@ -16,8 +16,8 @@ from weft.checkpoint.boxes import Box, Shard, overlap
 from weft.checkpoint.export import commit, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import step_folder, whole_steps
-from weft.checkpoint.save import DTYPES
-from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state
+from weft.checkpoint.save import DTYPES, exported
+from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
@@ -39,12 +39,15 @@ def run(options: ExportOptions) -> Path:
         check_contents(state, 0, 1)
     except DamagedError as error:
         raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
-    target = Path(options.output) if options.output else checkpoint.with_name(f"{checkpoint.name}-{options.dtype}")
+    if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
+        raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
+    name = f"{checkpoint.name}-{'ema-' * options.ema}{options.dtype}"
+    target = Path(options.output) if options.output else checkpoint.with_name(name)
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _write(state, partial, DTYPES[options.dtype])
+    _write(state, partial, DTYPES[options.dtype], average=options.ema)
     commit(partial, target)
     return target
 
@@ -59,8 +62,11 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 
 
-def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None:
-    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None."""
+def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None.
+
+    average: of the weights, instead of the masters.
+    """
     built = build_model(
         ModelConfig(path=str(state.checkpoint)),
         dtype=torch.float32,
@@ -74,9 +80,10 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None
     prepare_export(plan, folder)
     first = {id(tensor): name for name, tensor in [*built.module.named_parameters(), *built.module.named_buffers()]}
     every = built.module.state_dict(keep_vars=True)
+    kept = exported(state.content["tensors"], average=average)
     written = 0
     for runtime in dict.fromkeys(piece.runtime for piece in plan.pieces):
-        values = _whole(state, WEIGHTS + first[id(every[runtime])])
+        values = _whole(state, kept[first[id(every[runtime])]])
         written += write_export(plan, {runtime: Shard(Box.whole(tuple(values.shape)), values)}, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
