@@ -135,6 +135,10 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("optimizer.lr=.inf", "it must be finite"),
         ("optimizer.betas=[0.9]", "a list of 2 numbers, not [0.9]: it has 1 values"),
         ("optimizer.betas=[0.9, x]", "a list of 2 numbers"),
+        ("optimizer.groups=3", "must be a list, each a mapping of match, lr, lr_scale, weight_decay, not 3"),
+        ("optimizer.groups=[{lr: 3}]", "`match` is missing"),
+        ("optimizer.groups=[{match: [a], lr: fast}]", "`lr` must be a number or null, not fast"),
+        ("optimizer.groups=[{match: [a], rate: 1}]", "`rate` is none of match, lr, lr_scale, weight_decay"),
         ("data.shuffle=1", "write true"),
         ("data.shuffle=no", "write false"),
         ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
@@ -239,6 +243,10 @@ def test_neither_partner_is_refused() -> None:
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.options", "{eps: 1e-6}", []),
+        ("checkpoint.weights", "ema", []),
         ("model.router_aux_loss_coef", "0.1", []),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("fsdp.loss_scale", "1024", ["fsdp.param_dtype=bf16"]),
@@ -260,6 +268,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    tried |= {"optimizer.options", "checkpoint.weights"}
     assert {rule.key for rule in INERT} == tried
 
 
@@ -271,6 +280,17 @@ def test_every_inert_rule_is_tried() -> None:
         (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
+        (
+            ["optimizer.name=adam"],
+            "or the import path of a class, as in optimizer.name=torch.optim.Adam.",
+        ),
+        (["optimizer.name=muon"], "optimizer.name: muon is not in this version yet"),
+        (["optimizer.name=torch.optim.SGD", "optimizer.options.lr=0.1"], "set optimizer.lr instead"),
+        (["optimizer.groups=[{match: [], lr: 0.1}]"], "optimizer.groups[0] has no pattern"),
+        (["optimizer.groups=[{match: [a]}]"], "optimizer.groups[0] changes nothing: set lr, lr_scale or weight_decay"),
+        (["optimizer.groups=[{match: [a], lr: 1, lr_scale: 2}]"], "has both lr and lr_scale: keep one"),
+        (["optimizer.groups=[{match: [a], lr_scale: 0}]"], "it must be above 0 (model.freeze names what is not"),
+        (["optimizer.groups=[{match: [a], weight_decay: -1}]"], "has weight_decay = -1; it must be 0 or more"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
     ],
 )
@@ -300,6 +320,7 @@ OUT_OF_RANGE = {
     "optimizer.eps": "0",
     "optimizer.momentum": "1",
     "optimizer.max_grad_norm": "0",
+    "optimizer.ema_decay": "1",
     "schedule.warmup_ratio": "1.1",
     "schedule.warmup_steps": "-1",
     "schedule.min_lr_ratio": "1.5",
@@ -459,6 +480,9 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         ["fsdp.prefetch=[2, 3]"],
         ["fsdp.overrides={'*.mlp': replicate, model.embed_tokens: 2, lm_head: full}"],
         ["model.freeze=[lm_head, '*.mlp']"],
+        ["optimizer.name=torch.optim.RAdam", "optimizer.options={betas: [0.9, 0.99], foreach: true}"],
+        ["optimizer.groups=[{match: [lm_head], lr: 1e-6}, {match: ['*.mlp', a], weight_decay: 0}]"],
+        ["optimizer.ema_decay=0.99", "checkpoint.weights=ema"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],
 )
@@ -472,7 +496,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     rendered = to_dict(load())
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
-    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -106,11 +106,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
     "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
     "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.options": (
+        "arguments of an optimizer by import path",
+        "test_optimizer_foreign.py::test_steps_are_those_of_the_whole",
+    ),
+    "optimizer.groups": (
+        "learning rate and decay of chosen parameters",
+        "test_optimizer_groups.py::test_they_train_as_in_a_plain_loop_with_the_same_groups",
+    ),
     "optimizer.state_dtype": (
         "dtype of the optimizer's state",
         "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
     ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
+    "optimizer.ema_decay": ("whether an average of the weights is kept", "test_ema.py::test_after_steps_of_a_model"),
     "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
     "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
     "schedule.warmup_steps": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
@@ -150,6 +159,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "checkpoint.keep": ("which older ones stay", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.keep_every": ("which of them stay for good", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.dtype": ("dtype of saved weights", "test_checkpoint.py::test_trainer_state_none_and_another_dtype"),
+    "checkpoint.weights": (
+        "whether a checkpoint's directory holds the average",
+        "test_ema.py::test_the_directory_holds_the_average_and_the_raw_weights_of_what_is_frozen",
+    ),
     "checkpoint.trainer_state": ("what can be resumed", "test_checkpoint.py::test_trainer_state_of_the_last_only"),
     "checkpoint.async": (
         "whether training waits for the disk",

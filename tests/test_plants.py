@@ -28,7 +28,7 @@ from weft.engine.engine import Engine
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
-from weft.verification import reference
+from weft.verification import reference, reference_optimizer
 from weft.verification.bugs import RUN_LOSSES, RUN_RATES
 from weft.verification.bugs.resuming import RESUMED
 from weft.verification.documents import awkward_steps
@@ -139,7 +139,7 @@ def expected_lines() -> list[tuple[float | None, float | None]]:
 
     path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
-    plain.start(reference.Optimizer("sgd", weight_decay=0.1))
+    plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.model))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
     for step in sft.deal(run_config(path), lengths):
         if 2 in step.documents:

@@ -196,7 +196,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if joined():
         raise UserError("weft export is one process: start it without torchrun.")
-    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output)
+    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output, ema=arguments.ema)
 
     def body() -> None:
         from weft.recipes import export
@@ -319,6 +319,9 @@ def _export_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
     )
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 

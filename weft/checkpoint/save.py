@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
 from weft.checkpoint.retention import TRAINER_STATE, commit, point_latest, prune, step_folder
 from weft.checkpoint.state import (
+    EMA,
     RNG,
     WEIGHTS,
     Part,
@@ -111,6 +112,7 @@ class Saver:
         self.plan = plan_export(self.engine, DTYPES[self.config.dtype])
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(self.engine.module)
+        self._exported = exported(find_parts(self.engine), average=self.config.weights == "ema")
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
@@ -226,7 +228,8 @@ class Saver:
         """Copy what this rank writes into host memory, which is kept for the next save."""
         parts = find_parts(self.engine)
         keep_state = self.config.trainer_state != "none"
-        mine = {n: p for n, p in parts.items() if p.writes and (keep_state or n.startswith(WEIGHTS))}
+        wanted = parts.keys() if keep_state else set(self._exported.values())
+        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
         copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
@@ -293,13 +296,13 @@ class Saver:
         job.reports.mkdir()
 
     def _write(self, job: Job) -> RankReport:
-        weights = {n.removeprefix(WEIGHTS): copy for n, copy in job.copies.items() if n.startswith(WEIGHTS)}
+        weights = {n: job.copies[kept] for n, kept in self._exported.items() if kept in job.copies}
         for name, copy in weights.items():
             if copy.is_floating_point() and not bool(copy.isfinite().all()):
                 return RankReport(nonfinite=name)
             if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
                 return RankReport(nonfinite=f"{name} in fp16 (set checkpoint.dtype=bf16)")
-        shards = {name: Shard(job.boxes[WEIGHTS + name], copy) for name, copy in weights.items()}
+        shards = {name: Shard(job.boxes[self._exported[name]], copy) for name, copy in weights.items()}
         shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
         exported = write_export(self.plan, shards, job.partial)
         if self.config.trainer_state == "none":
@@ -347,6 +350,13 @@ class Saver:
         while not holds():
             if self._cancel.wait(_POLL_SECONDS):
                 raise _CancelledError
+
+
+def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
+    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
+    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
+    averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
+    return {**kept, **averaged}
 
 
 def _is_mendable(error: Exception) -> bool:

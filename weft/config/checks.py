@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
 from weft.config.yaml12 import show
 
@@ -17,6 +18,10 @@ EXCLUSIVE = (
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
+
+BUILT_IN = ("adamw", "sgd")
+_TORCHS = tuple(f"torch.optim.{name}" for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"))
+_ONLY_ADAMW = "only optimizer.name=adamw reads it (one by import path takes optimizer.options)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +35,29 @@ class Inert:
 
 INERT = (
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
-    Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
-    Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
-    Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
+    Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
+    Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
+    Inert(
+        "optimizer.momentum",
+        lambda c: c.optimizer.name != "sgd",
+        "only optimizer.name=sgd reads it (AdamW has optimizer.betas, one by import path optimizer.options)",
+    ),
+    Inert(
+        "optimizer.options",
+        lambda c: c.optimizer.name in BUILT_IN,
+        "they are for an optimizer that is named by its import path, as in optimizer.name=torch.optim.AdamW",
+    ),
     Inert(
         "optimizer.state_dtype",
         lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0,
         "SGD without momentum has no state",
     ),
+    Inert(
+        "optimizer.state_dtype",
+        lambda c: c.optimizer.name not in BUILT_IN,
+        "an optimizer that is named by its import path chooses the dtype of its state itself",
+    ),
+    Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
     Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
     Inert(
         "fsdp.loss_scale_interval", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"
@@ -87,6 +107,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "optimizer.eps": _POSITIVE,
     "optimizer.momentum": _BELOW_1,
     "optimizer.max_grad_norm": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "optimizer.ema_decay": (lambda v: 0 < v < 1, "above 0 and below 1, or null for no average"),
     "schedule.warmup_ratio": _SHARE,
     "schedule.warmup_steps": _NOT_NEGATIVE,
     "schedule.min_lr_ratio": _SHARE,
@@ -164,13 +185,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
             f"set step.tokens={longest} or more.",
         )
-    if config.optimizer.name == "adamw" and config.optimizer.state_dtype == "bf16" and config.optimizer.betas[1] > 0.99:
-        yield (
-            "optimizer.state_dtype",
-            f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {config.optimizer.betas[1]:g}: a "
-            "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
-            "most 0.99, or optimizer.state_dtype=fp32.",
-        )
+    yield from _optimizer_combinations(config.optimizer)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     objective = config.train.objective
     if objective is not None and not _IMPORT_PATH.fullmatch(objective):
@@ -186,6 +201,50 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
         )
+
+
+def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
+    if optimizer.name not in BUILT_IN and not re.fullmatch(r"\w+([.:]\w+)+", optimizer.name):
+        yield "optimizer.name", _no_such_optimizer(optimizer.name)
+    if optimizer.name == "adamw" and optimizer.state_dtype == "bf16" and optimizer.betas[1] > 0.99:
+        yield (
+            "optimizer.state_dtype",
+            f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {optimizer.betas[1]:g}: a "
+            "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
+            "most 0.99, or optimizer.state_dtype=fp32.",
+        )
+    own = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
+    if own and optimizer.name not in BUILT_IN:
+        advice = "leave it out" if own[0] == "params" else f"set optimizer.{own[0]} instead"
+        yield "optimizer.options", f"optimizer.options holds `{own[0]}`, which weft passes itself: {advice}."
+    for number, group in enumerate(optimizer.groups):
+        yield from (("optimizer.groups", f"optimizer.groups[{number}] {text}") for text in _group_problems(group))
+
+
+def _no_such_optimizer(name: str) -> str:
+    if ("optimizer.name", name) in NOT_YET_VALUES:
+        return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
+    spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
+    meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
+    return (
+        f"optimizer.name is {_show(name)}; it must be adamw, sgd, or the import path of a class, as in "
+        f"optimizer.name={meant}."
+    )
+
+
+def _group_problems(group: Any) -> Iterator[str]:
+    if not group.match:
+        yield "has no pattern: set `match`, a list of names of parameters or modules, as in ['*.mlp']."
+    if group.lr is not None and group.lr_scale is not None:
+        yield "has both lr and lr_scale: keep one."
+    if group.lr is None and group.lr_scale is None and group.weight_decay is None:
+        yield "changes nothing: set lr, lr_scale or weight_decay."
+    for name in ("lr", "lr_scale"):
+        value = getattr(group, name)
+        if value is not None and value <= 0:
+            yield f"has {name} = {value:g}; it must be above 0 (model.freeze names what is not to be trained)."
+    if group.weight_decay is not None and group.weight_decay < 0:
+        yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
 
 
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:

@@ -104,12 +104,13 @@ def _expand_dotted(tree: Node) -> Node:
     return expanded
 
 
-def _merge(into: Node, other: Node) -> None:
+def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
+    """sections: whether these are those of the config, and not keys, which null unsets."""
     for name, node in other.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
-            _merge(present, node)
-        elif not (present is not None and present.is_section and node.value is None):
+            _merge(present, node, sections=False)
+        elif not (sections and present is not None and present.is_section and node.value is None):
             into.value[name] = node  # an empty section (all its keys commented out) changes nothing
 
 

@@ -170,10 +170,24 @@ class StepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """An entry of optimizer.groups: which parameters, and what is their own. lr is a peak, lr_scale a share of it."""
+
+    match: tuple[str, ...]
+    lr: float | None = None
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = key("AdamW (decoupled decay) or SGD.", "adamw")
+    name: str = key(
+        "`adamw` (decoupled decay), `sgd`, or the import path of any other that steps each element by itself, as in "
+        "torch.optim.Adagrad; docs/training.md tells more.",
+        "adamw",
+    )
     lr: float = key("Peak learning rate.", 1.0e-5)
     weight_decay: float = key(
         "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.1
@@ -181,12 +195,29 @@ class OptimizerConfig:
     betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
     eps: float = key("AdamW's epsilon.", 1.0e-8)
     momentum: float = key("SGD's momentum.", 0.0)
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
+        "as above.",
+        default_factory=dict,
+    )
+    groups: tuple[ParameterGroup, ...] = key(
+        "Parameters that are treated apart: a list such as [{match: [model.embed_tokens, '*.mlp'], lr_scale: 0.1, "
+        "weight_decay: 0}]. A parameter belongs to the first group with a pattern that names it (patterns as in "
+        "model.freeze). `lr` (a peak) or `lr_scale` (a share of optimizer.lr) follows the schedule; `weight_decay` "
+        "falls on the whole group; without it optimizer.weight_decay falls on what it would fall on anyway.",
+        (),
+    )
     state_dtype: Literal["auto", "fp32", "bf16"] = key(
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
+    ema_decay: float | None = key(
+        "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
+        "0.999); checkpoints hold it. null: none.",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +266,11 @@ class CheckpointConfig:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
         "auto",
+    )
+    weights: Literal["raw", "ema"] = key(
+        "Which weights the HuggingFace directory of a checkpoint holds: the `raw` ones that are trained, or their "
+        "average (optimizer.ema_decay). The trainer state holds both; `weft export --ema` writes the average, too.",
+        "raw",
     )
     trainer_state: Literal["all", "last", "none"] = key(
         "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "

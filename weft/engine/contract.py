@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.parallel.fsdp import casts_inputs, observed_dtypes
+from weft.parallel.mesh import own_part
 
 
 def check_contract(engine: Engine) -> None:
@@ -17,18 +17,21 @@ def check_contract(engine: Engine) -> None:
     """
     master = engine.precision.master
     assert engine.optimizer is not None
+    state = engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != master:
             raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
         if parameter.device.type != engine.storage.type:
             raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
-        if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
+        if not parameter.requires_grad and (parameter.grad is not None or parameter in state):
             raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != engine.state_dtype:
+        for key, value in state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor) or own_part(value).shape != own_part(parameter.detach()).shape:
+                continue
+            if value.dtype not in engine.moments:
+                kept = ", ".join(map(str, engine.moments))
                 raise RuntimeError(
-                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {engine.state_dtype}"
+                    f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {kept}"
                 )
     for name, buffer in engine.module.named_buffers():
         built = engine.built.buffer_dtypes[name]

@@ -15,16 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
+from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
+from weft.engine.ema import Ema
+from weft.engine.foreign import ForeignRule, OnShards, find_rule
+from weft.engine.groups import check_groups
 from weft.engine.loss_scale import LossScale
 from weft.engine.optimizer import (
     build_optimizer,
     clip_gradients,
     global_norm,
+    moments,
     set_learning_rate,
-    state_dtype,
     unscale_gradients,
 )
 from weft.engine.plan import StepPlan, plan_step
@@ -42,10 +46,10 @@ from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
-from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.mesh import Mesh, build_mesh, own_part
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
-from weft.planner.memory import capacity, check_fits, local_ranks, memory_needs
+from weft.planner.memory import Trained, capacity, check_fits, local_ranks, memory_needs
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Engine:
         self.precision = Precision.of(config.fsdp, ranks.device)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute)
-        self.state_dtype = state_dtype(config.optimizer, self.precision.master)
+        rule = self._find_rule(sizes.dp_shard > 1)
+        self.moments = moments(config.optimizer, self.precision.master, rule)  # dtypes
         self.built: BuiltModel = build_model(
             config.model,
             dtype=self.precision.master,
@@ -113,25 +118,37 @@ class Engine:
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
             freeze(self.module, config.model.freeze)
+            check_groups(self.module, config.optimizer)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
-        trained = config.optimizer if config.purpose == "train" else None
-        self.memory = memory_needs(self.module, self.units, self.precision, self.state_dtype, trained)
+        trained = Trained(self.moments, config.optimizer.ema_decay is not None) if config.purpose == "train" else None
+        self.memory = memory_needs(self.module, self.units, self.precision, trained)
         self.room = capacity(self.storage, local_ranks(ranks.world))
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
         self.loaded = self._load_weights(progress, fill)
-        self.optimizer = None
+        self.optimizer: torch.optim.Optimizer | OnShards | None = None
+        self.ema: Ema | None = None
         if config.purpose == "train" and weights:
-            self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
+            named = self.module.named_parameters(remove_duplicate=False)
+            self.optimizer = build_optimizer(named, config.optimizer, rule)
+            if config.optimizer.ema_decay is not None:
+                self.ema = Ema(self.module.parameters(), config.optimizer.ema_decay)
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
         self.loss_scale: LossScale | None = None
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
+
+    def _find_rule(self, sharded: bool) -> ForeignRule | None:
+        """The optimizer that the config names by its import path, tried; None for those of weft."""
+        config = self.config.optimizer
+        if self.config.purpose == "inference" or config.name in BUILT_IN:
+            return None
+        return find_rule(config, sharded=sharded, dtype=self.precision.master, device=self.storage)
 
     def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
         """Fill the shards from the source's files; None where none are read."""
@@ -313,6 +330,8 @@ class Engine:
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update()
             if self.loss_scale is not None:
                 self.loss_scale.succeed()
         self.drop_gradients()
@@ -369,8 +388,7 @@ def _some(texts: list[str], limit: int, separator: str = ", ") -> str:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.isfinite().all())
+    return bool(own_part(gradient).isfinite().all())
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -11,6 +11,7 @@ from weft.cluster.alike import require_agreement
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
+from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport, load_documents
 from weft.data.order import Steps
@@ -18,6 +19,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine, EngineConfig
+from weft.engine.foreign import find_class
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.models import hf
@@ -47,6 +49,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
+        if config.optimizer.name not in BUILT_IN:
+            find_class(config.optimizer)  # an error need not wait for the data
         flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
