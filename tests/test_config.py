@@ -237,6 +237,9 @@ def test_neither_partner_is_refused() -> None:
     assert "of step.documents and step.tokens neither is set" in refused("step.documents=null")
 
 
+LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "others"),
     [
@@ -252,6 +255,9 @@ def test_neither_partner_is_refused() -> None:
         ("fsdp.loss_scale", "1024", ["fsdp.param_dtype=bf16"]),
         ("fsdp.loss_scale_interval", "10", []),
         ("schedule.decay_ratio", "0.2", []),
+        ("model.freeze", "[lm_head]", ["lora.rank=8"]),
+        *((f"lora.{leaf}", value, []) for leaf, value in LORA.items()),
+        *((f"lora.{leaf}", value, ["lora.path=a"]) for leaf, value in {"rank": "8", **LORA}.items() if leaf != "dropout"),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
@@ -269,6 +275,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
+    tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
     assert {rule.key for rule in INERT} == tried
 
 
@@ -331,6 +338,10 @@ OUT_OF_RANGE = {
     "train.timeout": "0",
     "model.router_aux_loss_coef": "0",
     "train.max_nonfinite": "0",
+    "lora.rank": "0",
+    "lora.alpha": "0",
+    "lora.dropout": "1",
+    "lora.targets": "[]",
 }
 
 
@@ -341,6 +352,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
     }
     extra = needed.get(key, [])
+    extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
@@ -352,7 +364,7 @@ def test_every_number_has_a_range() -> None:
     numeric = {
         key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
     }
-    assert numeric == set(RANGES) == set(OUT_OF_RANGE)
+    assert numeric | {"lora.targets"} == set(RANGES) == set(OUT_OF_RANGE)
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
@@ -497,6 +509,8 @@ def test_to_dict_is_plain_and_whole() -> None:
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
+    unread |= {f"lora.{leaf}" for leaf in LORA}
+    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
+from weft.checkpoint.adapters import plan_adapter
 from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
 from weft.checkpoint.retention import TRAINER_STATE, commit, point_latest, prune, step_folder
@@ -109,7 +110,8 @@ class Saver:
     news: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.plan = plan_export(self.engine, DTYPES[self.config.dtype])
+        plan = plan_export if self.engine.lora is None else plan_adapter
+        self.plan = plan(self.engine, DTYPES[self.config.dtype])
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(self.engine.module)
         self._exported = exported(find_parts(self.engine), average=self.config.weights == "ema")

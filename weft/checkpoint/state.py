@@ -61,18 +61,23 @@ class RankFile:
 
 
 def find_parts(engine: Engine) -> dict[str, Part]:
-    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once."""
+    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once.
+
+    Of a model with adapters only what is trained: its base is read from model.path again.
+    """
     assert engine.optimizer is not None, "this engine was opened for inference"
     found, states = {}, engine.optimizer.state
     averages = {} if engine.ema is None else engine.ema.shards
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        if engine.lora is not None and not parameter.requires_grad:
+            continue
         found[WEIGHTS + name] = _part(parameter, number)
         if parameter in averages:
             found[EMA + name] = _part_like(parameter, averages[parameter], number)
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 found[f"{OPTIMIZER}{key}/{name}"] = _part_like(parameter, value, number)
-    persistent = engine.module.state_dict().keys()
+    persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
             found[WEIGHTS + name] = _part(buffer, number)

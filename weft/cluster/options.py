@@ -48,3 +48,14 @@ class ExportOptions:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
     output: str | None = None
     ema: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """`weft merge`. path: a run folder, one of its checkpoints, or an adapter of peft's. base: instead of the model
+    that the adapter names. output: null for a folder beside the adapter."""
+
+    path: str
+    base: str | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    output: str | None = None

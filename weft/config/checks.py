@@ -58,6 +58,15 @@ INERT = (
         "an optimizer that is named by its import path chooses the dtype of its state itself",
     ),
     Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
+    Inert("model.freeze", lambda c: c.lora.on, "with lora only adapters are trained"),
+    *(
+        Inert(f"lora.{leaf}", lambda c: not c.lora.on, "lora.rank is null, so there are no adapters")
+        for leaf in ("alpha", "rslora", "dropout", "targets", "modules_to_save")
+    ),
+    *(
+        Inert(f"lora.{leaf}", lambda c: c.lora.path is not None, "the adapter at lora.path says it")
+        for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save")
+    ),
     Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
     Inert(
         "fsdp.loss_scale_interval", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"
@@ -98,6 +107,10 @@ RANGES: dict[str, tuple[Test, str]] = {
         "1 or more, or two such numbers",
     ),
     "data.max_length": _AT_LEAST_2,
+    "lora.rank": _AT_LEAST_1,
+    "lora.alpha": _POSITIVE,
+    "lora.dropout": _BELOW_1,
+    "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,

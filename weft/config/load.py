@@ -24,7 +24,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "run.dir")
+PATH_KEYS = ("model.path", "data.path", "lora.path", "run.dir")
 
 
 def load_config(

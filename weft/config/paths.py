@@ -10,9 +10,16 @@ from typing import Any
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
-    """The problems of model.path and data.path, each a message. weights: whether model.path must hold them already."""
+    """The problems of model.path, data.path and lora.path, each a message.
+
+    weights: whether model.path must hold them already.
+    """
     where = explicit or {}
-    found = [("data.path", _data_problem(config.data.path)), ("model.path", _model_problem(config, weights))]
+    found = [
+        ("data.path", _data_problem(config.data.path)),
+        ("model.path", _model_problem(config, weights)),
+        ("lora.path", _adapter_problem(config.lora.path)),
+    ]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
 
 
@@ -68,6 +75,14 @@ def _folder_problem(folder: Path, weights: bool) -> str:
             "train from scratch."
         )
     return ""
+
+
+def _adapter_problem(path: str | None) -> str:
+    if path is None or (Path(path) / "adapter_config.json").is_file():
+        return ""
+    if Path(path).is_dir():
+        return f"lora.path {path} holds no adapter_config.json: name the folder of an adapter, RUN/checkpoints/step-N."
+    return f"lora.path {path} does not exist: name the folder of an adapter.{near_names(Path(path), folders=True)}"
 
 
 def _looks_like_a_path(path: str) -> bool:

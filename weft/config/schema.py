@@ -150,6 +150,41 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights (docs/lora.md); on where lora.rank or lora.path is set."""
+
+    rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None)
+    alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None)
+    rslora: bool = key("Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA).", False)
+    dropout: float = key(
+        "Dropout on the inputs of adapters of linear layers. Masks are drawn by each rank for its own row, so that "
+        "results depend on how a step is cut.",
+        0.0,
+    )
+    targets: Literal["all-linear"] | tuple[str, ...] = key(
+        "What is adapted: `all-linear` (every linear layer but the head), or a list of ends or patterns of names: of "
+        "linear layers (q_proj, 'model.layers.1?.mlp.*'), of the embedding (embed_tokens), of fused experts "
+        "(mlp.experts.gate_up_proj); `all-linear` may be one of them.",
+        "all-linear",
+    )
+    modules_to_save: tuple[str, ...] = key(
+        "Modules that are trained whole and saved with the adapter, by the ends of their names, as in [lm_head]. What "
+        "was tied to them is not any more.",
+        (),
+    )
+    path: str | None = key(
+        "Go on from this adapter, a folder that peft or weft has written; it says rank, alpha, targets and "
+        "modules_to_save.",
+        None,
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank is not None or self.path is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """What one optimizer step trains on, and how it is cut into micro-batches."""
 
@@ -297,6 +332,7 @@ class SftConfig:
     data: DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     step: StepConfig = field(default_factory=StepConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -20,6 +20,7 @@ from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.groups import describe_groups
 from weft.models.load import LoadReport
+from weft.models.lora import describe
 from weft.observe.tables import (
     AxisRow,
     DtypeRow,
@@ -96,6 +97,8 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     if built.flops.expert:
         loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
         say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
+    for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
+        say(f"lora     {line}")
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
     say(f"fsdp     {fsdp_line(engine)}")
@@ -198,16 +201,23 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
     inputs = [DtypeRow("inputs", _name(precision.compute), f"cast for {cast}")] if cast else []
     average = [] if engine.config.optimizer.ema_decay is None else [DtypeRow("average", "float32", "of the weights")]
-    export = sorted({_name(d) for d in engine.built.source_dtypes.values()}) or [_name(precision.master)]
+    export = sorted({_name(d) for d in engine.built.source_dtypes.values()} if engine.lora is None else ())
+    export = export or [_name(precision.master)]
+    frozen = [DtypeRow("base", _name(precision.frozen), "frozen, never cast up")] if engine.lora is not None else []
     return [
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
+        *frozen,
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
         *inputs,
         DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
         DtypeRow("optimizer", ", ".join(dict.fromkeys(map(_name, engine.moments))) or "-", "state"),
         *average,
         DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
-        DtypeRow("export", ", ".join(export), "each tensor as in the source's files"),
+        DtypeRow(
+            "export",
+            ", ".join(export),
+            "each tensor as in the source's files" if engine.lora is None else "the adapter",
+        ),
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap
-from weft.checkpoint.export import plan_export, prepare_export, write_export
+from weft.checkpoint.export import ExportPlan, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.save import DTYPES, exported
@@ -22,18 +22,24 @@ from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_content
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
+from weft.models.adapter_files import CONFIG, file_names, read_config
+from weft.models.adapter_files import WEIGHTS as ADAPTER
 from weft.models.build import BuiltModel, build_model
+from weft.models.layout import Piece
 
 
 @dataclass
-class _Shapes:
+class Shapes:
     """What plan_export asks of an engine."""
 
     built: BuiltModel
 
 
 def run(options: ExportOptions) -> Path:
-    """Write the directory and return it. Raises UserError where there is no whole trainer state with masters."""
+    """Write the directory and return it. Raises UserError where there is no whole trainer state with masters.
+
+    Of a run with adapters it is the adapter; `weft merge` writes the model.
+    """
     checkpoint = find_checkpoint(Path(options.path))
     try:
         state = read_state(checkpoint)
@@ -48,7 +54,8 @@ def run(options: ExportOptions) -> Path:
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _write(state, partial, DTYPES[options.dtype], average=options.ema)
+    write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
+    write(state, partial, DTYPES[options.dtype], average=options.ema)
     commit(partial, target)
     return target
 
@@ -58,7 +65,7 @@ def find_checkpoint(path: Path) -> Path:
     steps = whole_steps(path / "checkpoints")
     if steps:
         return step_folder(path / "checkpoints", steps[-1])
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", CONFIG)):
         return path.resolve()  # `latest` is a link
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 
@@ -75,7 +82,7 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
         device=torch.device("cpu"),
         seed=0,
     )
-    plan = plan_export(_Shapes(built), dtype)
+    plan = plan_export(Shapes(built), dtype)
     if built.load is not None:
         built.load.source.close()
     prepare_export(plan, folder)
@@ -84,6 +91,22 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
     with _Weights(state, names) as weights:
         written = write_export(plan, weights, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
+
+
+def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+    """Of a run with adapters the adapter, in another dtype."""
+    entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
+    manifest, pieces = {}, []
+    for name, stored in file_names(names).items():
+        entry = entries[names[name]]
+        shape = tuple(entry["shape"])
+        pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
+        manifest[stored] = torch.empty(shape, dtype=dtype or getattr(torch, entry["dtype"]), device="meta")
+    config = read_config(state.checkpoint)
+    plan = ExportPlan(pieces, manifest, {ADAPTER: list(manifest)}, None, config, state.checkpoint, CONFIG)
+    prepare_export(plan, folder)
+    with _Weights(state, names) as weights:
+        write_export(plan, weights, folder)
 
 
 class _Weights(Mapping[str, Shard]):

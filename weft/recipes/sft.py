@@ -75,6 +75,7 @@ def engine_config(config: SftConfig) -> EngineConfig:
     """The sections that an Engine reads."""
     return EngineConfig(
         model=config.model,
+        lora=config.lora,
         mesh=config.mesh,
         fsdp=config.fsdp,
         step=config.step,

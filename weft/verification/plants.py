@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UserError
-from weft.verification.bugs import PLANTS, Bug, Plant, resuming, step, training  # noqa: F401  (they register their bugs)
+from weft.verification.bugs import PLANTS, Bug, Plant, adapters, resuming, step, training  # noqa: F401  (they register their bugs)
 
 __all__ = ["PLANTS", "Bug", "Plant", "find", "planted", "table"]
 
