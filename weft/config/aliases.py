@@ -16,7 +16,6 @@ NOT_YET = (
     "data.columns",
     "data.split",
     "data.chat_template",
-    "eval",
     "rl",
     "rollout",
     "cluster",
@@ -80,7 +79,9 @@ _WEIGHTS_ONLY = (
 )
 _SAVE_DTYPE = "say `checkpoint.dtype`: auto, bf16, fp16 or fp32."
 _RESUME = "resuming is no key: `weft sft --resume RUN`."
-_EVAL = "`eval` is not in this version yet: leave it out."
+_EVAL_EVERY = "say `eval.every` (optimizer steps; the last step is always evaluated)."
+_EVAL_PATH = "say `eval.path`: a local JSONL file, or a mapping of names to files."
+_EVAL_BATCH = "evaluation is cut by tokens as training is: say `step.max_tokens_per_device`."
 _SHARD = "say `mesh.dp_shard` (-1: all ranks)."
 _REPLICATE = "say `mesh.dp_replicate`."
 _TP = "weft calls it `mesh.tp`, which is not in this version yet: leave it out."
@@ -262,11 +263,23 @@ ALIASES: dict[str, str] = {
     "resume_from_path": _RESUME,
     "resume_mode": _RESUME,
     "load_step": _RESUME,
-    "eval_steps": _EVAL,
-    "eval_strategy": _EVAL,
-    "eval_dataset": _EVAL,
-    "val_files": _EVAL,
-    "test_freq": _EVAL,
+    # evaluation
+    "eval_steps": _EVAL_EVERY,
+    "eval_strategy": _EVAL_EVERY,
+    "evaluation_strategy": _EVAL_EVERY,
+    "eval_interval": _EVAL_EVERY,
+    "val_check_interval": _EVAL_EVERY,
+    "test_freq": _EVAL_EVERY,
+    "eval_dataset": _EVAL_PATH,
+    "val_files": _EVAL_PATH,
+    "eval_batch_size": _EVAL_BATCH,
+    "per_device_eval_batch_size": _EVAL_BATCH,
+    "eval_on_start": "say `eval.at_start`: true or false.",
+    "val_before_train": "say `eval.at_start`: true or false.",
+    "load_best_model_at_end": "say `checkpoint.keep_best`: RUN/checkpoints/best names the best checkpoint.",
+    "metric_for_best_model": "say `eval.metric`: eval/loss, or eval/NAME/loss of a named file.",
+    "early_stopping_patience": "say `eval.patience` (evaluations).",
+    "early_stopping_threshold": "say `eval.min_delta`.",
     # the mesh
     "fsdp_size": _SHARD,
     "dp_size": _SHARD,
