@@ -24,6 +24,8 @@ from weft import cli
 from weft.checkpoint.retention import best_step, point_best, prune, step_folder, sweep, whole_steps
 from weft.config import schema
 from weft.engine.document import Document
+from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe import flight
 from weft.observe.summary import Phases
 from weft.recipes import evaluate
@@ -73,15 +75,23 @@ def plain_means(family: str, name: str) -> tuple[float, float]:
     return loss / weights, right / weights
 
 
-def evaluated(plant: str | None, path: str, mesh: str, sections: Sections, sets: list[dict[str, Any]]) -> list[Figures]:
+def evaluated(
+    plant: str | None,
+    path: str,
+    mesh: str,
+    sections: Sections,
+    sets: list[dict[str, Any]],
+    objective: Objective | None = None,
+) -> list[Figures]:
     """What one engine finds on each set of named documents; two rows of a rank make a plan."""
     with planted(plant), mock.patch.object(evaluate, "_ROWS", 2):
         engine, found = open_engine(path, mesh, **sections), []
         for named in sets:
             held_out = HeldOut({name: [as_document(d) for d in documents] for name, documents in named.items()})
             config = schema.SftConfig(model=schema.ModelConfig(path=path), data=schema.DataConfig(path=""))
-            best = Best(config.eval)
-            found.append(Evaluator(config, engine, held_out, best, Path(), Phases()).at(1, 1))
+            found.append(
+                Evaluator(config, engine, held_out, {}, Path(), Phases(), objective or CrossEntropy()).at(1, 1)
+            )
         assert all(parameter.grad is None for parameter in engine.module.parameters())
         assert engine.module.training
         return found
@@ -144,6 +154,28 @@ def test_named_files_are_reported_apart_and_together() -> None:
     mean = sum(plain_means("llama", name)[0] * weights[key] for key, name in names.items()) / sum(weights.values())
     assert figures["eval/loss"] == pytest.approx(mean, rel=3e-6)
     assert [figures[f"eval/empty/{key}"] for key in ("loss", "perplexity", "accuracy")] == [None] * 3
+
+
+class Surprise(CrossEntropy):
+    """An objective of the user's own, with a metric that no other has."""
+
+    readouts = frozenset({"logprob", "entropy"})
+
+    def __call__(self, batch: Batch) -> Terms:
+        terms = super().__call__(batch)
+        entropy = (batch.weights_N * batch.readouts["entropy"]).sum(), batch.weights_N.sum()
+        return Terms(terms.loss_sum, {**terms.metrics, "entropy": entropy})
+
+
+def test_an_objective_of_the_users_own_is_evaluated_by_its_metrics() -> None:
+    sets = [{"": documents_of("one")}]
+    (figures,) = run(1, evaluated, None, saved_model("llama"), "1", {}, sets, Surprise())[0]
+    (ids, mask) = documents_of("one")[0]
+    entropies = reference.Reference(saved_model("llama")).logprobs(ids)[1]
+    expected = float((entropies * torch.tensor(mask))[1:].sum()) / sum(mask[1:])
+    assert figures["eval/entropy"] == pytest.approx(expected, rel=1e-5)
+    assert figures["eval/loss"] == pytest.approx(plain_means("llama", "one")[0], rel=3e-6)
+    assert "eval/accuracy" not in figures
 
 
 # ---------------------------------------------------------------- a run with and without

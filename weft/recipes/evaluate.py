@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.retention import step_folder
 from weft.config.schema import SftConfig
-from weft.data.documents import DataReport, fingerprint
+from weft.data.documents import DataReport
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document, DocumentMeta
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
-from weft.objectives.cross_entropy import HeldOutLoss
+from weft.objectives.base import Objective
+from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.observe import flight
 from weft.observe.metrics import Sums
 from weft.observe.summary import Phases
@@ -42,7 +43,7 @@ class HeldOut:
     @property
     def digest(self) -> str:
         """Of all documents and their names."""
-        named = [f"{name} {fingerprint(documents)}" for name, documents in self.documents.items()]
+        named = [f"{name} {report.digest}" for name, report in self.reports.items()]
         return hashlib.blake2b("\n".join(named).encode(), digest_size=8).hexdigest()
 
     def lines(self) -> list[str]:
@@ -91,19 +92,35 @@ class _Part:
     documents: Mapping[int, Document]
 
 
+def patience_is_out(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> bool:
+    """Whether the run ended with the checkpoint of this state, and would not go on as it is configured now."""
+    best = Best(config.eval, held_out.digest)
+    best.go_on(state)
+    return best.exhausted
+
+
 class Evaluator:
     """Evaluates where it is due. Every method is called by all ranks, and finds the same on each."""
 
     def __init__(
-        self, config: SftConfig, engine: Engine, held_out: HeldOut, best: Best, folder: Path, phases: Phases
+        self,
+        config: SftConfig,
+        engine: Engine,
+        held_out: HeldOut,
+        state: Mapping[str, Any],
+        folder: Path,
+        phases: Phases,
+        objective: Objective,
     ) -> None:
-        self.config, self.engine, self.held_out, self.best, self.phases = config.eval, engine, held_out, best, phases
-        self.keep_best = config.checkpoint.keep_best
+        """state: of the checkpoint that the run goes on from. objective: what the run trains."""
+        self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
+        self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
+        self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
+        self._news = self.best.go_on(state)
         self.sampler = None
         if held_out.questions is not None:
             self.sampler = Sampler(config, engine, held_out.questions, folder)
         self.is_best = False
-        self._news: list[str] = []
         self._parts: list[_Part] | None = None
 
     def at(self, step: int, steps: int) -> dict[str, float | None]:
@@ -149,25 +166,23 @@ class Evaluator:
 
     def _measure(self, step: int) -> dict[str, float | None]:
         began = time.perf_counter()
-        means = self._means()
         figures: dict[str, float | None] = {}
-        for prefix in (_UNNAMED, *(f"{name}/" for name in self.held_out.documents if name)):
-            loss = means[f"{prefix}loss"]
-            figures[f"{PREFIX}{prefix}loss"] = loss
-            figures[f"{PREFIX}{prefix}perplexity"] = _exp(loss)
-            figures[f"{PREFIX}{prefix}accuracy"] = means[f"{prefix}accuracy"]
+        for name, mean in sorted(self._means().items(), key=lambda item: "/" in item[0]):
+            figures[PREFIX + name] = mean
+            if name.endswith("loss") and isinstance(self.objective, CrossEntropy):
+                figures[PREFIX + name.removesuffix("loss") + "perplexity"] = _exp(mean)
         figures[f"{PREFIX}seconds"] = time.perf_counter() - began
         self.is_best = self.best.see(step, figures)
         self._news.append(self._line(step, figures))
         return figures
 
     def _means(self) -> dict[str, float | None]:
-        """Token means over all documents, and over those of each name; every document counts once."""
+        """What the objective measures over all documents, and over those of each name; each document counts once."""
         if self._parts is None:
             self._parts = list(_deal(self.engine, self.held_out.documents))
         total = Sums()
         for part in self._parts:
-            sums = self.engine.evaluate(part.plan, part.documents, HeldOutLoss())
+            sums = self.engine.evaluate(part.plan, part.documents, self.objective)
             total.add_all(sums)
             if part.name:
                 total.add_all(sums, f"{part.name}/")
@@ -176,11 +191,11 @@ class Evaluator:
 
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
         """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%; the best so far (0.8 s)`."""
-        said = [_words(figures)]
+        said = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
         named = [f"{name} {_number(figures[f'{PREFIX}{name}/loss'])}" for name in self.held_out.documents if name]
         if named:
             said.append(", ".join(named))
-        if not _is_finite(figures[self.config.metric]):
+        if not _is_finite(figures.get(self.config.metric)):
             said.append(f"{self.config.metric} is not finite, which is no improvement")
         elif self.is_best and not self.best.waited and (self.keep_best or self.config.patience is not None):
             said.append("the best so far")
@@ -211,10 +226,11 @@ def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, 
 
 
 def _words(figures: Mapping[str, float | None]) -> str:
-    loss, perplexity, accuracy = (figures[PREFIX + key] for key in ("loss", "perplexity", "accuracy"))
-    if loss is None or accuracy is None:
-        return "nothing to predict"
-    return f"loss {loss:.4f}, perplexity {perplexity:.4g}, accuracy {accuracy:.1%}"
+    words = [f"loss {_number(figures['loss'])}"]
+    perplexity, accuracy = figures.get("perplexity"), figures.get("accuracy")
+    if perplexity is not None and accuracy is not None:
+        words.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}")
+    return ", ".join(words)
 
 
 def _number(value: float | None) -> str:

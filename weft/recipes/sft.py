@@ -24,15 +24,15 @@ from weft.engine.engine import Engine, EngineConfig
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.load import choose_objective
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
-from weft.recipes.best import Best
-from weft.recipes.evaluate import NOTHING, Evaluator, read_held_out
+from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
 from weft.recipes.folder import open_folder
+from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
@@ -40,8 +40,9 @@ from weft.recipes.resume import Start, constants, find_start, take_up
 FRESH = Start()
 
 
-def run(config: SftConfig, options: SftOptions) -> None:
+def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
+    choose_objective(config.train.objective, hooks.objective)  # what is wrong with it is said before anything is read
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(engine_config(config), ranks, weights=False)
@@ -55,13 +56,11 @@ def run(config: SftConfig, options: SftOptions) -> None:
             tokenizer = load_tokenizer(config.model.path)
             documents, report = read_data(config, config.data.path, tokenizer)
             held_out = read_held_out(config, lambda path: read_data(config, path, tokenizer), tokenizer, documents)
-        require_agreement(identity(config, documents) | {"documents of eval.path": held_out.digest})
+        require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
-            start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
-            best = Best(config.eval, held_out.digest)
-            forgotten = best.go_on(start.evaluation)
-            if start.step == steps or best.exhausted:
+            start = find_start(config, folder, report, steps, ranks) if resume else FRESH
+            if start.step == steps or patience_is_out(config, held_out, start.evaluation):
                 say_finished(folder, start.step, steps, ranks)
                 return
             flight.in_run(folder)
@@ -70,9 +69,8 @@ def run(config: SftConfig, options: SftOptions) -> None:
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
-            print_opening(config, engine, report, folder, [*held_out.lines(), *notes, *forgotten])
-            evaluator = Evaluator(config, engine, held_out, best, folder, phases)
-            train(config, engine, documents, report, folder, phases, start, evaluator)
+            print_opening(config, engine, report, folder, [*held_out.lines(), *notes])
+            train(config, engine, documents, report, folder, phases, start, hooks, held_out)
 
 
 def engine_config(config: SftConfig) -> EngineConfig:
@@ -123,19 +121,21 @@ def train(
     folder: Path,
     phases: Phases,
     start: Start = FRESH,
-    evaluator: Evaluator | None = None,
+    hooks: Hooks = NO_HOOKS,
+    held_out: HeldOut = NOTHING,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
-    evaluator = evaluator or Evaluator(config, engine, NOTHING, Best(config.eval), folder, phases)
-    steps, objective, updates, stop = deal(config, documents), CrossEntropy(), start.updates, 0
+    steps, updates, stop = deal(config, documents), start.updates, 0
+    objective = choose_objective(config.train.objective, hooks.objective)
+    evaluator = Evaluator(config, engine, held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
-    saver = Saver(engine, folder, config.checkpoint, constants(config, documents, len(steps)), last=start.step)
+    saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with saver, StopSignals() as signals, progress:
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
-            progress.notes(evaluator.take_news())
+        progress.notes(evaluator.take_news())
         for step in steps.starting_at(start.step + 1):
             with phases("train"):
                 began = time.perf_counter()
@@ -152,8 +152,11 @@ def train(
                 check_contract(engine)
             found = evaluator.at(step.number, len(steps))
             memory_gib, stop, overdue, failed = meet(engine, signals, saver)
-            progress.step(recorder.record(step, plan, metrics, result, lr, seconds, memory_gib, found))
+            line = recorder.record(step, plan, metrics, result, lr, seconds, memory_gib, found)
+            progress.step(line)
             progress.notes(evaluator.take_news())
+            if hooks.on_step is not None:
+                hooks.on_step(line)
             recorder.stop_if_hopeless(result, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
