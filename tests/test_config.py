@@ -188,7 +188,6 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "weft calls it `mesh.tp`. (`mesh.tp` is not in this version yet.)"),
         ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
-        ("eval.every=100", "eval is not in this version yet"),
         ("rollout.num_generations=8", "rollout is not in this version yet"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
@@ -257,11 +256,23 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("schedule.decay_ratio", "0.2", []),
         ("model.freeze", "[lm_head]", ["lora.rank=8"]),
         *((f"lora.{leaf}", value, []) for leaf, value in LORA.items()),
-        *((f"lora.{leaf}", value, ["lora.path=a"]) for leaf, value in {"rank": "8", **LORA}.items() if leaf != "dropout"),
+        *(
+            (f"lora.{leaf}", value, ["lora.path=a"])
+            for leaf, value in {"rank": "8", **LORA}.items()
+            if leaf != "dropout"
+        ),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
+        ("checkpoint.keep_best", "true", []),
+        ("eval.every", "10", []),
+        ("eval.at_start", "true", []),
+        ("eval.patience", "2", ["eval.prompts=[a]"]),
+        ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
+        ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
+        ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),
+        ("eval.temperature", "2", ["eval.path=d.jsonl"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -276,6 +287,8 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
+    tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
+    tried |= {"eval.max_new_tokens", "eval.temperature"}
     assert {rule.key for rule in INERT} == tried
 
 
@@ -342,6 +355,11 @@ OUT_OF_RANGE = {
     "lora.alpha": "0",
     "lora.dropout": "1",
     "lora.targets": "[]",
+    "eval.every": "-1",
+    "eval.patience": "0",
+    "eval.min_delta": "-0.1",
+    "eval.max_new_tokens": "0",
+    "eval.temperature": "-1",
 }
 
 
@@ -350,6 +368,11 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     needed = {
         "optimizer.momentum": ["optimizer.name=sgd"],
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
+        "eval.every": ["eval.path=d.jsonl"],
+        "eval.patience": ["eval.path=d.jsonl"],
+        "eval.min_delta": ["eval.path=d.jsonl", "eval.patience=1"],
+        "eval.max_new_tokens": ["eval.prompts=[a]"],
+        "eval.temperature": ["eval.prompts=[a]"],
     }
     extra = needed.get(key, [])
     extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
@@ -509,8 +532,9 @@ def test_to_dict_is_plain_and_whole() -> None:
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
-    unread |= {f"lora.{leaf}" for leaf in LORA}
-    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
+    unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta"}
+    unread |= {"eval.max_new_tokens", "eval.temperature"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -178,6 +178,28 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "whether training waits for the disk",
         "test_checkpoint.py::test_an_asynchronous_save_holds_what_stood_when_it_began",
     ),
+    "checkpoint.keep_best": (
+        "which checkpoint is kept besides",
+        "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best",
+    ),
+    "eval.path": (
+        "which documents are evaluated",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.every": ("after which steps", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.at_start": (
+        "the line of step 0",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.metric": ("which figure decides", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.patience": ("when a run ends early", "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best"),
+    "eval.min_delta": ("what counts as improved", "test_eval.py::test_small_improvements_add_up"),
+    "eval.prompts": ("what is answered", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.max_new_tokens": (
+        "how long answers may be",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.temperature": ("whether tokens are drawn", "test_embedded.py::test_answers_are_those_of_a_plain_model"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

@@ -8,7 +8,7 @@ any collective:
     2. Each rank fills its boxes of the weight files, writes its file of the trainer state, waits for the disk, and
        leaves a report in .ranks-ID.
     3. When all reports are there the first rank writes state.json, renames the folder to step-000100, points `latest`
-       at it and removes what is not to be kept.
+       (and `best`) at it and removes what is not to be kept.
 
 A kill at any moment leaves whole checkpoints under whole names. Errors are kept until all ranks meet again (`failed`,
 `raise_failure`), because only then can all of them end with the same words.
@@ -37,7 +37,7 @@ from weft.checkpoint import rng
 from weft.checkpoint.adapters import plan_adapter
 from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
-from weft.checkpoint.retention import TRAINER_STATE, commit, point_latest, prune, step_folder
+from weft.checkpoint.retention import TRAINER_STATE, commit, point_best, point_latest, prune, step_folder
 from weft.checkpoint.state import (
     EMA,
     RNG,
@@ -76,6 +76,7 @@ class Job:
     boxes: Mapping[str, Box]
     generators: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    best: bool
 
     @property
     def reports(self) -> Path:
@@ -140,16 +141,17 @@ class Saver:
 
     # ------------------------------------------------------------ saving
 
-    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+    def save(self, step: int, progress: Mapping[str, Any], best: bool = False) -> None:
         """Save what stands after this step; a save that is still being written is waited for.
 
-        progress: what state.json says of this moment (epoch, updates, summary).
+        progress: what state.json says of this moment (epoch, updates, summary). best: whether the link `best` is to
+        name it.
         """
         if step == self.last:
             return
         self.wait()
         began = time.perf_counter()
-        job = self._copy(step, progress)
+        job = self._copy(step, progress, best)
         self.last, self._clock = step, time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(job, began), name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -226,7 +228,7 @@ class Saver:
 
     # ------------------------------------------------------------ the copy
 
-    def _copy(self, step: int, progress: Mapping[str, Any]) -> Job:
+    def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> Job:
         """Copy what this rank writes into host memory, which is kept for the next save."""
         parts = find_parts(self.engine)
         keep_state = self.config.trainer_state != "none"
@@ -245,6 +247,7 @@ class Saver:
             boxes={name: part.box for name, part in mine.items()},
             generators={RNG + name: value for name, value in rng.capture(self.engine.device).items()},
             state=self._state(step, progress, parts) if first and keep_state else {},
+            best=best,
         )
 
     def _to_host(self, name: str, local: Tensor) -> Tensor:
@@ -282,7 +285,8 @@ class Saver:
             self._until(job.reports.is_dir)
             self._report(job, self._write(job))
             if self.engine.ranks.is_first and self._commit(job):
-                self.news.append(f"saved    {job.target} in {time.perf_counter() - began:.1f} s")
+                which = ", the best so far," if job.best else ""
+                self.news.append(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
         except _CancelledError:
             pass
         except Exception as error:
@@ -338,6 +342,8 @@ class Saver:
         shutil.rmtree(job.reports)
         commit(job.partial, job.target)
         point_latest(job.target)
+        if job.best:
+            point_best(job.target)
         settings = self.config
         prune(
             self.checkpoints,

@@ -26,8 +26,6 @@ NOT_YET = (
     "data.workers",
     "data.cache",
     "data.streaming",
-    "checkpoint.keep_best",
-    "eval",
     "track",
     "profile",
     "rl",

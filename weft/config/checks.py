@@ -33,6 +33,7 @@ class Inert:
     because: str
 
 
+_NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
 INERT = (
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
@@ -76,6 +77,20 @@ INERT = (
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.every", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.at_start", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.patience", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
+    Inert(
+        "eval.metric",
+        lambda c: c.eval.patience is None and not c.checkpoint.keep_best,
+        "only eval.patience and checkpoint.keep_best read it",
+    ),
+    Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
+    Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
@@ -134,6 +149,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
     "checkpoint.keep_every": _AT_LEAST_1,
+    "eval.every": _NOT_NEGATIVE,
+    "eval.patience": _AT_LEAST_1,
+    "eval.min_delta": _NOT_NEGATIVE,
+    "eval.max_new_tokens": _AT_LEAST_1,
+    "eval.temperature": _NOT_NEGATIVE,
 }
 
 
@@ -213,6 +233,24 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "checkpoint.keep_every",
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+        )
+
+    yield from _eval_combinations(config.eval)
+
+
+def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
+    names = evaluation.path if isinstance(evaluation.path, dict) else {}
+    wrong = [name for name in names if not re.fullmatch(r"[\w.-]+", name)]
+    if wrong or (not names and names is evaluation.path):
+        what = f"the name {_show(wrong[0])} has more than letters, digits, `.`, `_` and `-`" if wrong else "it is empty"
+        yield "eval.path", f"eval.path: {what}: write it as {{NAME: FILE, ...}}."
+    if evaluation.prompts is not None and not evaluation.prompts:
+        yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
+    figures = ["eval/loss", *(f"eval/{name}/loss" for name in names)]
+    if evaluation.metric not in figures:
+        yield (
+            "eval.metric",
+            f"eval.metric is {evaluation.metric}, which is not evaluated: set it to {' or '.join(figures)}.",
         )
 
 

@@ -63,8 +63,9 @@ def _describe_tuple(members: tuple[Any, ...]) -> str:
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
     hints = []
-    # null before str: `run.dir=null` on the command line means null, not a folder of that name
-    for member in sorted(members, key=lambda member: member is not type(None)):
+    # Before str comes what is more: `run.dir=null` on the command line means null, not a folder of that name, and what
+    # reads as a list or a mapping is one where that is asked for.
+    for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(node, member)
         except MismatchError as error:

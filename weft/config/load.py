@@ -24,7 +24,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "lora.path", "run.dir")
+PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir")
 
 
 def load_config(
@@ -203,6 +203,8 @@ def show_default(key: Key) -> str:
 
 
 def _expand_home(name: str, value: Any) -> Any:
+    if name in PATH_KEYS and isinstance(value, dict):
+        return {part: _expand_home(name, path) for part, path in value.items()}
     return str(Path(value).expanduser()) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 

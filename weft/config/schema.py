@@ -315,6 +315,45 @@ class CheckpointConfig:
     async_: bool = key(
         "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
     )
+    keep_best: bool = key(
+        "Save whenever an evaluation is the best so far (eval.metric), keep that checkpoint whatever `keep` says, and "
+        "let the link `best` name it.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is looked at while training, and what follows from it. docs/evaluation.md tells more."""
+
+    path: str | dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Held-out documents: a file like data.path, or a mapping of names to files, each of which is reported apart, "
+        "too, as in {chat: chat.jsonl, code: code.jsonl}.",
+        None,
+    )
+    every: int = key(
+        "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.", 100
+    )
+    at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
+    metric: str = key(
+        "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of a named file of "
+        "eval.path.",
+        "eval/loss",
+    )
+    patience: int | None = key(
+        "End the run, with all saved, after so many evaluations in a row that did not improve eval.metric; null: "
+        "never.",
+        None,
+    )
+    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    prompts: str | tuple[str, ...] | None = key(
+        "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
+        "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "
+        "time.",
+        None,
+    )
+    max_new_tokens: int = key("Longest answer in tokens.", 128)
+    temperature: float = key("0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,4 +377,5 @@ class SftConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)

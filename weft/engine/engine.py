@@ -300,9 +300,38 @@ class Engine:
             row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
         )
 
-    # ------------------------------------------------------------ readouts
+    # ------------------------------------------------------------ without gradients
 
-    @torch.no_grad()
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Forwards as in evaluation; afterwards the module is as if there had been none."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+            for unit in fsdp_modules(self.module):
+                unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+
+    def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Sums:
+        """What the objective measures of a plan's documents, summed in fp64 over this rank's rows; nothing is trained.
+
+        documents: those of `needs(plan)`. The sums are not yet those of all ranks.
+        """
+        sums = Sums()
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                flight.at("evaluate", micro + 1, rows[micro])
+                row = self._row(plan, micro, documents, objective.every_token)
+                exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
+                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
+                for name, (total, weight) in objective(batch).metrics.items():
+                    sums.add(name, total, weight)
+        return sums
+
     def readout(
         self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
     ) -> dict[int, dict[str, Tensor]]:
@@ -310,20 +339,16 @@ class Engine:
 
         Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
         """
-        was_training = self.module.training
-        self.module.eval()
         out: dict[int, dict[str, Tensor]] = {}
-        for micro in range(plan.micro_batches):
-            row = self._row(plan, micro, documents, every_token=True)
-            values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
-            document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
-            for place, index in enumerate(row.documents):
-                own = document_N == place
-                empty = {name: torch.zeros(len(documents[index])) for name in what}
-                out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
-        self.module.train(was_training)
-        for unit in fsdp_modules(self.module):
-            unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                row = self._row(plan, micro, documents, every_token=True)
+                values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
+                document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
+                for place, index in enumerate(row.documents):
+                    own = document_N == place
+                    empty = {name: torch.zeros(len(documents[index])) for name in what}
+                    out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
         return dict(sorted(out.items()))
 
     @contextmanager

@@ -113,13 +113,13 @@ def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str
         return _from_config(config, dtype, attention)
 
 
-def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Shapes and names without storage."""
+def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Shapes and names without storage. attention: None for transformers' own choice."""
     with torch.device("meta"):
         return _from_config(config, dtype, attention)
 
 
-def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
     model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in model.parameters():

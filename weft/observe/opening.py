@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,18 +57,23 @@ def print_opening(
     _print_model(config, engine)
 
 
-def say_finished(folder: Path, steps: int, ranks: Ranks) -> None:
-    """That there is nothing to resume."""
-    if ranks.is_first:
-        say = Console(highlight=False, soft_wrap=True).print
+def say_finished(folder: Path, step: int, steps: int, ranks: Ranks) -> None:
+    """That there is nothing to resume: the last step is done, or eval.patience has run out."""
+    if not ranks.is_first:
+        return
+    say = Console(highlight=False, soft_wrap=True).print
+    if step == steps:
         say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
+    else:
+        say(f"{folder} was ended by eval.patience after step {step} of {steps}. Set another eval.patience to go on.")
 
 
-def say_stopped(folder: Path, step: int, number: int, ranks: Ranks) -> None:
-    """How to go on after a signal."""
+def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
+    """How to go on after a signal, or after eval.patience."""
     if ranks.is_first:
         say = Console(highlight=False, soft_wrap=True).print
-        say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: weft sft --resume {folder}")
+        more = " eval.patience=null" if by == "eval.patience" else ""
+        say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 
 def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
