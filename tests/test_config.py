@@ -260,6 +260,10 @@ def test_neither_partner_is_refused() -> None:
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
+        ("track.project", "mine", []),
+        ("track.name", "first", []),
+        ("profile.ranks", "[1]", []),
+        ("profile.memory", "true", []),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -272,6 +276,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert {rule.key for rule in INERT} == tried
 
 
@@ -322,6 +327,8 @@ OUT_OF_RANGE = {
     "train.timeout": "0",
     "model.router_aux_loss_coef": "0",
     "train.max_nonfinite": "0",
+    "profile.steps": "[3, 0]",
+    "profile.ranks": "[]",
 }
 
 
@@ -332,6 +339,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
     }
     extra = needed.get(key, [])
+    extra += ["profile.steps=[1]"] if key == "profile.ranks" else []
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
@@ -485,6 +493,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -151,6 +151,22 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "whether training waits for the disk",
         "test_checkpoint.py::test_an_asynchronous_save_holds_what_stood_when_it_began",
     ),
+    "track.to": (
+        "which trackers get the metrics",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.project": (
+        "the project that trackers file the run under",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.name": (
+        "the name of the run in trackers",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

@@ -70,7 +70,8 @@ _STEPS = "say `train.steps` (optimizer steps)."
 _TIMEOUT = "say `train.timeout` (seconds)."
 _OUTPUT = "say `run.dir`."
 _LOGGING = "every step is written to RUN/metrics.jsonl: leave it out."
-_TRACKER = "trackers are not in this version yet; every step is written to RUN/metrics.jsonl: leave it out."
+_TRACKER = "say `track.to`, for example [wandb]; every step is written to RUN/metrics.jsonl all the same."
+_PROFILE = "say `profile.steps`, for example [3, 4], and `profile.ranks`."
 _SAVE = "say `checkpoint.every` (optimizer steps; the last step is always saved)."
 _SAVE_MODE = "say `checkpoint.every` (optimizer steps) or `checkpoint.every_minutes`; 0: only the last."
 _KEEP = "say `checkpoint.keep` (null keeps all), and `checkpoint.keep_every` for those that stay."
@@ -230,12 +231,22 @@ ALIASES: dict[str, str] = {
     "output_dir": _OUTPUT,
     "default_local_dir": _OUTPUT,
     "dump_folder": _OUTPUT,
-    "run_name": _OUTPUT,
+    "run_name": "say `track.name` (in trackers) or `run.dir`.",
     "logging_steps": _LOGGING,
     "log_freq": _LOGGING,
     "report_to": _TRACKER,
     "use_wandb": _TRACKER,
-    "wandb_project": _TRACKER,
+    "use_tensorboard": _TRACKER,
+    "enable_wandb": _TRACKER,
+    "enable_tensorboard": _TRACKER,
+    "track_with": _TRACKER,
+    "wandb_project": "say `track.project`, with `track.to` [wandb].",
+    "project_name": "say `track.project`, with `track.to`.",
+    "experiment_name": "say `track.name`, with `track.to`; `run.dir` is where the run writes.",
+    "profile_steps": _PROFILE,
+    "enable_profiling": _PROFILE,
+    "use_pytorch_profiler": _PROFILE,
+    "enable_memory_snapshot": "say `profile.memory`, with `profile.steps`.",
     "save_steps": _SAVE,
     "save_freq": _SAVE,
     "save_interval": _SAVE,

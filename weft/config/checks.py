@@ -47,6 +47,10 @@ INERT = (
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
+    Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
+    Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
@@ -97,6 +101,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
     "checkpoint.keep_every": _AT_LEAST_1,
+    "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
+    "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
 
 

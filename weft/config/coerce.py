@@ -41,10 +41,16 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
         members = get_args(hint)
-        return "a list of strings" if members[-1] is ... else f"a list of {len(members)} numbers"
+        return _describe_list(members[0]) if members[-1] is ... else f"a list of {len(members)} numbers"
     if origin is dict:
         return f"a mapping of names to {describe(get_args(hint)[1])}"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}[hint]
+
+
+def _describe_list(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return f"a list of {', '.join(get_args(member))}"
+    return {str: "a list of strings", int: "a list of integers"}[member]
 
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
@@ -68,7 +74,7 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
-        several = members[-1] is ... and isinstance(node.value, str)
+        several = members[-1] is ... and isinstance(node.value, str | int)
         raise MismatchError(f"write [{node.value}]" if several else "")
     if members[-1] is ...:
         return tuple(coerce(Node(value, node.where), members[0]) for value in node.value)

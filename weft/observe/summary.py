@@ -83,11 +83,17 @@ class RunSummary:
             setattr(self, name, deque(value, maxlen=_KEPT) if name == "last_losses" else value)
 
     def write(self, path: Path, phases: Phases, saved: Path | None, stopped: str | None = None) -> None:
-        """Write summary.json whole or not at all. saved: the HuggingFace directory of the last weights.
+        """Write summary.json whole or not at all; see `content`."""
+        partial = path.with_name(path.name + ".partial")
+        text = json.dumps(self.content(phases, saved, stopped), indent=2, allow_nan=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    def content(self, phases: Phases, saved: Path | None, stopped: str | None = None) -> dict[str, Any]:
+        """What summary.json says. saved: the HuggingFace directory of the last weights.
 
         stopped: the signal that ended the run before its last step.
         """
-        total = sum(phases.seconds.values())
         content = {
             "model": self.model,
             "data": self.data,
@@ -100,13 +106,11 @@ class RunSummary:
             "loss_tokens": self.loss_tokens,
             "first_losses": self.first_losses,
             "last_losses": list(self.last_losses),
-            "seconds": {**phases.seconds, "total": total},
+            "seconds": {**phases.seconds, "total": sum(phases.seconds.values())},
             "peak_memory_gib": self.peak_memory_gib,
             "versions": versions(),
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        return dict(plain(content))
 
 
 def versions() -> dict[str, str | None]:

@@ -25,6 +25,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
+from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.folder import open_folder
@@ -51,6 +52,7 @@ def run(config: SftConfig, options: SftOptions) -> None:
         require_agreement(identity(config, documents))
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
+            check_profile(config.profile, steps=steps)
             start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
             if start.step == steps:
                 say_finished(folder, steps, ranks)
@@ -120,9 +122,9 @@ def train(
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
     saver = Saver(engine, folder, config.checkpoint, constants(config, documents, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
-    with saver, StopSignals() as signals, progress:
+    with recorder, saver, StopSignals() as signals, progress:
         for step in steps.starting_at(start.step + 1):
-            with phases("train"):
+            with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
                 flight.step(step.number, len(steps), [document.source for document in chosen])
