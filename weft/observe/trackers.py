@@ -8,7 +8,9 @@ tracker's package only where it is asked for.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import logging
 import math
 import netrc
 import os
@@ -18,7 +20,7 @@ import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -106,9 +108,9 @@ class Wandb(Tracker):
         )
         # By weft's own step: a resumed run may log a step again, which wandb's counter refuses.
         self.run.define_metric("*", step_metric="step")
-        if self.run.url:
-            return str(self.run.url)
-        return f"offline; send it with: wandb sync {Path(self.run.dir).parent}"
+        if self.run.offline:
+            return f"offline; send it with: wandb sync {Path(self.run.dir).parent}"
+        return str(self.run.url)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
@@ -125,14 +127,11 @@ class Trackio(Tracker):
     def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
         import trackio
 
-        self.run = trackio.init(
-            project=run.project,
-            name=run.name,
-            resume="allow",
-            config=_flat(config),
-            space_id=os.environ.get("TRACKIO_SPACE_ID"),
-            embed=False,
-        )
+        resume = "allow" if run.step else "never"  # it knows runs by name alone
+        with redirect_stdout(io.StringIO()):  # nine lines about itself
+            self.run = trackio.init(
+                project=run.project, name=run.name, resume=resume, config=_flat(config), embed=False, auto_log_cpu=False
+            )
         return f"trackio show --project {run.project}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -151,6 +150,7 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of each table it makes
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
         self.client = MlflowClient(tracking_uri=uri)
         experiment = self.client.get_experiment_by_name(run.project)
