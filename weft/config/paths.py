@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def check_paths(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
-    """The problems of model.path and data.path, each a message."""
+def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
+    """The problems of model.path and data.path, each a message. weights: whether model.path must hold them already."""
     where = explicit or {}
-    found = [("data.path", _data_problem(config.data.path)), ("model.path", _model_problem(config))]
+    found = [("data.path", _data_problem(config.data.path)), ("model.path", _model_problem(config, weights))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether there are files of weights in a model directory."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def near_names(file: Path, folders: bool = False) -> str:
@@ -39,11 +44,11 @@ def _data_problem(path: str) -> str:
     return f"data.path {path} does not exist; it must be a local JSONL file.{near_names(file)}"
 
 
-def _model_problem(config: Any) -> str:
+def _model_problem(config: Any, weights: bool) -> str:
     path = config.model.path
     folder = Path(path)
     if folder.is_dir():
-        return _folder_problem(folder, config.model.init)
+        return _folder_problem(folder, weights and config.model.init == "pretrained")
     if folder.is_file():
         return f"model.path {path} is a file: name the folder that holds it."
     if not _looks_like_a_path(path):
@@ -54,11 +59,14 @@ def _model_problem(config: Any) -> str:
     )
 
 
-def _folder_problem(folder: Path, init: str) -> str:
+def _folder_problem(folder: Path, weights: bool) -> str:
     if not (folder / "config.json").is_file():
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
-    if init == "pretrained" and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        return f"model.path {folder} holds no weights (*.safetensors): set model.init=random to train from scratch."
+    if weights and not holds_weights(folder):
+        return (
+            f"model.path {folder} holds no weights (*.safetensors): download them to it, or set model.init=random to "
+            "train from scratch."
+        )
     return ""
 
 
