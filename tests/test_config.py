@@ -273,6 +273,10 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),
         ("eval.temperature", "2", ["eval.path=d.jsonl"]),
+        ("track.project", "mine", []),
+        ("track.name", "first", []),
+        ("profile.ranks", "[1]", []),
+        ("profile.memory", "true", []),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -289,6 +293,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
+    tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert {rule.key for rule in INERT} == tried
 
 
@@ -360,6 +365,8 @@ OUT_OF_RANGE = {
     "eval.min_delta": "-0.1",
     "eval.max_new_tokens": "0",
     "eval.temperature": "-1",
+    "profile.steps": "[3, 0]",
+    "profile.ranks": "[]",
 }
 
 
@@ -376,6 +383,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     }
     extra = needed.get(key, [])
     extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
+    extra += ["profile.steps=[1]"] if key == "profile.ranks" else []
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
@@ -535,6 +543,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
+    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

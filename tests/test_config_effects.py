@@ -200,6 +200,22 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
     ),
     "eval.temperature": ("whether tokens are drawn", "test_embedded.py::test_answers_are_those_of_a_plain_model"),
+    "track.to": (
+        "which trackers get the metrics",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.project": (
+        "the project that trackers file the run under",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.name": (
+        "the name of the run in trackers",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

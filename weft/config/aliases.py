@@ -26,8 +26,6 @@ NOT_YET = (
     "data.workers",
     "data.cache",
     "data.streaming",
-    "track",
-    "profile",
     "rl",
     "rollout",
     "cluster",

@@ -92,6 +92,10 @@ INERT = (
     Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
+    Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
+    Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
@@ -154,6 +158,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "eval.min_delta": _NOT_NEGATIVE,
     "eval.max_new_tokens": _AT_LEAST_1,
     "eval.temperature": _NOT_NEGATIVE,
+    "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
+    "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
 
 

@@ -357,6 +357,35 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go beside RUN/metrics.jsonl; docs/observing.md tells more."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
+        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
+    )
+    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
+    name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)
+    timing: bool = key(
+        "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
+        "`time/communication` and `time/optimizer` in every line.",
+        True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Traces of chosen steps, in RUN/profile; docs/observing.md tells how to read them."""
+
+    steps: tuple[int, ...] = key(
+        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()
+    )
+    ranks: tuple[int, ...] = key("Ranks that write a trace.", (0,))
+    memory: bool = key(
+        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run writes."""
 
@@ -378,4 +407,6 @@ class SftConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)

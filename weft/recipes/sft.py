@@ -30,6 +30,7 @@ from weft.objectives.load import choose_objective
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
+from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
@@ -63,6 +64,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
+            check_profile(config.profile, steps=steps)
             start = find_start(config, folder, report, steps, ranks) if resume else FRESH
             if start.step == steps or patience_is_out(config, held_out, start.evaluation):
                 say_finished(folder, start.step, steps, ranks)
@@ -137,12 +139,12 @@ def train(
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
     saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
-    with saver, StopSignals() as signals, progress:
+    with recorder, saver, StopSignals() as signals, progress:
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
         progress.notes(evaluator.take_news())
         for step in steps.starting_at(start.step + 1):
-            with phases("train"):
+            with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
                 flight.step(step.number, len(steps), [document.source for document in chosen])
