@@ -15,7 +15,6 @@ NOT_YET = (
     "mesh.pp",
     "data.columns",
     "data.split",
-    "data.chat_template",
     "eval",
     "rl",
     "rollout",
@@ -56,10 +55,11 @@ _COLUMNS = (
     "version yet: rename them in the file."
 )
 _MASKED = (
-    "the loss falls on assistant turns of `messages`, on `completion`, or on all of `text`: leave it out and choose "
-    "by the columns of the data."
+    "say `data.train_on`: answers (the assistant's, or the completion; the default), last, or all tokens; no chat "
+    "template needs generation markers."
 )
-_TEMPLATE = "the tokenizer's chat template is used; `data.chat_template` is not in this version yet: leave it out."
+_TEMPLATE = "say `data.chat_template`: a Jinja file, or `chatml`; the default is the tokenizer's own."
+_TEMPLATE_KWARGS = "say `data.template_kwargs`, as in {enable_thinking: false}."
 _BETAS = "say `optimizer.betas`, for example [0.9, 0.95]."
 _CLIP = "say `optimizer.max_grad_norm`."
 _SCHEDULE = "say `schedule.name`: constant, linear, cosine or wsd."
@@ -182,6 +182,9 @@ ALIASES: dict[str, str] = {
     "completion_only_loss": _MASKED,
     "train_on_inputs": _MASKED,
     "chat_template_path": _TEMPLATE,
+    "chat_template_kwargs": _TEMPLATE_KWARGS,
+    "apply_chat_template_kwargs": _TEMPLATE_KWARGS,
+    "enable_thinking": _TEMPLATE_KWARGS,
     "shuffle_dataset": "say `data.shuffle`.",
     "shuffle_seed": "say `train.seed`.",
     # the optimizer and its schedule
