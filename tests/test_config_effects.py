@@ -49,6 +49,16 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
     ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
+    "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
+    "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
+    "data.template_kwargs": (
+        "what templates are told besides",
+        "test_masks_templates.py::test_kwargs_of_the_config_and_of_a_document",
+    ),
+    "data.template_date": (
+        "the day that templates write",
+        "test_masks_templates.py::test_the_day_that_templates_write",
+    ),
     "data.shuffle": (
         "the order of the documents",
         "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",

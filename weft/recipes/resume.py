@@ -33,7 +33,7 @@ T = TypeVar("T")
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.max_length",
-    "data.long_documents", "model.path", "model.attention", "model.recompute", "model.compile",
+    "data.long_documents", "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
     "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.max_nonfinite", "train.deterministic",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,7 @@ from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport, load_documents
+from weft.data.encode import read_encoding
 from weft.data.order import Steps
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
@@ -51,6 +54,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             engine = Engine(engine_config(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
+    config = dated(config)
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
@@ -93,6 +97,12 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
+def dated(config: SftConfig) -> SftConfig:
+    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    day = config.data.template_date or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, template_date=day))
+
+
 def read_data(config: SftConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], DataReport]:
     """Every document of a file, tokenised; every rank reads all of it."""
     budget = config.step.max_tokens_per_device
@@ -104,6 +114,7 @@ def read_data(config: SftConfig, path: str, tokenizer: PreTrainedTokenizerBase) 
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        encoding=read_encoding(config.data, tokenizer),
     )
 
 
