@@ -18,7 +18,7 @@ from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))
 PAIR = {"prompt": "a", "completion": "b"}
-UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+UNENDED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
 
 
@@ -86,11 +86,11 @@ CASES = [
         "no chat template", [PAIR, GOOD], 2, ["no chat template", "chat_template.jinja"], lambda: byte_tokenizer(None)
     ),
     Case(
-        "no generation markers",
+        "no end of turn",
         [GOOD],
         1,
-        ["{% generation %}", "{% endgeneration %}", "chat_template.jinja"],
-        lambda: byte_tokenizer(UNMARKED),
+        ["no special token ends message 2", "{% generation %}", "{% endgeneration %}", "data.chat_template", "[2:"],
+        lambda: byte_tokenizer(UNENDED),
     ),
     Case(
         "refused by the template",

@@ -140,6 +140,24 @@ class DataConfig:
     """The training documents."""
 
     path: str = key("A JSONL file with `messages`, `prompt` and `completion`, or `text` in each line.")
+    train_on: Literal["answers", "last", "all"] = key(
+        "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
+        "completion; `last`, the last of them; `all`, every token.",
+        "answers",
+    )
+    chat_template: str | None = key(
+        "Chat template in place of the tokenizer's: a Jinja file, or `chatml`. It is saved with every checkpoint.", None
+    )
+    template_kwargs: dict[str, bool | int | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "What the chat template is told besides the messages, as in {enable_thinking: false}; a document's "
+        "`chat_template_kwargs` come on top.",
+        default_factory=dict,
+    )
+    template_date: str | None = key(
+        "The day that some chat templates write (gpt-oss, Llama 3.2), as YYYY-MM-DD; null: the day on which the run "
+        "begins.",
+        None,
+    )
     shuffle: bool = key(
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )
@@ -205,10 +223,24 @@ class StepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """An entry of optimizer.groups: which parameters, and what is their own. lr is a peak, lr_scale a share of it."""
+
+    match: tuple[str, ...]
+    lr: float | None = None
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = key("AdamW (decoupled decay) or SGD.", "adamw")
+    name: str = key(
+        "`adamw` (decoupled decay), `sgd`, or the import path of any other that steps each element by itself, as in "
+        "torch.optim.Adagrad; docs/training.md tells more.",
+        "adamw",
+    )
     lr: float = key("Peak learning rate.", 1.0e-5)
     weight_decay: float = key(
         "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.1
@@ -216,12 +248,29 @@ class OptimizerConfig:
     betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
     eps: float = key("AdamW's epsilon.", 1.0e-8)
     momentum: float = key("SGD's momentum.", 0.0)
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
+        "as above.",
+        default_factory=dict,
+    )
+    groups: tuple[ParameterGroup, ...] = key(
+        "Parameters that are treated apart: a list such as [{match: [model.embed_tokens, '*.mlp'], lr_scale: 0.1, "
+        "weight_decay: 0}]. A parameter belongs to the first group with a pattern that names it (patterns as in "
+        "model.freeze). `lr` (a peak) or `lr_scale` (a share of optimizer.lr) follows the schedule; `weight_decay` "
+        "falls on the whole group; without it optimizer.weight_decay falls on what it would fall on anyway.",
+        (),
+    )
     state_dtype: Literal["auto", "fp32", "bf16"] = key(
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
+    ema_decay: float | None = key(
+        "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
+        "0.999); checkpoints hold it. null: none.",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +320,11 @@ class CheckpointConfig:
         "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
         "auto",
     )
+    weights: Literal["raw", "ema"] = key(
+        "Which weights the HuggingFace directory of a checkpoint holds: the `raw` ones that are trained, or their "
+        "average (optimizer.ema_decay). The trainer state holds both; `weft export --ema` writes the average, too.",
+        "raw",
+    )
     trainer_state: Literal["all", "last", "none"] = key(
         "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "
         "only the `last`, or `none`.",
@@ -278,6 +332,74 @@ class CheckpointConfig:
     )
     async_: bool = key(
         "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
+    )
+    keep_best: bool = key(
+        "Save whenever an evaluation is the best so far (eval.metric), keep that checkpoint whatever `keep` says, and "
+        "let the link `best` name it.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is looked at while training, and what follows from it. docs/evaluation.md tells more."""
+
+    path: str | dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Held-out documents: a file like data.path, or a mapping of names to files, each of which is reported apart, "
+        "too, as in {chat: chat.jsonl, code: code.jsonl}.",
+        None,
+    )
+    every: int = key(
+        "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.", 100
+    )
+    at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
+    metric: str = key(
+        "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of a named file of "
+        "eval.path.",
+        "eval/loss",
+    )
+    patience: int | None = key(
+        "End the run, with all saved, after so many evaluations in a row that did not improve eval.metric; null: "
+        "never.",
+        None,
+    )
+    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    prompts: str | tuple[str, ...] | None = key(
+        "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
+        "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "
+        "time.",
+        None,
+    )
+    max_new_tokens: int = key("Longest answer in tokens.", 128)
+    temperature: float = key("0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go beside RUN/metrics.jsonl; docs/observing.md tells more."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
+        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
+    )
+    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
+    name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)
+    timing: bool = key(
+        "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
+        "`time/communication` and `time/optimizer` in every line.",
+        True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Traces of chosen steps, in RUN/profile; docs/observing.md tells how to read them."""
+
+    steps: tuple[int, ...] = key(
+        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()
+    )
+    ranks: tuple[int, ...] = key("Ranks that write a trace.", (0,))
+    memory: bool = key(
+        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
     )
 
 
@@ -302,4 +424,7 @@ class SftConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)

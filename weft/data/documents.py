@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from weft.data.conversation import is_chat
+from weft.data.encode import Encoded, Encoder, Encoding
 from weft.data.records import Record, read_records
-from weft.data.tokenizer import Encoded, Encoder
 from weft.engine.document import Document
 from weft.errors import UserError
 from weft.observe import flight
@@ -65,12 +66,13 @@ def load_documents(
     long_documents: LongDocuments = "error",
     max_length_key: str = "data.max_length",
     vocab_size: int | None = None,
+    encoding: Encoding | None = None,
 ) -> tuple[list[Document], DataReport]:
     """Reads, checks and tokenises a JSONL file.
 
-    A `messages` document trains exactly the tokens inside its chat template's generation markers; `prompt` and
-    `completion` the completion and the end-of-text token; `text` everything. weights[i] is 1.0 where token i is
-    trained as a target, else 0.0. Documents keep the order of the file.
+    A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
+    end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained
+    as a target, else 0.0. Documents keep the order of the file.
 
     max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
     whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
@@ -78,7 +80,7 @@ def load_documents(
     Raises UserError with file and line for whatever the user has to mend in the data.
     """
     records = read_records(path)
-    encoded = list(_encode(Encoder(tokenizer), records))
+    encoded = list(_encode(Encoder(tokenizer, encoding), records))
     _check_ids(records, encoded, vocab_size)
     _check_trained(records, encoded)
     long = {i for i, item in enumerate(encoded) if len(item.ids) > max_length}
@@ -137,8 +139,8 @@ def _check_trained(records: Sequence[Record], encoded: Sequence[Encoded]) -> Non
     if not empty:
         return
     others = f" So it is with {len(empty) - 1:,} more, the last at {empty[-1].where}." if len(empty) > 1 else ""
-    if empty[0].format == "messages":
-        advice = "Give it a message of the assistant (what the chat template puts between its generation markers)"
+    if is_chat(empty[0]):
+        advice = "Give it a message of the assistant that is not `train: false`"
     else:
         advice = "Give it more text"
     raise UserError(f"{empty[0].where}: no token of this document is trained.{others} {advice}, or remove the line.")

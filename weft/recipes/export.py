@@ -1,4 +1,4 @@
-"""`weft export`: a HuggingFace directory from a checkpoint's masters, in one process and another dtype.
+"""`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
 
 Tensor by tensor: memory holds the largest one, never the model.
 """
@@ -17,8 +17,8 @@ from weft.checkpoint.boxes import Box, Shard, overlap
 from weft.checkpoint.export import ExportPlan, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
-from weft.checkpoint.save import DTYPES
-from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state, tied_names
+from weft.checkpoint.save import DTYPES, exported
+from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
@@ -46,13 +46,16 @@ def run(options: ExportOptions) -> Path:
         check_contents(state, 0, 1)
     except DamagedError as error:
         raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
-    target = Path(options.output) if options.output else checkpoint.with_name(f"{checkpoint.name}-{options.dtype}")
+    if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
+        raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
+    name = f"{checkpoint.name}-{'ema-' * options.ema}{options.dtype}"
+    target = Path(options.output) if options.output else checkpoint.with_name(name)
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
-    write(state, partial, DTYPES[options.dtype])
+    write(state, partial, DTYPES[options.dtype], average=options.ema)
     commit(partial, target)
     return target
 
@@ -67,8 +70,11 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 
 
-def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None:
-    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None."""
+def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None.
+
+    average: of the weights, instead of the masters.
+    """
     built = build_model(
         ModelConfig(path=str(state.checkpoint)),
         dtype=torch.float32,
@@ -80,43 +86,47 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None
     if built.load is not None:
         built.load.source.close()
     prepare_export(plan, folder)
-    with _Masters(state, tied_names(built.module), list(built.module.state_dict())) as masters:
-        written = write_export(plan, masters, folder)
+    kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
+    names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
+    with _Weights(state, names) as weights:
+        written = write_export(plan, weights, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
     """Of a run with adapters the adapter, in another dtype."""
-    tensors = {n.removeprefix(WEIGHTS): t for n, t in state.content["tensors"].items() if n.startswith(WEIGHTS)}
+    entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
     manifest, pieces = {}, []
-    for name, stored in file_names(tensors).items():
-        shape = tuple(tensors[name]["shape"])
+    for name, stored in file_names(names).items():
+        entry = entries[names[name]]
+        shape = tuple(entry["shape"])
         pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
-        own = getattr(torch, tensors[name]["dtype"])
-        manifest[stored] = torch.empty(shape, dtype=dtype or own, device="meta")
+        manifest[stored] = torch.empty(shape, dtype=dtype or getattr(torch, entry["dtype"]), device="meta")
     config = read_config(state.checkpoint)
     plan = ExportPlan(pieces, manifest, {ADAPTER: list(manifest)}, None, config, state.checkpoint, CONFIG)
     prepare_export(plan, folder)
-    with _Masters(state, {}, list(tensors)) as masters:
-        written = write_export(plan, masters, folder)
-    assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
+    with _Weights(state, names) as weights:
+        write_export(plan, weights, folder)
 
 
-class _Masters(Mapping[str, Shard]):
-    """The whole weights of a trainer state by the model's names, put together from the files of all ranks when they
-    are asked for. One is kept, because pieces of the same tensor follow one another."""
+class _Weights(Mapping[str, Shard]):
+    """Whole tensors of a trainer state by the model's names, put together from the files of all ranks when they are
+    asked for. One is kept, because pieces of the same tensor follow one another.
 
-    def __init__(self, state: TrainerState, owners: Mapping[str, str], names: list[str]) -> None:
-        self.state, self.owners, self.names = state, owners, names
+    names: the model's own -> the trainer state's.
+    """
+
+    def __init__(self, state: TrainerState, names: Mapping[str, str]) -> None:
+        self.state, self.names = state, names
         self._files = [(file.boxes, TensorFile.open(state.folder / file.name)) for file in state.files]
         self._last: tuple[str, Shard] | None = None
 
     def __getitem__(self, name: str) -> Shard:
-        owner = WEIGHTS + self.owners.get(name, name)
-        if self._last is None or self._last[0] != owner:
+        kept = self.names[name]
+        if self._last is None or self._last[0] != kept:
             self._last = None  # before the next is read: memory holds one
-            values = self._read(owner)
-            self._last = owner, Shard(Box.whole(tuple(values.shape)), values)
+            values = self._read(kept)
+            self._last = kept, Shard(Box.whole(tuple(values.shape)), values)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -125,7 +135,7 @@ class _Masters(Mapping[str, Shard]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __enter__(self) -> _Masters:
+    def __enter__(self) -> _Weights:
         return self
 
     def __exit__(self, *error: object) -> None:

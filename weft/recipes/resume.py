@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checkpoint import rng
-from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
 from weft.checkpoint.state import DamagedError, TrainerState, check_contents, load_state, read_rng, read_state
 from weft.cluster.process import Ranks
 from weft.config import to_dict
@@ -23,17 +23,19 @@ from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
+from weft.models.adapter_files import CONFIG as ADAPTER
 from weft.observe.summary import versions
-from weft.recipes.folder import DROPPED, cut_metrics, write_config
+from weft.recipes.folder import cut_lines, dropped_of, write_config
 from weft.recipes.identity import model_fingerprint
+from weft.recipes.sampling import SAMPLES
 
 T = TypeVar("T")
 
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
-    "mesh", "fsdp", "checkpoint", "run", "data.path", "data.max_length", "data.long_documents", "model.path",
-    "model.attention", "model.recompute", "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout",
-    "train.max_nonfinite", "train.deterministic",
+    "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.max_length",
+    "data.long_documents", "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
+    "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.max_nonfinite", "train.deterministic",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
@@ -48,6 +50,7 @@ class Start:
     bad_in_a_row: int = 0
     summary: Mapping[str, Any] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
     state: TrainerState | None = None
     notes: tuple[str, ...] = ()
 
@@ -85,6 +88,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
         bad_in_a_row=content["bad_in_a_row"],
         summary=content["summary"],
         seconds=content["seconds"],
+        evaluation=content.get("evaluation", {}),
         state=state,
         notes=tuple(notes),
     )
@@ -170,10 +174,25 @@ def _put_in_order(folder: Path, start: Start) -> list[str]:
         notes.append(f"aside    checkpoints after step {start.step} are now {', '.join(aside)}")
     if start.state is not None:
         point_latest(start.state.checkpoint)
-    dropped = cut_metrics(folder, start.step)
-    if dropped:
-        notes.append(f"dropped  {dropped} lines of metrics.jsonl after step {start.step}, moved to {DROPPED}")
+        notes += _put_best_in_order(folder / "checkpoints", start.evaluation)
+    for name in ("metrics.jsonl", SAMPLES):
+        dropped = cut_lines(folder / name, start.step)
+        if dropped:
+            moved = dropped_of(folder / name).name
+            notes.append(f"dropped  {dropped} lines of {name} after step {start.step}, moved to {moved}")
     return notes
+
+
+def _put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+    """Let `best` name what was the best up to the checkpoint; a later one was taken as such, or is set aside."""
+    forget_best(checkpoints)
+    best = evaluation["step"] if evaluation.get("kept") else 0
+    target = step_folder(checkpoints, best)
+    if target.is_dir():
+        point_best(target)
+    elif best:
+        return [f"best     step {best} was the best so far, and {target} is gone"]
+    return []
 
 
 # ---------------------------------------------------------------- what may differ
@@ -253,9 +272,9 @@ def _version_notes(before: Mapping[str, str | None]) -> list[str]:
 
 def _nothing_whole(folder: Path, skipped: Sequence[str]) -> str:
     with_weights = [
-        checkpoint
+        step_folder(folder / "checkpoints", step)
         for step in reversed(whole_steps(folder / "checkpoints"))
-        if ((checkpoint := step_folder(folder / "checkpoints", step)) / "config.json").exists()
+        if any((step_folder(folder / "checkpoints", step) / name).exists() for name in ("config.json", ADAPTER))
     ]
     advice = f"\nTo go on from weights alone, as a new run: {_from_weights(with_weights[0])}" if with_weights else ""
     return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
@@ -263,4 +282,7 @@ def _nothing_whole(folder: Path, skipped: Sequence[str]) -> str:
 
 def _from_weights(checkpoint: Path) -> str:
     config = checkpoint.parent.parent / "config.yaml"
+    if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
+        unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
+        return f"weft sft {config} lora.path={checkpoint} {unset} run.dir=NEW"
     return f"weft sft {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"

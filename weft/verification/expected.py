@@ -14,6 +14,7 @@ from weft.observe.flops import FlopFacts
 from weft.verification import reference
 from weft.verification.observed import Step, Tensors
 from weft.verification.peft_reference import PeftReference
+from weft.verification.reference_optimizer import Optimizer
 from weft.verification.routing import Recorder, Routes
 
 
@@ -71,7 +72,9 @@ class Trainer:
         plain, c = self.reference(), self.config
         start = _on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
-        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm, state))
+        groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
+        optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
+        plain.start(optimizer.over(plain.model), c.max_grad_norm, state)
         curve = []
         with _recording(recorder, plain, self.layers):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
