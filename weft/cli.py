@@ -20,7 +20,7 @@ from weft import __version__
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import ExportOptions, SftOptions, VerifyOptions
+from weft.cluster.options import ExportOptions, PreviewOptions, SftOptions, VerifyOptions
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
@@ -28,7 +28,7 @@ from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shr
 from weft.errors import UserError
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "chat", "data", "rollouts", "report", "migrate")
+NOT_YET = ("rl", "plan", "bench", "chat", "rollouts", "report", "migrate")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -186,6 +186,26 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    if joined():
+        raise UserError("weft data is one process: start it without torchrun.")
+    files_and_keys = arguments.config
+    if files_and_keys[:1] != ["preview"]:
+        raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
+    arguments.config = files_and_keys[1:]
+    config = _load(arguments)
+    least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
+    ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
+    options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
+
+    def body() -> None:
+        from weft.recipes import preview
+
+        preview.run(config, options)
+
+    return Job(body, 1, words)
+
+
 def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
@@ -252,6 +272,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+    return int(text)
+
+
 def _attempts(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
@@ -292,6 +318,16 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _data_parser() -> argparse.ArgumentParser:
+    parser = _parser("data", COMMANDS["data"].summary)
+    parser.usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser.add_argument(
+        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
+    return parser
+
+
 def _export_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
@@ -305,6 +341,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }

@@ -13,8 +13,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "data.columns",
-    "data.split",
     "data.chat_template",
     "eval",
     "rl",
@@ -50,10 +48,13 @@ _RECOMPUTE = "say `model.recompute`: none or full."
 _COMPILE = "say `model.compile`: each decoder layer is compiled."
 _FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 _CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
-_DATA = "say `data.path`, a local JSONL file."
+_DATA = (
+    "say `data.path` (a file, a pattern of files, a saved dataset, or owner/name on the hub) or `data.sources`, with "
+    "`data.split`, `data.subset` and `data.columns`."
+)
 _COLUMNS = (
-    "columns are found by name (`messages`, `prompt` and `completion`, or `text`); `data.columns` is not in this "
-    "version yet: rename them in the file."
+    "columns called messages, prompt and completion, text, or instruction, input and output are found by name; others "
+    "are named in `data.columns`, as in {prompt: question, completion: answer}."
 )
 _MASKED = (
     "the loss falls on assistant turns of `messages`, on `completion`, or on all of `text`: leave it out and choose "

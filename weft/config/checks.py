@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.keys import get, schema_keys
+from weft.config.sources import column_problems, source_problems, split_problems
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
 EXCLUSIVE = (
+    ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -27,7 +29,12 @@ class Inert:
     because: str
 
 
+_SOURCES = "data.sources is set: set it for each source"
+
 INERT = (
+    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
     Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
@@ -75,6 +82,7 @@ RANGES: dict[str, tuple[Test, str]] = {
         "1 or more, or two such numbers",
     ),
     "data.max_length": _AT_LEAST_2,
+    "data.workers": _AT_LEAST_1,
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,
@@ -147,6 +155,7 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
+    yield from _source_problems(config.data)
     longest, row = config.data.max_length, config.step.max_tokens_per_device
     if longest is not None and longest > row:
         yield (
@@ -176,6 +185,14 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
         )
+
+
+def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+    if data.sources is not None:
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        return
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
 
 
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:

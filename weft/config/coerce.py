@@ -5,8 +5,10 @@ An integer is accepted where a number is asked for; otherwise a value has the ty
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
+import typing
 from typing import Any, Literal, Union, get_args, get_origin
 
 from weft.config.yaml12 import Node, show
@@ -29,6 +31,8 @@ def coerce(node: Node, hint: Any) -> Any:
         return _coerce_tuple(node, get_args(hint))
     if origin is dict:
         return _coerce_mapping(node, get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        return _coerce_record(node, hint)
     return _coerce_scalar(node, hint)
 
 
@@ -41,6 +45,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
         members = get_args(hint)
+        if dataclasses.is_dataclass(members[0]):
+            return f"a list of mappings with {', '.join(spec.name for spec in dataclasses.fields(members[0]))}"
         return "a list of strings" if members[-1] is ... else f"a list of {len(members)} numbers"
     if origin is dict:
         return f"a mapping of names to {describe(get_args(hint)[1])}"
@@ -81,6 +87,28 @@ def _coerce_mapping(node: Node, members: tuple[Any, ...]) -> dict[str, Any]:
     if not isinstance(node.value, dict):
         raise MismatchError("")
     return {name: coerce(Node(value, node.where), members[1]) for name, value in node.value.items()}
+
+
+def _coerce_record(node: Node, hint: Any) -> Any:
+    """A mapping as an instance of the dataclass `hint`; nothing of it is optional that has no default."""
+    if not isinstance(node.value, dict):
+        raise MismatchError("")
+    hints, specs = typing.get_type_hints(hint), {spec.name: spec for spec in dataclasses.fields(hint)}
+    unknown = [name for name in node.value if name not in specs]
+    if unknown:
+        raise MismatchError(f"there is no `{unknown[0]}`")
+    values = {}
+    for name, spec in specs.items():
+        if name in node.value:
+            try:
+                values[name] = coerce(Node(node.value[name], node.where), hints[name])
+            except MismatchError as error:
+                raise MismatchError(
+                    f"its `{name}` must be {describe(hints[name])}; {error}".removesuffix("; ")
+                ) from None
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise MismatchError(f"one has no `{name}`")
+    return hint(**values)
 
 
 def _coerce_scalar(node: Node, hint: type) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from weft.data.records import Record
 from weft.errors import UserError
@@ -27,6 +27,8 @@ class Encoded:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model (a directory or hub id). Raises UserError where there is none that works."""
+    from transformers import AutoTokenizer  # brings torch and half of transformers, which workers do without
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

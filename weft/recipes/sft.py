@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
@@ -12,8 +13,9 @@ from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.schema import SftConfig
-from weft.data.documents import DataReport, load_documents
+from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
 from weft.data.order import Steps
+from weft.data.tokenise import Tokenising
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
@@ -46,8 +48,8 @@ def run(config: SftConfig, options: SftOptions) -> None:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
         flight.at("data")
-        with phases("data"):
-            documents, report = read_data(config)
+        with phases("data"), loading(ranks.is_first, "tokenising") as shown:
+            documents, report = read_data(config, shown)
         require_agreement(identity(config, report))
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
@@ -78,37 +80,39 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
-def read_data(config: SftConfig) -> tuple[list[Document], DataReport]:
-    """Every document of the file, tokenised; every rank reads all of it."""
+def read_data(config: SftConfig, shown: Callable[[int, int], None] | None = None) -> tuple[Documents, DataReport]:
+    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
     budget = config.step.max_tokens_per_device
     key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
     return load_documents(
-        config.data.path,
+        config.data,
         load_tokenizer(config.model.path),
         max_length=min(config.data.max_length or budget, budget),
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 
 
-def deal(config: SftConfig, documents: list[Document]) -> Steps:
+def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
     """Which documents each optimizer step takes."""
     return Steps(
-        [len(document) for document in documents],
+        lengths_of(documents),
         documents=config.step.documents,
         tokens=config.step.tokens,
         epochs=config.train.epochs,
         steps=config.train.steps,
         seed=config.train.seed,
         shuffle=config.data.shuffle,
+        shares=shares_of(documents),
     )
 
 
 def train(
     config: SftConfig,
     engine: Engine,
-    documents: list[Document],
+    documents: Sequence[Document],
     report: DataReport,
     folder: Path,
     phases: Phases,
