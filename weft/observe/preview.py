@@ -123,7 +123,8 @@ def _show_samples(console: Console, preview: Preview, tokenizer: PreTrainedToken
             f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
         )
         ids, mask = table.tokens(row, min(length, _MOST_TOKENS))
-        console.print(rendered(tokenizer, ids, mask, coloured), soft_wrap=True)
+        text = rendered(tokenizer, ids, mask, coloured)
+        console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
         if length > _MOST_TOKENS:
             console.print(f"... and {length - _MOST_TOKENS:,} tokens more", style="dim")
     console.rule(style="dim")
@@ -224,7 +225,7 @@ def _plan_lines(preview: Preview) -> list[str]:
         f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "
         f"which {first.loss_tokens:,} trained",
         f"rows     on {ranks}, of {step.max_tokens_per_device:,} tokens: "
-        f"{_span([plan.micro_batches for plan in plans])} micro-batches a step, fill "
+        f"{_span([plan.micro_batches for plan in plans])} micro-batches in a step, fill "
         f"{np.mean([plan.fill for plan in plans]):.0%}, utilisation "
         f"{np.mean([plan.utilisation for plan in plans]):.0%} (packed; mean of the first {len(plans)} steps)",
     ]
