@@ -77,6 +77,7 @@ bench-sft: $(STAMP) .venv-trl/.installed
 
 docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/config.md
+	$(BIN)/python -m weft.config.coming_from docs/coming-from
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -142,6 +142,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how long a collective waits",
         "test_sft_run.py::test_a_rank_that_stops_ends_the_run_after_the_timeout",
     ),
+    "train.objective": (
+        "what is trained",
+        "test_objective.py::test_an_objective_of_ones_own_is_trained",
+    ),
     "train.max_nonfinite": (
         "when non-finite steps end the run",
         "test_sft_run.py::test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat",

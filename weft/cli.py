@@ -25,6 +25,9 @@ from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.config.aliases import advice_for
+from weft.config.keys import schema_keys
+from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 
 # Commands of the design that exist when they work.
@@ -69,12 +72,29 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, with a hint where an override was written as an option."""
 
     def error(self, message: str) -> NoReturn:
+        foreign = _foreign_options(message)
+        if foreign:
+            raise UserError(f"{self.prog}: keys are set without dashes, as section.key=value.\n" + "\n".join(foreign))
         hint = ""
         dashed = next((word for word in message.split() if word.startswith("--") and "." in word), None)
         if dashed is not None:
             key = dashed.lstrip("-")
             hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
         raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
+
+
+def _foreign_options(message: str) -> list[str]:
+    """What to say of options of other trainers in an error of argparse, and where to read on."""
+    if not message.startswith("unrecognized arguments"):
+        return []
+    options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]
+    advice = {name: advice_for(name) for name in options if name not in schema_keys(SftConfig)}
+    found = [
+        Unknown(name, "command line", f"is not an option of weft: {text}", foreign=True)
+        for name, text in advice.items()
+        if text
+    ]
+    return [*messages(found), *page_hint(found)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,7 +229,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
-    return load_config(files, overrides)
+    return load_config(files, overrides, weights=not getattr(arguments, "dry_run", False))
 
 
 def _load_resumed(arguments: argparse.Namespace) -> SftConfig:

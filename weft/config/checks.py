@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ INERT = (
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
+
+_IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -178,6 +181,13 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
     yield from _schedule_combinations(config.schedule, config.train.steps)
+    objective = config.train.objective
+    if objective is not None and not _IMPORT_PATH.fullmatch(objective):
+        yield (
+            "train.objective",
+            f"train.objective is {objective}, which is no import path: write package.module:Name, as in "
+            "my_losses:Focal for the class Focal in my_losses.py.",
+        )
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:
         yield (

@@ -7,7 +7,7 @@ stage are reported together.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
-from weft.config.unknown import unknown_key
+from weft.config.unknown import Unknown, messages, page_hint, unknown_keys
 from weft.config.yaml12 import Node, read_file, read_value, show
 from weft.errors import UserError
 
@@ -25,24 +25,47 @@ Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
 PATH_KEYS = ("model.path", "data.path", "run.dir")
-MOST_PROBLEMS = 10
 
 
-def load_config(files: Sequence[str], overrides: Sequence[str], schema: type[Schema] = SftConfig) -> Schema:  # type: ignore[assignment]
+def load_config(
+    files: Sequence[str],
+    overrides: Sequence[str],
+    schema: type[Schema] = SftConfig,  # type: ignore[assignment]
+    *,
+    weights: bool = True,
+) -> Schema:
     """The config that `files` (merged left to right) and `overrides` (`a.b=c`, later wins) describe.
 
     Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and
-    the local files that it names exist.
+    the local files that it names exist. weights: whether model.path must hold weights already, where they are read.
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
         _merge(tree, _read(path))
     for override in overrides:
         _merge(tree, parse_override(override))
+    return _finish(tree, schema, weights)
+
+
+def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig:
+    """The config that a program describes: section -> key -> value. where: what messages call its place."""
+    return _finish(_node(values, where), SftConfig, weights=True)
+
+
+def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
     config = _build(tree, schema)
-    _raise_if(check_config(config, explicit) or check_paths(config, explicit))
+    _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
+
+
+def _node(value: Any, where: str) -> Node:
+    """A value of Python as YAML would give it."""
+    if isinstance(value, Mapping):
+        return Node({str(name): _node(child, where) for name, child in value.items()}, where)
+    if isinstance(value, tuple):
+        return Node(list(value), where)
+    return Node(str(value) if isinstance(value, Path) else value, where)
 
 
 def parse_override(text: str) -> Node:
@@ -120,19 +143,22 @@ def _accepts_null(key: Key | None) -> bool:
 
 def _build(tree: Node, schema: type[Schema]) -> Schema:
     problems: list[str] = []
+    unknown: list[Unknown] = []
     built: dict[str, Any] = {}
     for name, node in tree.value.items():
         if name not in sections(schema):
-            problems += unknown_key(name, node, schema)
+            unknown += unknown_keys(name, node, schema)
     for name, section_type in sections(schema).items():
-        values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems)
-        if not problems:
+        values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems, unknown)
+        if not problems and not unknown:
             built[name] = section_type(**{attribute(leaf): value for leaf, value in values.items()})
-    _raise_if(problems)
+    _raise_if([*messages(unknown), *problems], page_hint(unknown))
     return schema(**built)
 
 
-def _build_section(section: str, node: Node, schema: type, problems: list[str]) -> dict[str, Any]:
+def _build_section(
+    section: str, node: Node, schema: type, problems: list[str], unknown: list[Unknown]
+) -> dict[str, Any]:
     keys = {key.leaf: key for key in schema_keys(schema).values() if key.name.startswith(section + ".")}
     if not node.is_section and node.value is not None:
         names = " or ".join(f"{section}.{leaf}" for leaf in list(keys)[:2])
@@ -142,7 +168,7 @@ def _build_section(section: str, node: Node, schema: type, problems: list[str]) 
     values: dict[str, Any] = {}
     for leaf, child in children.items():
         if leaf not in keys:
-            problems += unknown_key(f"{section}.{leaf}", child, schema)
+            unknown += unknown_keys(f"{section}.{leaf}", child, schema)
             continue
         try:
             values[leaf] = _expand_home(keys[leaf].name, coerce(_plain(child), keys[leaf].type))
@@ -179,12 +205,10 @@ def _expand_home(name: str, value: Any) -> Any:
     return str(Path(value).expanduser()) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 
-def _raise_if(problems: list[str]) -> None:
+def _raise_if(problems: list[str], hint: Sequence[str] = ()) -> None:
     if not problems:
         return
     if len(problems) == 1:
         raise UserError(problems[0])
-    shown = problems[:MOST_PROBLEMS]
-    if len(problems) > len(shown):
-        shown.append(f"... and {len(problems) - len(shown)} more")
-    raise UserError(f"{len(problems)} problems in the config:\n" + "\n".join(f"  {line}" for line in shown))
+    lines = [f"{len(problems)} problems in the config:", *(f"  {line}" for line in problems), *hint]
+    raise UserError("\n".join(lines))

@@ -11,13 +11,19 @@ from typing import Any
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 
 
-def check_paths(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
-    """The problems of model.path, data.path and data.sources, each a message."""
+def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
+    """The problems of model.path, data.path and data.sources, each a message. weights: whether model.path must hold
+    them already."""
     where = explicit or {}
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
-    found.append(("model.path", _model_problem(config)))
+    found.append(("model.path", _model_problem(config, weights)))
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether there are files of weights in a model directory."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def near_names(file: Path, folders: bool = False) -> str:
@@ -55,11 +61,11 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _model_problem(config: Any) -> str:
+def _model_problem(config: Any, weights: bool) -> str:
     path = config.model.path
     folder = Path(path)
     if folder.is_dir():
-        return _folder_problem(folder, config.model.init)
+        return _folder_problem(folder, weights and config.model.init == "pretrained")
     if folder.is_file():
         return f"model.path {path} is a file: name the folder that holds it."
     if not _looks_like_a_path(path):
@@ -70,11 +76,14 @@ def _model_problem(config: Any) -> str:
     )
 
 
-def _folder_problem(folder: Path, init: str) -> str:
+def _folder_problem(folder: Path, weights: bool) -> str:
     if not (folder / "config.json").is_file():
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
-    if init == "pretrained" and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        return f"model.path {folder} holds no weights (*.safetensors): set model.init=random to train from scratch."
+    if weights and not holds_weights(folder):
+        return (
+            f"model.path {folder} holds no weights (*.safetensors): download them to it, or set model.init=random to "
+            "train from scratch."
+        )
     return ""
 
 

@@ -254,6 +254,11 @@ class TrainConfig:
         "an error; loading, saving and the first step have ten times as long outside of collectives.",
         600.0,
     )
+    objective: str | None = key(
+        "Import path of the loss, as in my_losses:Focal: a class that is made without arguments, or an object, with "
+        "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
+        None,
+    )
     max_nonfinite: int = key("End the run after this many steps in a row whose loss or gradient is not finite.", 3)
     deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
+from weft.config.paths import holds_weights
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
@@ -46,6 +47,8 @@ def print_opening(
     say = Console(highlight=False, soft_wrap=True).print
     say(f"run      {folder}")
     say(f"data     {report}")
+    if config.train.objective is not None:
+        say(f"loss     {config.train.objective}")
     for note in notes:
         say(note, markup=False)
     if engine.loaded is not None:
@@ -69,7 +72,11 @@ def say_stopped(folder: Path, step: int, number: int, ranks: Ranks) -> None:
 
 def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
     """The resolved config, the mesh and the sharding of a run that is not started."""
-    Console(highlight=False, soft_wrap=True).print(to_yaml(config))
+    say = Console(highlight=False, soft_wrap=True).print
+    say(to_yaml(config))
+    folder = Path(config.model.path)
+    if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
+        say(f"weights  there are none in {folder} yet: download them before you train")
     _print_model(config, engine)
     rows = parameter_rows(engine)
     show(sharding_table(rows) if parameters else sharding_totals_table(rows))
@@ -91,7 +98,7 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
     say(f"fsdp     {fsdp_line(engine)}")
-    say(f"memory   {engine.memory}; a rank has {byte_count(engine.room)}")
+    say(f"memory   {engine.memory}; on this machine a rank has {byte_count(engine.room)}")
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         say(f"hint     {advice}")

@@ -32,7 +32,7 @@ def open_folder(config: SftConfig, ranks: Ranks, *, resume: bool = False) -> Ite
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
-            folder = Path(str(config.run.dir)) if resume else _make(config)
+            folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path)
             token = uuid.uuid4().hex
             lock = _lock(folder, token)
             if resume:
@@ -91,12 +91,14 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def _make(config: SftConfig) -> Path:
-    if config.run.dir is None:
-        name = Path(config.model.path).name or "run"
-        folder = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    else:
-        folder = Path(config.run.dir)
+def default_folder(model: str) -> Path:
+    """Where a run writes whose run.dir is null."""
+    return Path("runs") / f"{Path(model).name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def make_folder(directory: str | None, model: str) -> Path:
+    """run.dir, or runs/NAME-DATE for null; UserError where it holds a run already."""
+    folder = default_folder(model) if directory is None else Path(directory)
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
         raise UserError(
             f"run.dir: {folder} holds a run already. Set run.dir to another folder, or move that one away; or go on "

@@ -11,6 +11,7 @@ from weft.config.schema import SftConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine, StepResult
 from weft.engine.plan import StepPlan
+from weft.errors import UserError
 from weft.observe.flops import Throughput
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
@@ -48,7 +49,7 @@ class Recorder:
         line: dict[str, object] = {
             "step": step.number,
             "epoch": step.epoch,
-            "loss": None if result.skipped else metrics.pop("loss"),
+            "loss": None if result.skipped else self._loss(metrics),
             "grad_norm": None if result.skipped else result.grad_norm,
             "lr": None if result.skipped else lr,
             "documents": totals.documents,
@@ -72,6 +73,15 @@ class Recorder:
             self.file.write(line)
         self.summary.add(line)
         return line
+
+    def _loss(self, metrics: dict[str, float | None]) -> float | None:
+        """Taken out of the metrics. Only an objective of the user's own could have left it out."""
+        if "loss" not in metrics:
+            raise UserError(
+                f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
+                "Terms, as (sum, weight)."
+            )
+        return metrics.pop("loss")
 
     def stop_if_hopeless(self, result: StepResult, sources: list[str]) -> None:
         """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them. A step

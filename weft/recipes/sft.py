@@ -23,13 +23,14 @@ from weft.engine.engine import Engine, EngineConfig
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.load import choose_objective
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.folder import open_folder
+from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
@@ -37,8 +38,9 @@ from weft.recipes.resume import Start, constants, find_start, take_up
 FRESH = Start()
 
 
-def run(config: SftConfig, options: SftOptions) -> None:
+def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
+    choose_objective(config.train.objective, hooks.objective)  # what is wrong with it is said before anything is read
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(engine_config(config), ranks, weights=False)
@@ -64,7 +66,7 @@ def run(config: SftConfig, options: SftOptions) -> None:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
             print_opening(config, engine, report, folder, notes)
-            train(config, engine, documents, report, folder, phases, start)
+            train(config, engine, documents, report, folder, phases, start, hooks)
 
 
 def engine_config(config: SftConfig) -> EngineConfig:
@@ -117,10 +119,12 @@ def train(
     folder: Path,
     phases: Phases,
     start: Start = FRESH,
+    hooks: Hooks = NO_HOOKS,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
-    steps, objective, updates, stop = deal(config, documents), CrossEntropy(), start.updates, 0
+    steps, updates, stop = deal(config, documents), start.updates, 0
+    objective = choose_objective(config.train.objective, hooks.objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
     saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
@@ -140,7 +144,10 @@ def train(
             if step.number == start.step + 1:
                 check_contract(engine)
             memory_gib, stop, overdue, failed = meet(engine, signals, saver)
-            progress.step(recorder.record(step, plan, metrics, result, lr, seconds, memory_gib))
+            line = recorder.record(step, plan, metrics, result, lr, seconds, memory_gib)
+            progress.step(line)
+            if hooks.on_step is not None:
+                hooks.on_step(line)
             recorder.stop_if_hopeless(result, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
