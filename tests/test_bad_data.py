@@ -21,6 +21,7 @@ from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))
 PAIR = {"prompt": "a", "completion": "b"}
+UNENDED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
 _folder = tempfile.TemporaryDirectory(prefix="weft-bad-data-")
 
@@ -138,6 +139,9 @@ CASES = [
          ["no token", "1 more", ":4", "message of the assistant"]),
     Case("one token without bos", [{"text": "</s>"}], ":1: ", ["no token of this document is trained"]),
     Case("no chat template", [PAIR, GOOD], ":2: ", ["no chat template"], tokenizer=lambda: byte_tokenizer(None)),
+    Case("no end of turn", [GOOD], ":1: ",
+         ["no special token ends message 2", "{% generation %}", "data.chat_template"],
+         tokenizer=lambda: byte_tokenizer(UNENDED)),
     Case("refused by the template", [GOOD, chat(("assistant", "b")), GOOD], ":2: ",
          ["chat template refused", "begin with the user"], tokenizer=lambda: byte_tokenizer(STRICT)),
     Case("tokenizer that drops spaces", [GOOD], ":1: ", ["drops characters"], tokenizer=lossy_tokenizer),

@@ -291,6 +291,7 @@ OUT_OF_RANGE = {
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
     "fsdp.overrides": "{lm_head: 1}",
+    "data.template_kwargs": "{messages: no}",
     "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
@@ -327,6 +328,11 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
     assert f"command line: {key} is " in message
     assert RANGES[key][1] in message
+
+
+@pytest.mark.parametrize("day", ["2025-13-01", "20250301", "today"])
+def test_template_date_is_a_day(day: str) -> None:
+    assert "data.template_date is" in refused(f"data.template_date={day}") and load("data.template_date=2025-03-01")
 
 
 def test_every_number_has_a_range() -> None:

@@ -56,6 +56,16 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
     "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
+    "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
+    "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
+    "data.template_kwargs": (
+        "what templates are told besides",
+        "test_masks_templates.py::test_kwargs_of_the_config_and_of_a_document",
+    ),
+    "data.template_date": (
+        "the day that templates write",
+        "test_masks_templates.py::test_the_day_that_templates_write",
+    ),
     "data.shuffle": (
         "the order of the documents",
         "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",

@@ -15,8 +15,8 @@ from tests.test_sources import flat
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from weft.data import sources, tokenise
 from weft.data.documents import load_documents
+from weft.data.encode import Encoder
 from weft.data.tokenise import Tokenising
-from weft.data.tokenizer import Encoder
 from weft.errors import StorageError, UserError
 
 

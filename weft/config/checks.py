@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -60,6 +61,9 @@ UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
 _IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 
+# What weft itself tells a chat template.
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
+
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
 _NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
@@ -86,6 +90,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     ),
     "data.max_length": _AT_LEAST_2,
     "data.workers": _AT_LEAST_1,
+    "data.template_kwargs": (
+        lambda v: not set(v) & set(RESERVED_KWARGS),
+        f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
+    ),
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,
@@ -166,6 +174,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
             f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
         )
+    day = config.data.template_date
+    if day is not None and not _is_day(day):
+        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
     tokens = config.step.tokens
     if tokens is not None and longest is not None and longest > tokens:
         yield (
@@ -219,6 +230,13 @@ def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[s
             "schedule.decay_ratio",
             f"schedule.warmup_ratio + schedule.decay_ratio is {shares:g}, more than all steps: lower one.",
         )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _show(value: Any) -> str:

@@ -175,6 +175,24 @@ class DataConfig:
         "in [{path: a.jsonl, weight: 2}, {path: b.parquet, columns: {text: body}}].",
         None,
     )
+    train_on: Literal["answers", "last", "all"] = key(
+        "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
+        "completion; `last`, the last of them; `all`, every token.",
+        "answers",
+    )
+    chat_template: str | None = key(
+        "Chat template in place of the tokenizer's: a Jinja file, or `chatml`. It is saved with every checkpoint.", None
+    )
+    template_kwargs: dict[str, bool | int | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "What the chat template is told besides the messages, as in {enable_thinking: false}; a document's "
+        "`chat_template_kwargs` come on top.",
+        default_factory=dict,
+    )
+    template_date: str | None = key(
+        "The day that some chat templates write (gpt-oss, Llama 3.2), as YYYY-MM-DD; null: the day on which the run "
+        "begins.",
+        None,
+    )
     shuffle: bool = key(
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )

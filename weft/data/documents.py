@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from weft.data.encode import Encoding, has_template
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.opened import Data, Source, open_data
 from weft.data.order import Share
@@ -105,23 +106,24 @@ def load_documents(
     long_documents: LongDocuments = "error",
     max_length_key: str = "data.max_length",
     vocab_size: int | None = None,
-    encoding: tuple[Any, ...] = (),
+    encoding: Encoding | None = None,
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data; docs/data.md says which forms it may have.
 
-    weights[i] of a document is 1.0 where token i is trained as a target, else 0.0. Documents keep the order of their
-    sources, whatever the number of processes.
+    A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
+    end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained
+    as a target, else 0.0. Documents keep the order of their sources, whatever the number of processes.
 
     max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
     whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
-    encoding: what an Encoder takes besides the tokenizer. how: processes and cache; by default neither.
+    encoding: what is trained, and the chat template. how: processes and cache; by default neither.
 
     Raises UserError with file and line for whatever the user has to mend in the data.
     """
     sources = open_data(data)
     jobs = [
-        (part, Work(tokenizer, encoding, source.reading(bool(tokenizer.chat_template))))
+        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding))))
         for source in sources
         for part in source.parts
     ]

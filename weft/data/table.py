@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.blocks import where
+from weft.data.encode import Encoded
 from weft.data.records import ALL_FORMATS, Format, Record
-from weft.data.tokenizer import Encoded
 
 Array = NDArray[Any]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,10 +12,10 @@ from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
 from weft.data.blocks import Block
 from weft.data.crew import Crew
+from weft.data.encode import Encoder, Encoding
 from weft.data.records import Reading
 from weft.data.sources import Part
 from weft.data.table import Chunk, Table
-from weft.data.tokenizer import Encoder
 from weft.observe import flight
 
 # Data of fewer bytes is tokenised by every rank as it stands: that takes less than a second.
@@ -29,14 +28,14 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What turns blocks into tokens. It travels to worker processes. encoding: what an Encoder takes besides."""
+    """What turns blocks into tokens. It travels to worker processes. encoding: of an Encoder."""
 
     tokenizer: PreTrainedTokenizerBase
-    encoding: tuple[Any, ...] = ()
+    encoding: Encoding | None = None
     reading: Reading = field(default_factory=Reading)
 
     def make(self) -> Encoder:
-        return Encoder(self.tokenizer, *self.encoding)
+        return Encoder(self.tokenizer, self.encoding)
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block. Raises UserError at the first that is none."""

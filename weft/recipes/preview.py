@@ -60,14 +60,16 @@ def _sampled(part: Part) -> Iterator[Block]:
 
 
 def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
+    from weft.data.encode import has_template, read_encoding
     from weft.data.limits import Limits, check_trained
     from weft.data.table import in_memory
     from weft.data.tokenise import Work
     from weft.data.tokenizer import load_tokenizer
 
     tokenizer, read = load_tokenizer(config.model.path), []
+    encoding = read_encoding(config.data, tokenizer)
     for one in sampled:
-        work = Work(tokenizer, (), one.source.reading(bool(tokenizer.chat_template)))
+        work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)))
         encoder = work.make()
         chunks = [work.encode(encoder, block) for block in one.blocks]
         read.append(Read(one.source, in_memory(one.part.origin, one.part.by_line, chunks), one.taken))

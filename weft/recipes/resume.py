@@ -32,7 +32,8 @@ T = TypeVar("T")
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "run", "data.path", "data.sources", "data.split",
-    "data.subset", "data.columns", "data.max_length", "data.long_documents", "data.workers", "data.cache", "model.path",
+    "data.subset", "data.columns", "data.max_length", "data.long_documents", "data.workers", "data.cache",
+    "data.chat_template", "model.path",
     "model.attention", "model.recompute", "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout",
     "train.max_nonfinite", "train.deterministic",
 )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
@@ -14,6 +16,7 @@ from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
+from weft.data.encode import read_encoding
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
 from weft.data.tokenizer import load_tokenizer
@@ -46,6 +49,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             engine = Engine(engine_config(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
+    config = dated(config)
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
@@ -82,17 +86,25 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
+def dated(config: SftConfig) -> SftConfig:
+    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    day = config.data.template_date or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, template_date=day))
+
+
 def read_data(config: SftConfig, shown: Callable[[int, int], None] | None = None) -> tuple[Documents, DataReport]:
     """Every document, tokenised. shown: told (bytes done, bytes in all)."""
     budget = config.step.max_tokens_per_device
     key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
+    tokenizer = load_tokenizer(config.model.path)
     return load_documents(
         config.data,
-        load_tokenizer(config.model.path),
+        tokenizer,
         max_length=min(config.data.max_length or budget, budget),
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        encoding=read_encoding(config.data, tokenizer),
         how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 
