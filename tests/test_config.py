@@ -224,7 +224,7 @@ def test_a_default_yields_to_its_partner() -> None:
     assert config.schedule.warmup_steps == 2
 
 
-@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE[1:])  # data.path: in tests/test_sources.py
 def test_both_partners_are_refused(key: str, partner: str) -> None:
     value = "0.5" if key.endswith("ratio") else "5"
     message = refused(f"{partner}=5", a=f"{key}: {value}\n")
@@ -294,6 +294,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -324,6 +325,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "data.workers": "0",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -435,9 +437,10 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
-        "data.path=dd.jsonl"
-    )
+    said = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
+    assert said.endswith("Did you mean d.jsonl?")
+    assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")

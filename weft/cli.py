@@ -20,7 +20,15 @@ from weft import __version__
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import ChatOptions, ExportOptions, MergeOptions, ReportOptions, SftOptions, VerifyOptions
+from weft.cluster.options import (
+    ChatOptions,
+    ExportOptions,
+    MergeOptions,
+    PreviewOptions,
+    ReportOptions,
+    SftOptions,
+    VerifyOptions,
+)
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
@@ -33,7 +41,7 @@ from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "data", "rollouts", "migrate")
+NOT_YET = ("rl", "plan", "bench", "rollouts", "migrate")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -209,6 +217,25 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("data")
+    files_and_keys = arguments.config
+    if files_and_keys[:1] != ["preview"]:
+        raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
+    arguments.config = files_and_keys[1:]
+    config = _load(arguments)
+    least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
+    ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
+    options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
+
+    def body() -> None:
+        from weft.recipes import preview
+
+        preview.run(config, options)
+
+    return Job(body, 1, words)
+
+
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("merge")
     options = MergeOptions(path=arguments.path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
@@ -333,6 +360,12 @@ def _temperature(text: str) -> float:
     return value
 
 
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+    return int(text)
+
+
 def _attempts(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
@@ -370,6 +403,16 @@ def _verify_parser() -> argparse.ArgumentParser:
     parser = _parser("verify", COMMANDS["verify"].summary)
     parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
     parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
+    return parser
+
+
+def _data_parser() -> argparse.ArgumentParser:
+    parser = _parser("data", COMMANDS["data"].summary)
+    parser.usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser.add_argument(
+        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
     return parser
 
 
@@ -428,6 +471,7 @@ COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
     "chat": Command("Talk to a run's last checkpoint, or to any model.", _chat_parser, _chat),
     "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
+    "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
