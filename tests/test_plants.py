@@ -117,7 +117,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
         Document(torch.tensor(ids), torch.tensor(mask), source=f"documents.jsonl:{number}")
         for number, (ids, mask) in enumerate(run_documents(poisoned), start=1)
     ]
-    report = DataReport(path=config.data.path, documents=len(documents), tokens=0, loss_tokens=0, longest=61)
+    report = DataReport(config.data.path, len(documents), tokens=0, loss_tokens=0, longest=61, digest="")
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):

@@ -7,10 +7,11 @@ the shared files: nothing is gathered, and no rank holds more than a slice of wh
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
+from weft.checkpoint.retention import commit
 from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.build import BuiltModel
@@ -117,27 +119,37 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
     run beside training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
-    numbers = {name: number for number, name in enumerate(shards)}
-    files: dict[str, TensorFile] = {}
     written = 0
-    try:
-        for piece in plan.pieces:
-            shard = shards.get(piece.runtime)
-            part = None if shard is None else overlap(piece.box, shard.box)
-            if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
-                continue
+    with ExitStack() as stack:
+        files: dict[str, TensorFile] = {}
+        pending: Future[None] | None = None
+        writer = stack.enter_context(ThreadPoolExecutor(1))  # writes a slice while the next is cast
+        for piece, box, values in _own_slices(plan, shards):
             name = by_file[piece.disk]
-            file = files.get(name) or files.setdefault(name, TensorFile(folder / name, writable=True))
-            for box in _slices(part):
-                values = piece.to_disk(shard.values[box.within(shard.box)]).to(plan.manifest[piece.disk].dtype).cpu()
-                file.write(piece.disk, piece.disk_box(box), values)
-                written += values.nbytes
+            if name not in files:
+                files[name] = stack.enter_context(TensorFile(folder / name, writable=True))
+            if pending is not None:
+                pending.result()
+            pending = writer.submit(files[name].write, piece.disk, piece.disk_box(box), values)
+            written += values.nbytes
+        if pending is not None:
+            pending.result()
         for file in files.values():
             file.fsync()
-    finally:
-        for file in files.values():
-            file.close()
     return written
+
+
+def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Tensor]]:
+    """What this rank writes: (piece, box of the piece, its values in the file's dtype, on the CPU)."""
+    numbers = {name: number for number, name in enumerate(shards)}
+    for piece in plan.pieces:
+        shard = shards.get(piece.runtime)
+        part = None if shard is None else overlap(piece.box, shard.box)
+        if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
+            continue
+        for box in _slices(part):
+            values = piece.to_disk(shard.values[box.within(shard.box)])
+            yield piece, box, values.to(plan.manifest[piece.disk].dtype).cpu()
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
@@ -163,16 +175,6 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 def _wait_for_all(engine: Engine) -> None:
     if engine.ranks.world > 1:
         dist.barrier()
-
-
-def commit(partial: Path, target: Path) -> None:
-    """Put a whole folder in its place. One that is there already makes way only now, by a rename."""
-    replaced = target.with_name(target.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(partial, target)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _slices(box: Box) -> Iterator[Box]:

@@ -31,14 +31,16 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Give a whole folder its name, on the disk when this returns, and point `latest` at it."""
+    """Give a whole folder its name, on the disk when this returns. One that is there already makes way by a rename."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
+    removing = _removing(target)
     if target.exists():
-        remove(target)
+        shutil.rmtree(removing, ignore_errors=True)
+        os.rename(target, removing)
     os.rename(partial, target)
     _sync(target.parent)
-    point_latest(target)
+    shutil.rmtree(removing, ignore_errors=True)
 
 
 def point_latest(target: Path) -> None:
@@ -69,10 +71,14 @@ def remove(folder: Path) -> None:
     """Remove a folder, under another name, so that a kill leaves no half of it under its own."""
     if not folder.exists():
         return
-    removing = folder.with_name(folder.name + ".removing")
+    removing = _removing(folder)
     shutil.rmtree(removing, ignore_errors=True)
     os.rename(folder, removing)
     shutil.rmtree(removing, ignore_errors=True)
+
+
+def _removing(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".removing")
 
 
 def sweep(checkpoints: Path) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from weft.checkpoint import rng
 from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
-from weft.checkpoint.retention import TRAINER_STATE, commit, prune, step_folder
+from weft.checkpoint.retention import TRAINER_STATE, commit, point_latest, prune, step_folder
 from weft.checkpoint.state import (
     RNG,
     WEIGHTS,
@@ -44,20 +44,22 @@ from weft.checkpoint.state import (
     RankFile,
     find_parts,
     find_scalars,
+    tied_names,
     write_rank_file,
     write_state,
 )
 from weft.cluster.agree import largest
+from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError
+from weft.parallel import fsdp
 
-DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # how long a rank that fails elsewhere lets a checkpoint that is being written come to its end
-_MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE,
-             errno.EFBIG}  # fmt: skip
+_MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.plan = plan_export(self.engine, DTYPES[self.config.dtype])
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
-        self._aliases = _aliases(self.engine)
+        self._owners = tied_names(self.engine.module)
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
@@ -298,9 +300,7 @@ class Saver:
             if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
                 return RankReport(nonfinite=f"{name} in fp16 (set checkpoint.dtype=bf16)")
         shards = {name: Shard(job.boxes[WEIGHTS + name], copy) for name, copy in weights.items()}
-        for alias, name in self._aliases.items():
-            if name in shards:
-                shards[alias] = shards[name]
+        shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
         exported = write_export(self.plan, shards, job.partial)
         if self.config.trainer_state == "none":
             return RankReport(exported)
@@ -332,6 +332,7 @@ class Saver:
             write_state(job.partial / TRAINER_STATE, {"id": job.id, **job.state}, files)
         shutil.rmtree(job.reports)
         commit(job.partial, job.target)
+        point_latest(job.target)
         settings = self.config
         prune(
             self.checkpoints,
@@ -346,13 +347,6 @@ class Saver:
         while not holds():
             if self._cancel.wait(_POLL_SECONDS):
                 raise _CancelledError
-
-
-def _aliases(engine: Engine) -> dict[str, str]:
-    """Further names of tied weights -> the name under which they are copied."""
-    first = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    state = engine.module.state_dict(keep_vars=True)
-    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
 def _is_mendable(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
@@ -71,6 +71,13 @@ def find_parts(engine: Engine) -> dict[str, Part]:
         if name in persistent:
             found[WEIGHTS + name] = _part(buffer, number)
     return found
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of tied weights -> the name under which they are saved."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    state = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
 def _part(tensor: Tensor, number: int) -> Part:

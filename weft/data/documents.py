@@ -23,13 +23,17 @@ _BATCH = 1000  # records tokenised at once: enough to keep a fast tokenizer busy
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What a data file gave. Counts are of documents or tokens; longest is in tokens, after truncation."""
+    """What a data file gave. Counts are of documents or tokens; longest is in tokens, after truncation.
+
+    digest: hexadecimal, of all tokens and loss weights in their order.
+    """
 
     path: str
     documents: int
     tokens: int
     loss_tokens: int
     longest: int
+    digest: str
     dropped: int = 0
     truncated: int = 0
 
@@ -89,16 +93,18 @@ def load_documents(
             f"{path}: data.long_documents: drop leaves no document: all {len(records)} are longer than {max_length} "
             f"tokens ({max_length_key}). Raise {max_length_key}, or set data.long_documents: truncate."
         )
+    documents = [_document(records[i], encoded[i]) for i in kept]
     report = DataReport(
         path=path,
-        documents=len(kept),
+        documents=len(documents),
         tokens=sum(len(encoded[i].ids) for i in kept),
         loss_tokens=sum(sum(encoded[i].trained[1:]) for i in kept),
         longest=max(len(encoded[i].ids) for i in kept),
+        digest=fingerprint(documents),
         dropped=len(records) - len(kept),
         truncated=len(long) if long_documents == "truncate" else 0,
     )
-    return [_document(records[i], encoded[i]) for i in kept], report
+    return documents, report
 
 
 def _encode(encoder: Encoder, records: Sequence[Record]) -> Iterator[Encoded]:

@@ -250,10 +250,13 @@ class Engine:
         return build_row(
             plan.rows[micro][rank], documents,
             length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
+            owners=bool(self.balance),
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        balance = (row.owner_M, len(row.documents), self.built.flops.experts_per_token) if self.balance else None
+        balance = None
+        if row.owner_M is not None:
+            balance = row.owner_M, len(row.documents), self.built.flops.experts_per_token
         readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
         balance_sum = readouts.pop("balance", None)
         terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))

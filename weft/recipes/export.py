@@ -6,6 +6,7 @@ Tensor by tensor: memory holds the largest one, never the model.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap
-from weft.checkpoint.export import commit, plan_export, prepare_export, write_export
+from weft.checkpoint.export import plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
-from weft.checkpoint.retention import step_folder, whole_steps
+from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.save import DTYPES
-from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state
+from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
@@ -72,25 +73,49 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None
     if built.load is not None:
         built.load.source.close()
     prepare_export(plan, folder)
-    first = {id(tensor): name for name, tensor in [*built.module.named_parameters(), *built.module.named_buffers()]}
-    every = built.module.state_dict(keep_vars=True)
-    written = 0
-    for runtime in dict.fromkeys(piece.runtime for piece in plan.pieces):
-        values = _whole(state, WEIGHTS + first[id(every[runtime])])
-        written += write_export(plan, {runtime: Shard(Box.whole(tuple(values.shape)), values)}, folder)
+    with _Masters(state, tied_names(built.module), list(built.module.state_dict())) as masters:
+        written = write_export(plan, masters, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-def _whole(state: TrainerState, name: str) -> Tensor:
-    """A tensor of the trainer state, put together from the files of all ranks."""
-    entry = state.content["tensors"][name]
-    whole = Box.whole(tuple(entry["shape"]))
-    values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
-    for file in state.files:
-        if name in file.boxes:
-            start, size = file.boxes[name]
-            box = Box(tuple(start), tuple(size))
-            assert overlap(box, whole) == box, name
-            with TensorFile.open(state.folder / file.name) as opened:
-                values[box.within(whole)] = opened.read(name)
-    return values
+class _Masters(Mapping[str, Shard]):
+    """The whole weights of a trainer state by the model's names, put together from the files of all ranks when they
+    are asked for. One is kept, because pieces of the same tensor follow one another."""
+
+    def __init__(self, state: TrainerState, owners: Mapping[str, str], names: list[str]) -> None:
+        self.state, self.owners, self.names = state, owners, names
+        self._files = [(file.boxes, TensorFile.open(state.folder / file.name)) for file in state.files]
+        self._last: tuple[str, Shard] | None = None
+
+    def __getitem__(self, name: str) -> Shard:
+        owner = WEIGHTS + self.owners.get(name, name)
+        if self._last is None or self._last[0] != owner:
+            self._last = None  # before the next is read: memory holds one
+            values = self._read(owner)
+            self._last = owner, Shard(Box.whole(tuple(values.shape)), values)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __enter__(self) -> _Masters:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, file in self._files:
+            file.close()
+
+    def _read(self, name: str) -> Tensor:
+        entry = self.state.content["tensors"][name]
+        whole = Box.whole(tuple(entry["shape"]))
+        values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
+        for boxes, file in self._files:
+            if name in boxes:
+                start, size = boxes[name]
+                box = Box(tuple(start), tuple(size))
+                assert overlap(box, whole) == box, name
+                values[box.within(whole)] = file.read(name)
+        return values

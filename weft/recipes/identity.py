@@ -10,13 +10,12 @@ from transformers import PretrainedConfig
 from weft.cluster.alike import versions
 from weft.config.render import to_dict
 from weft.config.schema import SftConfig
-from weft.data.documents import fingerprint
-from weft.engine.document import Document
+from weft.data.documents import DataReport
 from weft.models import hf
 from weft.observe.summary import versions as package_versions
 
 
-def identity(config: SftConfig, documents: list[Document]) -> dict[str, str]:
+def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
     """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
     keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path")}
@@ -25,7 +24,7 @@ def identity(config: SftConfig, documents: list[Document]) -> dict[str, str]:
     return {
         **keys, **packages, **versions(),
         "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
-        "documents of data.path": f"{len(documents)} ({fingerprint(documents)})",
+        "documents of data.path": f"{data.documents} ({data.digest})",
     }  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from weft.config.keys import schema_keys
 from weft.config.load import show_default
 from weft.config.schema import ScheduleConfig, SftConfig
 from weft.config.yaml12 import show
-from weft.data.documents import fingerprint
-from weft.engine.document import Document
+from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
@@ -53,7 +52,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(config: SftConfig, folder: Path, documents: Sequence[Document], steps: int, ranks: Ranks) -> Start:
+def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
     """The newest whole checkpoint of RUN, after checking that this config goes on with the same training.
 
     steps: of the whole run. Raises UserError, the same on every rank. Nothing in RUN is changed yet.
@@ -69,7 +68,7 @@ def find_start(config: SftConfig, folder: Path, documents: Sequence[Document], s
     problems = [
         *_refused(changed),
         *_rates_changed(content, config, steps),
-        *_contents_changed(state, config, documents),
+        *_contents_changed(state, config, data),
     ]
     if problems:
         raise UserError(
@@ -180,12 +179,12 @@ def _put_in_order(folder: Path, start: Start) -> list[str]:
 # ---------------------------------------------------------------- what may differ
 
 
-def constants(config: SftConfig, documents: Sequence[Document], steps: int) -> dict[str, Any]:
+def constants(config: SftConfig, data: DataReport, steps: int) -> dict[str, Any]:
     """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
     return {
         "steps": steps,
         "config": to_dict(config),
-        "data": {"documents": len(documents), "digest": fingerprint(documents)},
+        "data": {"documents": data.documents, "digest": data.digest},
         "model": {"sha256": model_fingerprint(config.model.path)},
     }
 
@@ -233,12 +232,12 @@ def _rates_changed(content: Mapping[str, Any], config: SftConfig, steps: int) ->
     return []
 
 
-def _contents_changed(state: TrainerState, config: SftConfig, documents: Sequence[Document]) -> list[str]:
+def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) -> list[str]:
     problems = []
-    if state.content["data"]["digest"] != fingerprint(documents):
+    if state.content["data"]["digest"] != data.digest:
         before = state.content["data"]["documents"]
         problems.append(
-            f"data.path: {config.data.path} gives other documents than before ({len(documents):,}; {before:,} before): "
+            f"data.path: {config.data.path} gives other documents than before ({data.documents:,}; {before:,} before): "
             "the place in the data would mean nothing"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config.model.path):

@@ -50,10 +50,10 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         flight.at("data")
         with phases("data"):
             documents, report = read_data(config)
-        require_agreement(identity(config, documents))
+        require_agreement(identity(config, report))
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
-            start = find_start(config, folder, documents, steps, ranks) if resume else FRESH
+            start = find_start(config, folder, report, steps, ranks) if resume else FRESH
             if start.step == steps:
                 say_finished(folder, steps, ranks)
                 return
@@ -122,7 +122,7 @@ def train(
     steps, updates, stop = deal(config, documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
-    saver = Saver(engine, folder, config.checkpoint, constants(config, documents, len(steps)), last=start.step)
+    saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with saver, StopSignals() as signals, progress:
         for step in steps.starting_at(start.step + 1):
