@@ -80,6 +80,8 @@ class _Parser(argparse.ArgumentParser):
         if dashed is not None:
             key = dashed.lstrip("-")
             hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
+        elif "--config" in message:
+            hint = " Config files are named without an option, as in weft sft sft.yaml."
         raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
 
 
