@@ -27,11 +27,12 @@ from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.aliases import advice_for
 from weft.config.keys import schema_keys
+from weft.config.migrate import migrate
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "chat", "data", "rollouts", "report", "migrate")
+NOT_YET = ("rl", "plan", "bench", "chat", "data", "rollouts", "report")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -208,6 +209,11 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    draft = migrate(arguments.files, arguments.nproc)
+    return Job(lambda: print(draft, end=""), 1, words)
+
+
 def _load(arguments: argparse.Namespace) -> SftConfig:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
@@ -325,9 +331,23 @@ def _export_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _migrate_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft migrate", description=COMMANDS["migrate"].summary, allow_abbrev=False)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE",
+        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a shell script (.sh) with options",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
+    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
 

@@ -43,7 +43,7 @@ def load_config(
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
-        _merge(tree, _read(path))
+        _merge(tree, read_config_file(path))
     for override in overrides:
         _merge(tree, parse_override(override))
     return _finish(tree, schema, weights)
@@ -56,7 +56,7 @@ def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig
 
 def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
-    config = _build(tree, schema)
+    config = build(tree, schema)
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
 
@@ -75,7 +75,8 @@ def parse_override(text: str) -> Node:
     return node
 
 
-def _read(path: str) -> Node:
+def read_config_file(path: str) -> Node:
+    """The sections of a YAML or TOML file. UserError, with what may have been meant, where there is none."""
     file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
     if file.is_file():
         return _expand_dotted(read_file(path))
@@ -134,7 +135,8 @@ def _accepts_null(key: Key | None) -> bool:
     return key is not None and "null" in describe(key.type).split(" or ")
 
 
-def _build(tree: Node, schema: type[Schema]) -> Schema:
+def build(tree: Node, schema: type[Schema]) -> Schema:
+    """The typed config of a tree; UserError for keys and types that are not the schema's."""
     problems: list[str] = []
     unknown: list[Unknown] = []
     built: dict[str, Any] = {}

@@ -29,8 +29,6 @@ What is different:
 - Chats of your own need no template with generation markers.
 - A document longer than `data.max_length` is an error, which counts them; TRL cuts them. `data.long_documents` decides.
 - Intervals count optimizer steps. The last step is always saved, as a HuggingFace directory.
-- Defaults differ: lr 1e-5 (TRL 2e-5), cosine to a tenth of the peak (TRL linear to 0), weight decay 0.1 (TRL 0), betas
-  0.9 and 0.95 (TRL 0.9 and 0.999), 3% warm-up (TRL none), recompute off (TRL on), data shuffled in both.
 """
 
 TRL = Trainer(
@@ -230,5 +228,19 @@ TRL = Trainer(
             "beta": say.RL,
             "reward_funcs": say.REWARD,
         },
+    },
+    {
+        "data.train_on": "all",
+        "data.max_length": 1024,
+        "data.long_documents": "truncate",
+        "model.recompute": "full",
+        "optimizer.lr": 2.0e-5,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.betas": [0.9, 0.999],
+        "schedule.name": "linear",
+        "schedule.warmup_ratio": 0.0,
+        "schedule.min_lr_ratio": 0.0,
+        "train.epochs": 3,
+        "checkpoint.every": 500,
     },
 )
