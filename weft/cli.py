@@ -20,7 +20,7 @@ from weft import __version__
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import ExportOptions, SftOptions, VerifyOptions
+from weft.cluster.options import ExportOptions, MergeOptions, SftOptions, VerifyOptions
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
@@ -199,7 +199,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if joined():
         raise UserError("weft export is one process: start it without torchrun.")
-    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output)
+    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output, ema=arguments.ema)
 
     def body() -> None:
         from weft.recipes import export
@@ -212,6 +212,19 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     draft = migrate(arguments.files, arguments.nproc)
     return Job(lambda: print(draft, end=""), 1, words)
+
+
+def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    if joined():
+        raise UserError("weft merge is one process: start it without torchrun.")
+    options = MergeOptions(path=arguments.path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
+
+    def body() -> None:
+        from weft.recipes import merge
+
+        print(f"merged {merge.run(options)}")
+
+    return Job(body, 1, words)
 
 
 def _load(arguments: argparse.Namespace) -> SftConfig:
@@ -327,6 +340,21 @@ def _export_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
     )
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def _merge_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft merge", description=COMMANDS["merge"].summary, allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
@@ -348,6 +376,7 @@ COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
+    "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
 

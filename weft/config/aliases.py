@@ -26,17 +26,11 @@ NOT_YET = (
     "data.workers",
     "data.cache",
     "data.streaming",
-    "optimizer.options",
-    "optimizer.groups",
-    "train.ema_decay",
-    "checkpoint.keep_best",
-    "eval",
     "track",
     "profile",
     "rl",
     "rollout",
     "cluster",
-    "lora",
 )
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}

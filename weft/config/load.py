@@ -26,7 +26,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "run.dir")
+PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir")
 
 
 def load_config(
@@ -98,12 +98,13 @@ def _expand_dotted(tree: Node) -> Node:
     return expanded
 
 
-def _merge(into: Node, other: Node) -> None:
+def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
+    """sections: whether these are those of the config, and not keys, which null unsets."""
     for name, node in other.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
-            _merge(present, node)
-        elif not (present is not None and present.is_section and node.value is None):
+            _merge(present, node, sections=False)
+        elif not (sections and present is not None and present.is_section and node.value is None):
             into.value[name] = node  # an empty section (all its keys commented out) changes nothing
 
 
@@ -200,6 +201,8 @@ def show_default(key: Key) -> str:
 
 
 def _expand_home(name: str, value: Any) -> Any:
+    if name in PATH_KEYS and isinstance(value, dict):
+        return {part: _expand_home(name, path) for part, path in value.items()}
     return os.path.expanduser(value) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -18,9 +19,17 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
     for name in schema_keys(type(config)):
         section, _, leaf = name.partition(".")
         if name not in unread:
-            value = get(config, name)
-            rendered.setdefault(section, {})[leaf] = list(value) if isinstance(value, tuple) else value
+            rendered.setdefault(section, {})[leaf] = _plain(get(config, name))
     return rendered
+
+
+def _plain(value: Any) -> Any:
+    """Lists and mappings all the way down; a record without its fields that are null."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def to_yaml(config: Any) -> str:

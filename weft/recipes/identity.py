@@ -18,7 +18,7 @@ from weft.observe.summary import versions as package_versions
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
     """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
-    keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path")}
+    keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path", "eval.path")}
     packages = {name: str(version) for name, version in package_versions().items()}
     model = hf.read_config(config.model.path).to_json_string()
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,10 @@ class Recorder:
         lr: float,
         seconds: float,
         memory_gib: float,
+        evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
-        """The step's line, written by the first rank. memory_gib: the largest rank's."""
+        """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
+        the step, if it was evaluated."""
         totals = plan.totals
         line: dict[str, object] = {
             "step": step.number,
@@ -69,10 +71,18 @@ class Recorder:
             line |= {"skipped": True, "reason": result.reason}
         else:
             line |= metrics
+        line |= evaluation
         if self.file is not None:
             self.file.write(line)
         self.summary.add(line)
         return line
+
+    def record_start(self, evaluation: Mapping[str, float | None]) -> None:
+        """The line of step 0, where there is anything to say before the first step."""
+        line = {"step": 0, **evaluation}
+        if evaluation and self.file is not None:
+            self.file.write(line)
+        self.summary.add_evaluation(line)
 
     def _loss(self, metrics: dict[str, float | None]) -> float | None:
         """Taken out of the metrics. Only an objective of the user's own could have left it out."""
@@ -106,8 +116,7 @@ class Recorder:
             "seconds": dict(phases.seconds),
         }
 
-    def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
-        """Write summary.json beside the resolved config. stopped: the signal that ended the run early, or 0."""
+    def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
+        """Write summary.json beside the resolved config. stopped: what ended the run early; best: the evaluation."""
         if self.engine.ranks.is_first:
-            name = signal.Signals(stopped).name if stopped else None
-            self.summary.write(self.folder / "summary.json", phases, saved, name)
+            self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)

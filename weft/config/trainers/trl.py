@@ -154,7 +154,7 @@ TRL = Trainer(
             "hub_strategy": say.HUB,
             "eval_steps": say.EVAL,
             "eval_strategy": say.EVAL,
-            "eval_on_start": say.EVAL,
+            "eval_on_start": say.AT_START,
             "eval_dataset": say.EVAL_DATA,
             "load_best_model_at_end": say.KEEP_BEST,
             "metric_for_best_model": say.KEEP_BEST,

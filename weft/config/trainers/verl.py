@@ -138,7 +138,7 @@ VERL = Trainer(
             "logger": say.TRACKER,
             "save_freq": say.SAVE,
             "test_freq": say.EVAL,
-            "val_before_train": say.EVAL,
+            "val_before_train": say.AT_START,
             "max_ckpt_to_keep": say.KEEP,
             "max_actor_ckpt_to_keep": say.KEEP,
             "save_contents": say.WEIGHTS_ONLY,
