@@ -116,6 +116,7 @@ def test_a_bool_or_an_int() -> None:
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("data.path=~/d.jsonl").data.path == str(tmp_path / "d.jsonl")
+    assert load("run.dir=~nobody-here/x").run.dir == "~nobody-here/x"
 
 
 # ---------------------------------------------------------------- types

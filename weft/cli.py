@@ -35,13 +35,14 @@ from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.aliases import advice_for
 from weft.config.keys import schema_keys
+from weft.config.migrate import migrate
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "rollouts", "migrate")
+NOT_YET = ("rl", "plan", "bench", "rollouts")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -90,6 +91,8 @@ class _Parser(argparse.ArgumentParser):
         if dashed is not None:
             key = dashed.lstrip("-")
             hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
+        elif "--config" in message:
+            hint = " Config files are named without an option, as in weft sft sft.yaml."
         raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
 
 
@@ -234,6 +237,11 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         preview.run(config, options)
 
     return Job(body, 1, words)
+
+
+def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    draft = migrate(arguments.files, arguments.nproc)
+    return Job(lambda: print(draft, end=""), 1, words)
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -442,6 +450,19 @@ def _merge_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _migrate_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft migrate", description=COMMANDS["migrate"].summary, allow_abbrev=False)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE",
+        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a shell script (.sh) with options",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 def _chat_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft chat", description=COMMANDS["chat"].summary, allow_abbrev=False)
     parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
@@ -473,6 +494,7 @@ COMMANDS = {
     "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
     "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
+    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
