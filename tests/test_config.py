@@ -37,11 +37,13 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a model `m` and data `d.jsonl`."""
+    """A working folder with a model `m`, an adapter `a` and data `d.jsonl`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "m" / "model.safetensors").write_text("")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
     (tmp_path / "d.jsonl").write_text("")
     return tmp_path
 
@@ -116,6 +118,7 @@ def test_a_bool_or_an_int() -> None:
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("data.path=~/d.jsonl").data.path == str(tmp_path / "d.jsonl")
+    assert load("run.dir=~nobody-here/x").run.dir == "~nobody-here/x"
 
 
 # ---------------------------------------------------------------- types
@@ -224,7 +227,7 @@ def test_a_default_yields_to_its_partner() -> None:
     assert config.schedule.warmup_steps == 2
 
 
-@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE[1:])  # data.path: in tests/test_sources.py
 def test_both_partners_are_refused(key: str, partner: str) -> None:
     value = "0.5" if key.endswith("ratio") else "5"
     message = refused(f"{partner}=5", a=f"{key}: {value}\n")
@@ -294,6 +297,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -324,6 +328,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "data.workers": "0",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -435,9 +440,10 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
-        "data.path=dd.jsonl"
-    )
+    said = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
+    assert said.endswith("Did you mean d.jsonl?")
+    assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")

@@ -11,10 +11,13 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
+from weft.config.sources import column_problems, source_problems, split_problems
+from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
 EXCLUSIVE = (
+    ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -35,7 +38,12 @@ class Inert:
 
 
 _NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
+_SOURCES = "data.sources is set: set it for each source"
+
 INERT = (
+    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
     Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
@@ -133,6 +141,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "lora.alpha": _POSITIVE,
     "lora.dropout": _BELOW_1,
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
+    "data.workers": _AT_LEAST_1,
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
@@ -217,6 +226,7 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
+    yield from _source_problems(config.data)
     longest, row = config.data.max_length, config.step.max_tokens_per_device
     if longest is not None and longest > row:
         yield (
@@ -291,6 +301,9 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
 def _no_such_optimizer(name: str) -> str:
     if ("optimizer.name", name) in NOT_YET_VALUES:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
+    ours = weft_value("optimizer.name", name)
+    if ours is not None:
+        return f"optimizer.name is {_show(name)}: write {ours}."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
     meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
     return (
@@ -312,6 +325,14 @@ def _group_problems(group: Any) -> Iterator[str]:
             yield f"has {name} = {value:g}; it must be above 0 (model.freeze names what is not to be trained)."
     if group.weight_decay is not None and group.weight_decay < 0:
         yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
+
+
+def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+    if data.sources is not None:
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        return
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
 
 
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:

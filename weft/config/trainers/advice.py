@@ -108,7 +108,7 @@ WSD_RATIO = "say `schedule.decay_ratio` = decay steps / all steps, with `schedul
 WSD_SHAPE = "say `schedule.decay`: linear, cosine or 1-sqrt, with `schedule.name` wsd."
 DECAY_TO_END = "the schedule ends with the run, at `train.steps` or after `train.epochs`: leave it out."
 CYCLES = "cosine is one half wave from the peak to `schedule.min_lr_ratio`: leave it out."
-EMA = "say `train.ema_decay`."
+EMA = "say `optimizer.ema_decay`, such as 0.999; `checkpoint.weights` says which weights are saved for use."
 OBJECTIVE = "the loss is cross entropy over trained tokens; say `train.objective` for one of your own: leave it out."
 
 # the length of the run
@@ -150,6 +150,8 @@ FROM_WEIGHTS = "to start from the weights of a checkpoint, name its folder in `m
 EVAL_DATA = "say `eval.path`."
 EVAL = "say `eval.every` (optimizer steps; 0: only at the end)."
 PATIENCE = "say `eval.patience` (evaluations), and `eval.min_delta`."
+
+PYTHON = "in Python sections are keywords of weft.sft, and on_step is called after each step: leave it out."
 
 # ranks
 SHARD = "say `mesh.dp_shard` (-1: all ranks)."
