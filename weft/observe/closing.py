@@ -33,8 +33,12 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         f"{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
     )
     if summary["saved"] is not None:
-        lines.append(f"model    {summary['saved']}, a HuggingFace directory")
+        adapter = (Path(summary["saved"]) / "adapter_config.json").is_file()
+        what = "an adapter (peft)" if adapter else "a HuggingFace directory"
+        lines.append(f"model    {summary['saved']}, {what}")
         lines.append(f"next     weft chat {folder}      talk to it")
+        if adapter:
+            lines.append(f"         weft merge {folder}     a model of base and adapter")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
     return lines
 
