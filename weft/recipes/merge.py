@@ -6,11 +6,9 @@ W + s B A is computed in fp32 and rounded once, to the dtype that the base's fil
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import copy_companions, plan_export, prepare_export, write_export
@@ -23,7 +21,7 @@ from weft.errors import UserError
 from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
 from weft.models.build import BuiltModel, build_model
 from weft.models.load import read_whole
-from weft.models.lora import LoraPlan, Target
+from weft.models.lora import LoraPlan, add_delta
 from weft.recipes.export import Shapes, find_checkpoint
 
 
@@ -80,15 +78,3 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
 
 def _trained(built: BuiltModel, lora: LoraPlan) -> list[str]:
     return [name for name in built.module.state_dict() if lora.trains(name)]
-
-
-def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A, in place, in fp32; of fused experts each with its own."""
-    if target.kind == "experts":
-        a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
-        deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
-    else:
-        weight, deltas = weight[None], [b @ a]
-    for own, delta in zip(weight, deltas, strict=True):
-        own.add_(delta.T if target.transposed else delta, alpha=lora.scale)
-    return weight if target.kind == "experts" else weight[0]
