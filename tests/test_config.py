@@ -116,6 +116,7 @@ def test_a_bool_or_an_int() -> None:
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("data.path=~/d.jsonl").data.path == str(tmp_path / "d.jsonl")
+    assert load("run.dir=~nobody-here/x").run.dir == "~nobody-here/x"
 
 
 # ---------------------------------------------------------------- types
@@ -224,7 +225,7 @@ def test_a_default_yields_to_its_partner() -> None:
     assert config.schedule.warmup_steps == 2
 
 
-@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE[1:])  # data.path: in tests/test_sources.py
 def test_both_partners_are_refused(key: str, partner: str) -> None:
     value = "0.5" if key.endswith("ratio") else "5"
     message = refused(f"{partner}=5", a=f"{key}: {value}\n")
@@ -294,6 +295,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -324,6 +326,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "data.workers": "0",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -334,6 +337,7 @@ OUT_OF_RANGE = {
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
     "fsdp.overrides": "{lm_head: 1}",
+    "data.template_kwargs": "{messages: no}",
     "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
@@ -391,6 +395,11 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     assert RANGES[key][1] in message
 
 
+@pytest.mark.parametrize("day", ["2025-13-01", "20250301", "today"])
+def test_template_date_is_a_day(day: str) -> None:
+    assert "data.template_date is" in refused(f"data.template_date={day}") and load("data.template_date=2025-03-01")
+
+
 def test_every_number_has_a_range() -> None:
     numeric = {
         key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
@@ -429,9 +438,10 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
-        "data.path=dd.jsonl"
-    )
+    said = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
+    assert said.endswith("Did you mean d.jsonl?")
+    assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")

@@ -82,3 +82,15 @@ class ReportOptions:
 
     runs: tuple[str, ...]
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewOptions:
+    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown whole.
+
+    all: read everything, for exact numbers.
+    """
+
+    world: int = 1
+    samples: int = 3
+    all: bool = False

@@ -151,6 +151,8 @@ EVAL_DATA = "say `eval.path`."
 EVAL = "say `eval.every` (optimizer steps; 0: only at the end)."
 PATIENCE = "say `eval.patience` (evaluations), and `eval.min_delta`."
 
+PYTHON = "in Python sections are keywords of weft.sft, and on_step is called after each step: leave it out."
+
 # ranks
 SHARD = "say `mesh.dp_shard` (-1: all ranks)."
 REPLICATE = "say `mesh.dp_replicate`."
