@@ -13,6 +13,7 @@ from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft.data.encode import Encoding
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.errors import UserError
@@ -114,9 +115,16 @@ def test_prompts_of_a_list_are_what_a_user_says_or_text_to_continue() -> None:
     tokenizer = byte_tokenizer()
     (prompt,) = load_prompts(["ab"], tokenizer)
     rendered = tokenizer.decode(prompt.tokens)
-    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n"
+    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n<|start|>assistant\n"
     (text,) = load_prompts(["ab"], byte_tokenizer(None, bos=True))
     assert text.tokens == (1, *tokenizer("ab")["input_ids"])
+
+
+def test_prompts_are_rendered_by_the_template_of_the_data() -> None:
+    template = "{{ day }} {% for m in messages %}{{ m['content'] }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    encoding = Encoding(chat_template=template, template_kwargs={"day": "today"})
+    (prompt,) = load_prompts(["ab"], byte_tokenizer(None), encoding)
+    assert byte_tokenizer().decode(prompt.tokens) == "today ab>"
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     )
     first, second, third = load_prompts(path, byte_tokenizer())
     assert first.text == "system: s\nuser: a\nassistant: b\nuser: c" and first == third
-    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n")
+    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n<|start|>assistant\n")
     assert second.text == "ab" and byte_tokenizer().decode(second.tokens) == "ab"
 
 
