@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -138,6 +138,28 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
         for file in files.values():
             file.fsync()
     return written
+
+
+class WholeTensors(Mapping[str, Shard]):
+    """Tensors for write_export that are made when they are asked for. One is kept, because pieces of the same tensor
+    follow one another."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = names, make
+        self._last: tuple[str, Shard] | None = None
+
+    def __getitem__(self, name: str) -> Shard:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made: memory holds one
+            values = self._make(name)
+            self._last = name, Shard(Box.whole(tuple(values.shape)), values)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +189,15 @@ def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encod
 def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
     """Whether conversations can be rendered."""
     return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
+
+
+def renderer(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding
+) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
+    """(messages, whether to ask for an answer) -> the rendering, by the template that documents are rendered by."""
+    source = encoding.chat_template or tokenizer.get_chat_template()
+    template = ChatTemplate(source, {**tokenizer.special_tokens_map, **_clock(encoding.date)})
+    return lambda messages, ask: template.render(messages, encoding.template_kwargs, ask=ask).text
 
 
 def _clock(date: str | None) -> dict[str, Any]:
