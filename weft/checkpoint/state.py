@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
@@ -62,22 +62,34 @@ class RankFile:
 
 
 def find_parts(engine: Engine) -> dict[str, Part]:
-    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once."""
+    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once.
+
+    Of a model with adapters only what is trained: its base is read from model.path again.
+    """
     assert engine.optimizer is not None, "this engine was opened for inference"
     found, states = {}, engine.optimizer.state
     averages = {} if engine.ema is None else engine.ema.shards
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        if engine.lora is not None and not parameter.requires_grad:
+            continue
         found[WEIGHTS + name] = _part(parameter, number)
         if parameter in averages:
             found[EMA + name] = _part_like(parameter, averages[parameter], number)
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 found[f"{OPTIMIZER}{key}/{name}"] = _part_like(parameter, value, number)
-    persistent = engine.module.state_dict().keys()
+    persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
             found[WEIGHTS + name] = _part(buffer, number)
     return found
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of tied weights -> the name under which they are saved."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    state = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
 def _part(tensor: Tensor, number: int) -> Part:

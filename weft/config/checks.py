@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +11,12 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
+from weft.config.sources import column_problems, source_problems, split_problems
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
 EXCLUSIVE = (
+    ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -33,7 +36,13 @@ class Inert:
     because: str
 
 
+_NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
+_SOURCES = "data.sources is set: set it for each source"
+
 INERT = (
+    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
     Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
@@ -58,6 +67,15 @@ INERT = (
         "an optimizer that is named by its import path chooses the dtype of its state itself",
     ),
     Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
+    Inert("model.freeze", lambda c: c.lora.on, "with lora only adapters are trained"),
+    *(
+        Inert(f"lora.{leaf}", lambda c: not c.lora.on, "lora.rank is null, so there are no adapters")
+        for leaf in ("alpha", "rslora", "dropout", "targets", "modules_to_save")
+    ),
+    *(
+        Inert(f"lora.{leaf}", lambda c: c.lora.path is not None, "the adapter at lora.path says it")
+        for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save")
+    ),
     Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
     Inert(
         "fsdp.loss_scale_interval", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"
@@ -67,9 +85,31 @@ INERT = (
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.every", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.at_start", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.patience", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
+    Inert(
+        "eval.metric",
+        lambda c: c.eval.patience is None and not c.checkpoint.keep_best,
+        "only eval.patience and checkpoint.keep_best read it",
+    ),
+    Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
+    Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
+    Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
+    Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
+
+_IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
+# What weft itself tells a chat template.
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -96,6 +136,15 @@ RANGES: dict[str, tuple[Test, str]] = {
         "1 or more, or two such numbers",
     ),
     "data.max_length": _AT_LEAST_2,
+    "lora.rank": _AT_LEAST_1,
+    "lora.alpha": _POSITIVE,
+    "lora.dropout": _BELOW_1,
+    "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
+    "data.workers": _AT_LEAST_1,
+    "data.template_kwargs": (
+        lambda v: not set(v) & set(RESERVED_KWARGS),
+        f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
+    ),
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,
@@ -119,6 +168,13 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
     "checkpoint.keep_every": _AT_LEAST_1,
+    "eval.every": _NOT_NEGATIVE,
+    "eval.patience": _AT_LEAST_1,
+    "eval.min_delta": _NOT_NEGATIVE,
+    "eval.max_new_tokens": _AT_LEAST_1,
+    "eval.temperature": _NOT_NEGATIVE,
+    "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
+    "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
 
 
@@ -169,6 +225,7 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
+    yield from _source_problems(config.data)
     longest, row = config.data.max_length, config.step.max_tokens_per_device
     if longest is not None and longest > row:
         yield (
@@ -176,6 +233,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
             f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
         )
+    day = config.data.template_date
+    if day is not None and not _is_day(day):
+        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
     tokens = config.step.tokens
     if tokens is not None and longest is not None and longest > tokens:
         yield (
@@ -185,12 +245,37 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
         )
     yield from _optimizer_combinations(config.optimizer)
     yield from _schedule_combinations(config.schedule, config.train.steps)
+    objective = config.train.objective
+    if objective is not None and not _IMPORT_PATH.fullmatch(objective):
+        yield (
+            "train.objective",
+            f"train.objective is {objective}, which is no import path: write package.module:Name, as in "
+            "my_losses:Focal for the class Focal in my_losses.py.",
+        )
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:
         yield (
             "checkpoint.keep_every",
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+        )
+
+    yield from _eval_combinations(config.eval)
+
+
+def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
+    names = evaluation.path if isinstance(evaluation.path, dict) else {}
+    wrong = [name for name in names if not re.fullmatch(r"[\w.-]+", name)]
+    if wrong or (not names and names is evaluation.path):
+        what = f"the name {_show(wrong[0])} has more than letters, digits, `.`, `_` and `-`" if wrong else "it is empty"
+        yield "eval.path", f"eval.path: {what}: write it as {{NAME: FILE, ...}}."
+    if evaluation.prompts is not None and not evaluation.prompts:
+        yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
+    figures = ["eval/loss", *(f"eval/{name}/loss" for name in names)]
+    if evaluation.metric not in figures:
+        yield (
+            "eval.metric",
+            f"eval.metric is {evaluation.metric}, which is not evaluated: set it to {' or '.join(figures)}.",
         )
 
 
@@ -238,6 +323,14 @@ def _group_problems(group: Any) -> Iterator[str]:
         yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
 
 
+def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+    if data.sources is not None:
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        return
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
+
+
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:
     warmup = schedule.warmup_steps
     if warmup is not None and steps is not None and warmup > steps:
@@ -252,6 +345,13 @@ def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[s
             "schedule.decay_ratio",
             f"schedule.warmup_ratio + schedule.decay_ratio is {shares:g}, more than all steps: lower one.",
         )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _show(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,7 +18,7 @@ from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
-from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
 from weft.engine.ema import Ema
 from weft.engine.foreign import ForeignRule, OnShards, find_rule
@@ -35,10 +36,12 @@ from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.adapter_files import fill_adapters
 from weft.models.build import BuiltModel, balance_coefficient, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.lora import LoraPlan, freeze_base
 from weft.models.train_module import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
@@ -69,6 +72,7 @@ class EngineConfig:
     """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
 
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     step: StepConfig = field(default_factory=StepConfig)
@@ -92,7 +96,8 @@ class Engine:
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
-        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run). progress: told of
+        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
+        adapters, which no checkpoint holds, is read all the same. progress: told of
         bytes filled while weights are read.
         """
         _set_deterministic(config.deterministic)
@@ -100,14 +105,15 @@ class Engine:
         self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
         self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
-        self.precision = Precision.of(config.fsdp, ranks.device)
+        self.precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
         if config.purpose == "inference":
-            self.precision = replace(self.precision, master=self.precision.compute)
+            self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)
         rule = self._find_rule(sizes.dp_shard > 1)
         self.moments = moments(config.optimizer, self.precision.master, rule)  # dtypes
         self.state_dtypes = frozenset(self.moments) if rule is None else rule.dtypes
         self.built: BuiltModel = build_model(
             config.model,
+            config.lora,
             dtype=self.precision.master,
             compute=self.precision.compute,
             device=ranks.device,
@@ -115,10 +121,14 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
-            freeze(self.module, config.model.freeze)
+            if self.lora is None:
+                freeze(self.module, config.model.freeze)
+            else:
+                freeze_base(self.module, self.lora)
             check_groups(self.module, config.optimizer)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
@@ -129,7 +139,9 @@ class Engine:
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
-        self.loaded = self._load_weights(progress, fill)
+        self.loaded = self._load_weights(progress, fill or self.lora is not None)
+        if self.lora is not None and weights:
+            fill_adapters(self.module, self.lora, config.seed)
         self.optimizer: torch.optim.Optimizer | OnShards | None = None
         self.ema: Ema | None = None
         if config.purpose == "train" and weights:
@@ -213,14 +225,16 @@ class Engine:
         divided once by `objective.normaliser(plan)`.
         """
         assert self.optimizer is not None, "this engine was opened for inference"
+        assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
         balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
         rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
         for micro in range(plan.micro_batches):
-            flight.at("forward", micro + 1, rows[micro])
+            flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
+            flight.at("forward", micro + 1)
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)
@@ -268,10 +282,13 @@ class Engine:
         return build_row(
             plan.rows[micro][rank], documents,
             length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
+            owners=bool(self.balance),
         )  # fmt: skip
 
     def _forward(self, row: Row, objective: Objective) -> Terms:
-        balance = (row.owner_M, len(row.documents), self.built.flops.experts_per_token) if self.balance else None
+        balance = None
+        if row.owner_M is not None:
+            balance = row.owner_M, len(row.documents), self.built.flops.experts_per_token
         readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
         balance_sum = readouts.pop("balance", None)
         terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
@@ -285,9 +302,38 @@ class Engine:
             row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
         )
 
-    # ------------------------------------------------------------ readouts
+    # ------------------------------------------------------------ without gradients
 
-    @torch.no_grad()
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Forwards as in evaluation; afterwards the module is as if there had been none."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+            for unit in fsdp_modules(self.module):
+                unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+
+    def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Sums:
+        """What the objective measures of a plan's documents, summed in fp64 over this rank's rows; nothing is trained.
+
+        documents: those of `needs(plan)`. The sums are not yet those of all ranks.
+        """
+        sums = Sums()
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                flight.at("evaluate", micro + 1, rows[micro])
+                row = self._row(plan, micro, documents, objective.every_token)
+                exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
+                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
+                for name, (total, weight) in objective(batch).metrics.items():
+                    sums.add(name, total, weight)
+        return sums
+
     def readout(
         self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
     ) -> dict[int, dict[str, Tensor]]:
@@ -295,21 +341,32 @@ class Engine:
 
         Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
         """
-        was_training = self.module.training
-        self.module.eval()
         out: dict[int, dict[str, Tensor]] = {}
-        for micro in range(plan.micro_batches):
-            row = self._row(plan, micro, documents, every_token=True)
-            values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
-            document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
-            for place, index in enumerate(row.documents):
-                own = document_N == place
-                empty = {name: torch.zeros(len(documents[index])) for name in what}
-                out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
-        self.module.train(was_training)
-        for unit in fsdp_modules(self.module):
-            unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                row = self._row(plan, micro, documents, every_token=True)
+                values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
+                document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
+                for place, index in enumerate(row.documents):
+                    own = document_N == place
+                    empty = {name: torch.zeros(len(documents[index])) for name in what}
+                    out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
         return dict(sorted(out.items()))
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The base model inside: what readout() says there is of the weights at model.path, as before any training.
+
+        UserError where modules are trained whole, because their own weights are not kept.
+        """
+        assert self.lora is not None, "this engine has no adapters"
+        if self.lora.trained:
+            raise UserError(
+                f"the base model cannot be read through an adapter that replaces {', '.join(self.lora.trained)} "
+                "(lora.modules_to_save): open another engine for it, or adapt these with lora.targets."
+            )
+        with self.lora.switch.off():
+            yield
 
     # ------------------------------------------------------------ optimizer
 

@@ -72,11 +72,11 @@ def memory_needs(module: nn.Module, units: Sequence[Unit], precision: Precision,
     moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
     average = torch.float32.itemsize if training is not None and training.average else 0
     return Needs(
-        weights=_held(parameters) * master,
+        weights=_held_bytes(parameters),
         gradients=_held(trained) * master,
         optimizer=_held(trained) * moments,
         gathered=_gathered(parameters, units) * precision.compute.itemsize,
-        whole=_elements(parameters) * master + _elements(trained) * (master + moments + average),
+        whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
         average=_held(trained) * average,
     )
 
@@ -130,12 +130,17 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
         found.append("fsdp.master_dtype=bf16 (small updates are lost)")
     if optimizer.ema_decay is not None:
         found.append("optimizer.ema_decay=null (no average)")
-    return [*found, "model.freeze for parts that need no training", "a smaller model"]
+    return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> int:
     """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
+
+
+def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Their bytes there: a frozen base may be kept in another dtype than the masters."""
+    return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
 
 def _largest_shard(parameter: nn.Parameter) -> list[int]:
