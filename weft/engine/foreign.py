@@ -68,9 +68,9 @@ class OnShards:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The state of those parameters that have one."""
+        """The state of those parameters that have one; of what is empty on this rank, none at all."""
         state = self._optimizer.state
-        return {parameter: state[shard] for parameter, shard in self._shards.items() if shard in state}
+        return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
 
     def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         """The optimizer itself, and its shard of a parameter."""
