@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig
 from weft.data.answers import Answers, Trained
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Rendering, Unclear, read_template
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, read_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
 from weft.errors import UserError
@@ -106,6 +106,11 @@ class Encoder:
             raise UserError(
                 f"{record.where}: the chat template refused this document: {_first_line(error)}. Change the messages, "
                 "or set data.chat_template."
+            ) from error
+        except Lost as error:
+            raise UserError(
+                f"{record.where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that text, or set "
+                "data.chat_template (or data.template_kwargs) so that it is rendered."
             ) from error
         except Unclear as error:
             raise UserError(
