@@ -49,6 +49,13 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
     ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
+    "data.split": ("which split of a dataset, or part of a file", "test_sources.py::test_a_part_of_a_source"),
+    "data.subset": (
+        "which subset of a dataset on the hub",
+        "test_sources.py::test_a_dataset_on_the_hub_is_asked_of_datasets",
+    ),
+    "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
+    "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
     "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
     "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
     "data.template_kwargs": (
@@ -65,6 +72,11 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "data.workers": (
+        "how many processes tokenise",
+        "test_tokenise.py::test_processes_give_what_one_process_gives",
+    ),
+    "data.cache": ("where tokens are kept", "test_tokenise.py::test_what_is_kept_is_not_tokenised_again"),
     "mesh.dp_replicate": (
         "copies of the sharded model",
         "test_engine.py::test_hsdp_shards_within_a_replica_and_copies_over_replicas",
@@ -106,6 +118,16 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_knobs_inputs.py::test_inputs_of_the_named_modules_are_cast",
     ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
+    "lora.rank": ("adapters instead of all weights, and their rank", "test_lora.py::test_parity"),
+    "lora.alpha": ("the scale of adapters", "test_lora.py::test_parity"),
+    "lora.rslora": ("the scale of adapters", "test_lora.py::test_parity"),
+    "lora.dropout": ("dropout on inputs of adapters", "test_lora.py::test_dropout_is_seeded_and_for_training_only"),
+    "lora.targets": ("what is adapted", "test_lora.py::test_targets_by_pattern"),
+    "lora.modules_to_save": ("what is trained whole", "test_lora.py::test_parity"),
+    "lora.path": (
+        "the adapter that is gone on with",
+        "test_lora.py::test_a_bf16_base_under_fp32_adapters_is_within_pefts_own_noise",
+    ),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),
     "step.max_tokens_per_device": ("how a step is cut into micro-batches", "test_parity.py::test_switches"),
@@ -116,11 +138,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
     "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
     "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.options": (
+        "arguments of an optimizer by import path",
+        "test_optimizer_foreign.py::test_steps_are_those_of_the_whole",
+    ),
+    "optimizer.groups": (
+        "learning rate and decay of chosen parameters",
+        "test_optimizer_groups.py::test_they_train_as_in_a_plain_loop_with_the_same_groups",
+    ),
     "optimizer.state_dtype": (
         "dtype of the optimizer's state",
         "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
     ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
+    "optimizer.ema_decay": ("whether an average of the weights is kept", "test_ema.py::test_after_steps_of_a_model"),
     "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
     "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
     "schedule.warmup_steps": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
@@ -140,6 +171,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how long a collective waits",
         "test_sft_run.py::test_a_rank_that_stops_ends_the_run_after_the_timeout",
     ),
+    "train.objective": (
+        "what is trained",
+        "test_objective.py::test_an_objective_of_ones_own_is_trained",
+    ),
     "train.max_nonfinite": (
         "when non-finite steps end the run",
         "test_sft_run.py::test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat",
@@ -156,11 +191,53 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "checkpoint.keep": ("which older ones stay", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.keep_every": ("which of them stay for good", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.dtype": ("dtype of saved weights", "test_checkpoint.py::test_trainer_state_none_and_another_dtype"),
+    "checkpoint.weights": (
+        "whether a checkpoint's directory holds the average",
+        "test_ema.py::test_the_directory_holds_the_average_and_the_raw_weights_of_what_is_frozen",
+    ),
     "checkpoint.trainer_state": ("what can be resumed", "test_checkpoint.py::test_trainer_state_of_the_last_only"),
     "checkpoint.async": (
         "whether training waits for the disk",
         "test_checkpoint.py::test_an_asynchronous_save_holds_what_stood_when_it_began",
     ),
+    "checkpoint.keep_best": (
+        "which checkpoint is kept besides",
+        "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best",
+    ),
+    "eval.path": (
+        "which documents are evaluated",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.every": ("after which steps", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.at_start": (
+        "the line of step 0",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.metric": ("which figure decides", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.patience": ("when a run ends early", "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best"),
+    "eval.min_delta": ("what counts as improved", "test_eval.py::test_small_improvements_add_up"),
+    "eval.prompts": ("what is answered", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.max_new_tokens": (
+        "how long answers may be",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.temperature": ("whether tokens are drawn", "test_embedded.py::test_answers_are_those_of_a_plain_model"),
+    "track.to": (
+        "which trackers get the metrics",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.project": (
+        "the project that trackers file the run under",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.name": (
+        "the name of the run in trackers",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

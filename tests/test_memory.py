@@ -1,4 +1,4 @@
-"""Peak memory of a rank and of the largest."""
+"""Peak memory of a process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests import pool
-from weft.observe.memory import own_peak_memory_gib, peak_memory_gib
+from weft.observe.memory import own_peak_memory_gib
 
 CPU = torch.device("cpu")
 
@@ -26,17 +24,6 @@ def test_the_peak_outlives_the_memory() -> None:
     # The process may have been larger before; 512 MiB on top of now can only raise the peak by as much or less.
     assert 0.0 < own_peak_memory_gib(CPU) < 1024.0
     assert 0.0 <= grow(512) < 0.6
-    assert peak_memory_gib(None, CPU) == own_peak_memory_gib(CPU)
-
-
-def peaks() -> tuple[float, float, float]:
-    grown = grow(256 if dist.get_rank() == 1 else 1)
-    return grown, own_peak_memory_gib(CPU), peak_memory_gib(dist.group.WORLD, CPU)
-
-
-def test_the_largest_rank_counts() -> None:
-    results = pool.run(2, peaks)
-    assert results[0][2] == results[1][2] == pytest.approx(max(own for _, own, _ in results), rel=0.05)
 
 
 PAGE_FAULTS = """

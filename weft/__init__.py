@@ -2,4 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.api import Run, sft
+
 __version__ = "0.1.0"
+__all__ = ["Run", "__version__", "sft"]
+
+
+def __getattr__(name: str) -> object:
+    """weft.sft and weft.Run, read when they are asked for: configs are read by programs that need nothing else."""
+    if name in ("Run", "sft"):
+        from weft import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

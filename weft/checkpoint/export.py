@@ -7,10 +7,11 @@ the shared files: nothing is gathered, and no rank holds more than a slice of wh
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
+from weft.checkpoint.retention import commit
 from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.build import BuiltModel
@@ -48,7 +50,7 @@ class HasModel(Protocol):
 @dataclass(frozen=True)
 class ExportPlan:
     """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
-    tokenizer is."""
+    tokenizer is. config_name: the file that holds config."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -56,6 +58,7 @@ class ExportPlan:
     index: dict[str, Any] | None
     config: dict[str, Any]
     source: Path | None
+    config_name: str = "config.json"
 
     @property
     def bytes(self) -> int:
@@ -99,13 +102,13 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def prepare_export(plan: ExportPlan, folder: Path) -> None:
-    """Empty weight files of the right size, their index, config.json and the tokenizer; called by one rank."""
+    """Empty weight files of the right size, their index, the config and the tokenizer; called by one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in plan.files.items():
         create(folder / file, {name: plan.manifest[name] for name in names})
     if plan.index is not None:
         _write_json(folder / "model.safetensors.index.json", plan.index)
-    _write_json(folder / "config.json", plan.config)
+    _write_json(folder / plan.config_name, plan.config)
     if plan.source is not None:
         copy_companions(plan.source, folder)
 
@@ -117,38 +120,52 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
     run beside training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
-    numbers = {name: number for number, name in enumerate(shards)}
-    files: dict[str, TensorFile] = {}
     written = 0
-    try:
-        for piece in plan.pieces:
-            shard = shards.get(piece.runtime)
-            part = None if shard is None else overlap(piece.box, shard.box)
-            if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
-                continue
+    with ExitStack() as stack:
+        files: dict[str, TensorFile] = {}
+        pending: Future[None] | None = None
+        writer = stack.enter_context(ThreadPoolExecutor(1))  # writes a slice while the next is cast
+        for piece, box, values in _own_slices(plan, shards):
             name = by_file[piece.disk]
-            file = files.get(name) or files.setdefault(name, TensorFile(folder / name, writable=True))
-            for box in _slices(part):
-                values = piece.to_disk(shard.values[box.within(shard.box)]).to(plan.manifest[piece.disk].dtype).cpu()
-                file.write(piece.disk, piece.disk_box(box), values)
-                written += values.nbytes
+            if name not in files:
+                files[name] = stack.enter_context(TensorFile(folder / name, writable=True))
+            if pending is not None:
+                pending.result()
+            pending = writer.submit(files[name].write, piece.disk, piece.disk_box(box), values)
+            written += values.nbytes
+        if pending is not None:
+            pending.result()
         for file in files.values():
             file.fsync()
-    finally:
-        for file in files.values():
-            file.close()
     return written
+
+
+def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Tensor]]:
+    """What this rank writes: (piece, box of the piece, its values in the file's dtype, on the CPU)."""
+    numbers = {name: number for number, name in enumerate(shards)}
+    for piece in plan.pieces:
+        shard = shards.get(piece.runtime)
+        part = None if shard is None else overlap(piece.box, shard.box)
+        if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
+            continue
+        for box in _slices(part):
+            values = piece.to_disk(shard.values[box.within(shard.box)])
+            yield piece, box, values.to(plan.manifest[piece.disk].dtype).cpu()
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write the model as a HuggingFace directory; collective. It appears whole or not at all."""
-    plan = plan_export(engine, shard_bytes=shard_bytes)
+    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
+    save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
+
+
+def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], target: Path) -> None:
+    """Write what a plan says, each rank its shards; collective. It appears whole or not at all."""
     partial = target.with_name(target.name + ".partial")
     if engine.ranks.is_first:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed save may have left
         prepare_export(plan, partial)
     _wait_for_all(engine)
-    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
     written = write_export(plan, shards, partial)
     if engine.ranks.world > 1:
         total = torch.tensor(written)
@@ -163,16 +180,6 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 def _wait_for_all(engine: Engine) -> None:
     if engine.ranks.world > 1:
         dist.barrier()
-
-
-def commit(partial: Path, target: Path) -> None:
-    """Put a whole folder in its place. One that is there already makes way only now, by a rename."""
-    replaced = target.with_name(target.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(partial, target)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _slices(box: Box) -> Iterator[Box]:

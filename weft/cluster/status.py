@@ -25,7 +25,7 @@ STATUS: dict[Kind, int] = {
 }
 
 # Errors of a storage that is full, read-only, broken or gone, whatever the file.
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
+STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
 # What libraries say in errors of no type of their own: gloo, c10d's store, torch's allocators, safetensors, DCP.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
@@ -65,7 +65,7 @@ def _kind_of_one(error: BaseException, run: str) -> Kind | None:
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names or _errno(error) == errno.ENOMEM:
         return "memory"
-    if _errno(error) in _STORAGE or _lost_in_run(error, run):
+    if _errno(error) in STORAGE or _lost_in_run(error, run):
         return "storage"
     # Words are looked at only where there is nothing better, and never in what Python raises for mistakes in code.
     if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:

@@ -6,8 +6,9 @@ stage are reported together.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,31 +18,46 @@ from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
-from weft.config.unknown import unknown_key
-from weft.config.yaml12 import Node, read_file, read_value, show
+from weft.config.trainers.values import weft_value
+from weft.config.unknown import Unknown, messages, page_hint, unknown_keys
+from weft.config.yaml12 import Node, node_of, read_file, read_value, show
 from weft.errors import UserError
 
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "run.dir")
-MOST_PROBLEMS = 10
+PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir")
 
 
-def load_config(files: Sequence[str], overrides: Sequence[str], schema: type[Schema] = SftConfig) -> Schema:  # type: ignore[assignment]
+def load_config(
+    files: Sequence[str],
+    overrides: Sequence[str],
+    schema: type[Schema] = SftConfig,  # type: ignore[assignment]
+    *,
+    weights: bool = True,
+) -> Schema:
     """The config that `files` (merged left to right) and `overrides` (`a.b=c`, later wins) describe.
 
     Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and
-    the local files that it names exist.
+    the local files that it names exist. weights: whether model.path must hold weights already, where they are read.
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
-        _merge(tree, _read(path))
+        _merge(tree, read_config_file(path))
     for override in overrides:
         _merge(tree, parse_override(override))
+    return _finish(tree, schema, weights)
+
+
+def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig:
+    """The config that a program describes: section -> key -> value. where: what messages call its place."""
+    return _finish(node_of(values, where), SftConfig, weights=True)
+
+
+def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
-    config = _build(tree, schema)
-    _raise_if(check_config(config, explicit) or check_paths(config, explicit))
+    config = build(tree, schema)
+    _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
 
 
@@ -50,22 +66,23 @@ def parse_override(text: str) -> Node:
     name, equals, value = text.partition("=")
     parts = name.split(".")
     if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise UserError(
-            f"{COMMAND_LINE}: `{text}` is not an override: write section.key=value, as in optimizer.lr=1e-5"
-        )
+        hydra = f"{text.lstrip('+')}, without Hydra's +" if text.startswith("+") else ""
+        example = hydra or "section.key=value, as in optimizer.lr=1e-5"
+        raise UserError(f"{COMMAND_LINE}: `{text}` is not an override: write {example}.")
     node = read_value(value, COMMAND_LINE)
     for part in reversed(parts):
         node = Node({part: node}, COMMAND_LINE)
     return node
 
 
-def _read(path: str) -> Node:
-    file = Path(path).expanduser()
+def read_config_file(path: str) -> Node:
+    """The sections of a YAML or TOML file. UserError, with what may have been meant, where there is none."""
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
     if file.is_file():
         return _expand_dotted(read_file(path))
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
-    if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml")):
+    if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
         raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
     raise UserError(f"{path}: no such config file.{near_names(file)}")
 
@@ -81,12 +98,13 @@ def _expand_dotted(tree: Node) -> Node:
     return expanded
 
 
-def _merge(into: Node, other: Node) -> None:
+def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
+    """sections: whether these are those of the config, and not keys, which null unsets."""
     for name, node in other.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
-            _merge(present, node)
-        elif not (present is not None and present.is_section and node.value is None):
+            _merge(present, node, sections=False)
+        elif not (sections and present is not None and present.is_section and node.value is None):
             into.value[name] = node  # an empty section (all its keys commented out) changes nothing
 
 
@@ -118,21 +136,25 @@ def _accepts_null(key: Key | None) -> bool:
     return key is not None and "null" in describe(key.type).split(" or ")
 
 
-def _build(tree: Node, schema: type[Schema]) -> Schema:
+def build(tree: Node, schema: type[Schema]) -> Schema:
+    """The typed config of a tree; UserError for keys and types that are not the schema's."""
     problems: list[str] = []
+    unknown: list[Unknown] = []
     built: dict[str, Any] = {}
     for name, node in tree.value.items():
         if name not in sections(schema):
-            problems += unknown_key(name, node, schema)
+            unknown += unknown_keys(name, node, schema)
     for name, section_type in sections(schema).items():
-        values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems)
-        if not problems:
+        values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems, unknown)
+        if not problems and not unknown:
             built[name] = section_type(**{attribute(leaf): value for leaf, value in values.items()})
-    _raise_if(problems)
+    _raise_if([*messages(unknown), *problems], page_hint(unknown))
     return schema(**built)
 
 
-def _build_section(section: str, node: Node, schema: type, problems: list[str]) -> dict[str, Any]:
+def _build_section(
+    section: str, node: Node, schema: type, problems: list[str], unknown: list[Unknown]
+) -> dict[str, Any]:
     keys = {key.leaf: key for key in schema_keys(schema).values() if key.name.startswith(section + ".")}
     if not node.is_section and node.value is not None:
         names = " or ".join(f"{section}.{leaf}" for leaf in list(keys)[:2])
@@ -142,7 +164,7 @@ def _build_section(section: str, node: Node, schema: type, problems: list[str]) 
     values: dict[str, Any] = {}
     for leaf, child in children.items():
         if leaf not in keys:
-            problems += unknown_key(f"{section}.{leaf}", child, schema)
+            unknown += unknown_keys(f"{section}.{leaf}", child, schema)
             continue
         try:
             values[leaf] = _expand_home(keys[leaf].name, coerce(_plain(child), keys[leaf].type))
@@ -165,6 +187,9 @@ def _mismatch(key: Key, node: Node, hint: str) -> str:
     value = _plain(node).value
     if (key.name, value) in NOT_YET_VALUES if isinstance(value, str) else False:
         return f"{node.where}: {key.name}: {value} is not in this version yet: set it to {describe(key.type)}."
+    ours = None if hint else weft_value(key.name, value)
+    if ours is not None:
+        hint = f"write {ours}"
     example = "" if hint or key.required else f" (default: {show_default(key)})"
     advice = f": {hint}" if hint else example
     return f"{node.where}: {key.name} must be {describe(key.type)}, not {show(value)}{advice}."
@@ -176,15 +201,15 @@ def show_default(key: Key) -> str:
 
 
 def _expand_home(name: str, value: Any) -> Any:
-    return str(Path(value).expanduser()) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
+    if name in PATH_KEYS and isinstance(value, dict):
+        return {part: _expand_home(name, path) for part, path in value.items()}
+    return os.path.expanduser(value) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 
-def _raise_if(problems: list[str]) -> None:
+def _raise_if(problems: list[str], hint: Sequence[str] = ()) -> None:
     if not problems:
         return
     if len(problems) == 1:
         raise UserError(problems[0])
-    shown = problems[:MOST_PROBLEMS]
-    if len(problems) > len(shown):
-        shown.append(f"... and {len(problems) - len(shown)} more")
-    raise UserError(f"{len(problems)} problems in the config:\n" + "\n".join(f"  {line}" for line in shown))
+    lines = [f"{len(problems)} problems in the config:", *(f"  {line}" for line in problems), *hint]
+    raise UserError("\n".join(lines))

@@ -1,33 +1,106 @@
-"""What to say of a key that weft does not have."""
+"""What to say of keys that weft does not have: all of a file at once, and those with the same answer together."""
 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from weft.config.aliases import advice_for, not_yet
+from weft.config.aliases import advice_for, not_yet, trainers_of
 from weft.config.keys import schema_keys, sections
+from weft.config.trainers import TRAINERS, Trainer
 from weft.config.yaml12 import Node
 
+_PLURALS = (
+    ("is not in this version yet: ", "are not in this version yet: "),
+    ("is not a key", "are not keys"),
+    ("is not an option", "are not options"),
+    ("leave it out", "leave them out"),
+)
+# So many names of another trainer make a config of that trainer.
+_FOREIGN = 4
 
-def unknown_key(name: str, node: Node, schema: type) -> list[str]:
-    """One message for each thing wrong with the key or section `name`, which the schema does not have."""
-    planned = not_yet(name)
-    if planned is not None:
-        return [f"{node.where}: {name} is not in this version yet: leave it out."]
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A key or section that the schema does not have: its dotted name, where it was written, what to say of it.
+
+    foreign: whether it is a name of another trainer.
+    """
+
+    name: str
+    where: str
+    answer: str
+    foreign: bool = False
+
+
+def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
+    """What is unknown in `name`, a key or section that the schema does not have."""
+    if not_yet(name) is not None:
+        return [Unknown(name, node.where, "is not in this version yet: leave it out.")]
     advice = advice_for(name)
-    if node.is_section and (_any_advice(node) or (node.value and not advice and not _near_section(name, schema))):
-        return [line for leaf, child in node.value.items() for line in unknown_key(f"{name}.{leaf}", child, schema)]
-    if advice is not None:
-        return [f"{node.where}: {name} is not a key of weft: {advice}"]
-    return [f"{node.where}: {name} is not a key of weft: {_nearest(name, schema)}"]
+    own = f"is not a key of weft: {advice or _nearest(name, schema)}"
+    if node.is_section and node.value and not _is_typo(name, node, schema):
+        inside = [key for leaf, child in node.value.items() for key in unknown_keys(f"{name}.{leaf}", child, schema)]
+        if advice is None or any(key.foreign and key.answer != own for key in inside):
+            return inside
+    return [Unknown(name, node.where, own, advice is not None)]
 
 
-def _any_advice(node: Node) -> bool:
-    return any(advice_for(leaf) or (child.is_section and _any_advice(child)) for leaf, child in node.value.items())
+def messages(unknown: Sequence[Unknown]) -> list[str]:
+    """One line for each answer, in the order of the file, with all the keys that it is the answer to."""
+    by_answer: dict[str, list[Unknown]] = {}
+    for key in unknown:
+        by_answer.setdefault(key.answer, []).append(key)
+    return [_line(keys, answer) for answer, keys in by_answer.items()]
 
 
-def _near_section(name: str, schema: type) -> bool:
-    return "." not in name and bool(difflib.get_close_matches(name, sections(schema), cutoff=0.75))
+def page_hint(unknown: Sequence[Unknown]) -> list[str]:
+    """Where to read on, if these are the keys of another trainer."""
+    trainer = likely_trainer(key.name for key in unknown if key.foreign)
+    if trainer is None:
+        return []
+    return [
+        f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
+        f"docs/coming-from/{trainer.name}.md has all of them side by side."
+    ]
+
+
+def likely_trainer(names: Iterable[str]) -> Trainer | None:
+    """The trainer that most of these dotted names are of, if there are enough of them and no two have as many."""
+    votes = Counter(trainer for name in names for trainer in trainers_of(name))
+    best = votes.most_common(2)
+    if not best or best[0][1] < _FOREIGN or (len(best) == 2 and best[0][1] == best[1][1]):
+        return None
+    return next(trainer for trainer in TRAINERS if trainer.name == best[0][0])
+
+
+def _line(keys: list[Unknown], answer: str) -> str:
+    names = list(dict.fromkeys(key.name for key in keys))
+    if len(names) > 1:
+        for one, several in _PLURALS:
+            answer = answer.replace(one, several)
+    return f"{_places(key.where for key in keys)}: {_all_of(names)} {answer}"
+
+
+def _places(places: Iterable[str]) -> str:
+    """`a.yaml:3, 7; command line`."""
+    lines: dict[str, list[str]] = {}
+    for place in dict.fromkeys(places):
+        file, colon, line = place.rpartition(":")
+        lines.setdefault(file if colon else place, []).append(line if colon else "")
+    return "; ".join(file + (f":{', '.join(found)}" if found != [""] else "") for file, found in lines.items())
+
+
+def _all_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _is_typo(name: str, node: Node, schema: type) -> bool:
+    """Whether this is a section of weft with a letter wrong: everything in it belongs there."""
+    near = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
+    return bool(near) and all(f"{near[0]}.{leaf}" in schema_keys(schema) for leaf in node.value)
 
 
 def _nearest(name: str, schema: type) -> str:
@@ -35,6 +108,7 @@ def _nearest(name: str, schema: type) -> str:
     keys = schema_keys(schema)
     section, _, leaf = name.rpartition(".")
     candidates = [key.name for key in keys.values() if key.leaf == leaf]
+    candidates = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75) or candidates
     if not candidates and not section:
         candidates = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
     if not candidates and section in sections(schema):

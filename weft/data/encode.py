@@ -191,6 +191,11 @@ def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encod
     return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
 
 
+def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
+    """Whether conversations can be rendered."""
+    return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
+
+
 def _clock(date: str | None) -> dict[str, Any]:
     """What templates ask for the time, on that day."""
     return {} if date is None else {"strftime_now": datetime.datetime.fromisoformat(date).strftime}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from weft.errors import UserError
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model (a directory or hub id). Raises UserError where there is none that works."""
+    from transformers import AutoTokenizer  # brings torch and half of transformers, which workers may do without
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

@@ -23,7 +23,7 @@ Layout = Literal["packed", "apart"]
 class Row:
     """documents: the step's indices of the documents in it, in order. document_N: place of each prediction's document
     in that list. token_N: the target's place in its document. owner_M: of every token of the flattened row, the place
-    of its document; -1 for padding. real_tokens: without padding."""
+    of its document; -1 for padding; None where nobody asked. real_tokens: without padding."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -35,7 +35,7 @@ class Row:
     document_N: Tensor
     token_N: Tensor
     arrays: dict[str, Tensor]
-    owner_M: Tensor
+    owner_M: Tensor | None
     real_tokens: int
 
 
@@ -47,11 +47,12 @@ def build_row(
     layout: Layout,
     every_token: bool,
     device: torch.device,
+    owners: bool = False,
 ) -> Row:
     """Lay out documents for one forward.
 
-    length: T of the row, padding included. every_token: predict all tokens, not only those with a weight. A row
-    without documents holds one of padding, so that every rank runs the same collectives.
+    length: T of the row, padding included. every_token: predict all tokens, not only those with a weight. owners: fill
+    owner_M. A row without documents holds one of padding, so that every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
     starts = _starts(chosen, length, layout)
@@ -65,20 +66,25 @@ def build_row(
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], apart=True)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
-    owner = torch.full_like(ids, -1)
-    for place, (start, document) in enumerate(zip(starts, chosen, strict=True)):
+    for start, document in zip(starts, chosen, strict=True):
         ids[start : start + len(document)] = document.tokens
-        owner[start : start + len(document)] = place
     positions = _positions(chosen, starts, shape, layout)
     return Row(
         documents=tuple(indices),
         input_ids_BT=_to(ids.view(shape), device),
         position_ids_BT=_to(positions, device),
         bounds=bounds,
-        owner_M=_to(owner, device),
+        owner_M=_to(_owners(starts, lengths, ids.numel()), device) if owners else None,
         real_tokens=sum(lengths),
         **_predictions(chosen, starts, every_token, device),
     )
+
+
+def _owners(starts: Sequence[int], lengths: Sequence[int], tokens: int) -> Tensor:
+    owner = torch.full((tokens,), -1)
+    for place, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        owner[start : start + length] = place
+    return owner
 
 
 def _starts(documents: Sequence[Document], length: int, layout: Layout) -> list[int]:

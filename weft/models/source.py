@@ -57,11 +57,6 @@ class Source:
         """Bytes asked for so far."""
         return sum(file.bytes_read for file in set(self.files.values()))
 
-    @property
-    def bytes_total(self) -> int:
-        """Of all tensors, as they are stored."""
-        return sum(entry.end - entry.begin for file in set(self.files.values()) for entry in file.entries.values())
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the real tensor."""
         return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 GIB = float(1 << 30)
 
@@ -17,16 +16,6 @@ def own_peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / GIB
     return _peak_resident_bytes() / GIB
-
-
-def peak_memory_gib(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """own_peak_memory_gib of the rank of `group` where it is largest; collective."""
-    own = own_peak_memory_gib(device)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return own
-    largest = torch.tensor(own, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return float(largest.item())
 
 
 def _peak_resident_bytes() -> int:

@@ -1,0 +1,38 @@
+# flags of an SFT run of Miles on FSDP
+--hf-checkpoint /models/base-7b
+--load /models/base-7b
+--rollout-function-path miles.rollout.sft_rollout.generate_rollout
+--prompt-data data/train.parquet
+--input-key messages
+--apply-chat-template
+--rollout-shuffle
+--num-epoch 3
+--rollout-batch-size 128
+--global-batch-size 128
+--loss-type sft_loss
+--calculate-per-token-loss
+--disable-compute-advantages-and-returns
+--debug-train-only
+--optimizer adam
+--lr 1e-5
+--lr-decay-style cosine
+--min-lr 1e-6
+--lr-warmup-fraction 0.1
+--weight-decay 0.1
+--adam-beta1 0.9
+--adam-beta2 0.95
+--use-wandb
+--wandb-project sft
+--wandb-group base-7b
+--train-backend fsdp
+--gradient-checkpointing
+--attn-implementation flash_attention_3
+--update-weight-buffer-size 536870912
+--use-dynamic-batch-size
+--max-tokens-per-gpu 9216
+--actor-num-nodes 1
+--actor-num-gpus-per-node 8
+--dp-replicate-size 1
+--fsdp-cpu-offload
+--save /checkpoints/base-7b
+--save-interval 500

@@ -1,0 +1,220 @@
+"""Names of other trainers: the table is sound, and every key of their configs is answered, all at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import cli
+from weft.config import SftConfig, load_config
+from weft.config.aliases import ALIASES, NOT_YET, advice_for, not_yet, trainers_of, with_state
+from weft.config.coerce import MismatchError, coerce
+from weft.config.coming_from import page
+from weft.config.keys import schema_keys, sections
+from weft.config.trainers import OTHERS, TRAINERS
+from weft.config.trainers.values import VALUES
+from weft.config.yaml12 import Node, read_file, read_value
+from weft.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+FOREIGN = Path(__file__).parent / "foreign"
+KNOWN = set(schema_keys(SftConfig)) | set(sections(SftConfig)) | set(NOT_YET)
+BY_NAME = {trainer.name: trainer for trainer in TRAINERS}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder with a model `m` and data `d.jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_text("")
+    (tmp_path / "d.jsonl").write_text("")
+
+
+def refusal(*files: str, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(files, ["model.path=m", "data.path=d.jsonl", *overrides])
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "others"])
+def test_advice_names_keys_that_exist_or_will(name: str) -> None:
+    entries = OTHERS.items() if name == "others" else BY_NAME[name].advice()
+    for alias, text in entries:
+        assert re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*(\.\*)?", alias), alias
+        assert not text[0].isupper() and text.endswith("."), alias
+        named = re.findall(r"`([a-z_]+\.[\w.]+)`", text)
+        assert all(word in KNOWN or not_yet(word) for word in named), (alias, named)
+
+
+def test_trainers_agree_on_a_name_that_several_have() -> None:
+    said: dict[str, set[str]] = {}
+    for trainer in TRAINERS:
+        names = [alias for alias, _ in trainer.advice()]
+        assert len(names) == len(set(names)), trainer.name
+        for alias, text in trainer.advice():
+            said.setdefault(alias, set()).add(text)
+    assert {alias: texts for alias, texts in said.items() if len(texts) > 1} == {}
+    assert not set(OTHERS) & set(said)
+
+
+def test_there_are_at_least_120_names_and_20_of_each() -> None:
+    assert len(ALIASES) >= 400
+    assert all(len(list(trainer.advice())) >= 50 for trainer in TRAINERS)
+
+
+def test_no_name_is_a_key_of_weft() -> None:
+    """A key of weft never reaches the table; an entry for it would be dead."""
+    assert set(schema_keys(SftConfig)) & set(ALIASES) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "say `schedule.warmup_steps`."),
+        ("train.per-device-train-batch-size", "Say `step.documents` ="),
+        ("Learning_Rate", "say `optimizer.lr`."),
+        ("checkpoint.interval", "say `checkpoint.every`"),
+        ("dataset.path_or_dataset", "say `data.path`."),
+        ("validation_dataset.path_or_dataset", "say `eval.path`."),
+        ("validation_dataset", "say `eval.path`."),
+        ("wandb.entity", "say `track.to`"),
+        ("interval", None),
+        ("no_such_name", None),
+    ],
+)
+def test_a_name_is_known_by_the_most_that_the_table_has_of_it(name: str, words: str | None) -> None:
+    found = advice_for(name)
+    assert (words is None and found is None) or (words is not None and found is not None and words in found)
+
+
+def test_what_is_planned_is_said() -> None:
+    assert with_state("say `mesh.cp`, and `mesh.dp_shard`.") == (
+        "say `mesh.cp`, and `mesh.dp_shard`. (`mesh.cp` is not in this version yet.)"
+    )
+    assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
+    kind = schema_keys(SftConfig)[key].type
+    for foreign, ours in VALUES[key].items():
+        assert foreign == foreign.lower()
+        coerce(read_value(ours, ""), kind)
+        with pytest.raises(MismatchError):
+            coerce(read_value(foreign, ""), kind)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.name=adamw_torch_fused", "one of adamw, sgd, not adamw_torch_fused: write adamw."),
+        ("optimizer.name=AdamW", "one of adamw, sgd, not AdamW: write adamw."),
+        ("schedule.name=cosine_with_min_lr", ": write cosine."),
+        ("fsdp.param_dtype=bfloat16", ": write bf16."),
+        ("model.attention=flash_attention_2", ": write auto."),
+        ("model.recompute=true", ": write full."),
+        ("fsdp.reshard_after_forward=never", ": write false."),
+        ("+step.documents=4", "write step.documents=4, without Hydra's +."),
+        ("~train.epochs", "no such config file"),
+    ],
+)
+def test_values_and_spellings_of_others_are_answered(override: str, words: str) -> None:
+    message = refusal(overrides=(override,)) if "=" in override else refusal(override)
+    assert words in message
+
+
+def test_a_config_may_be_toml() -> None:
+    Path("job.toml").write_text('[model]\npath = "m"\n[step]\ndocuments = 8\n[optimizer]\nbetas = [0.9, 0.99]\n')
+    config = load_config(["job.toml"], ["data.path=d.jsonl"])
+    assert (config.step.documents, config.optimizer.betas) == (8, (0.9, 0.99))
+    Path("job.toml").write_text("[training]\nlocal_batch_size = 8\n")
+    assert "job.toml: training.local_batch_size is not a key of weft: micro-batches" in refusal("job.toml")
+    Path("job.toml").write_text("[training\n")
+    assert refusal("job.toml").startswith("job.toml: not valid TOML: ")
+
+
+# ---------------------------------------------------------------- real configs
+
+
+def leaves(node: Node, name: str = "") -> list[str]:
+    if not node.is_section or not node.value:
+        return [name]
+    return [leaf for key, child in node.value.items() for leaf in leaves(child, f"{name}.{key}".lstrip("."))]
+
+
+CONFIGS = {
+    "trl.yaml": "trl",
+    "trl_lora.yaml": "trl",
+    "accelerate.yaml": "trl",
+    "verl.yaml": "verl",
+    "verl_engine.yaml": "verl",
+    "roll.yaml": "roll",
+    "torchtitan.yaml": "torchtitan",
+    "automodel.yaml": "automodel",
+}
+
+
+@pytest.mark.parametrize("file", CONFIGS)
+def test_every_key_of_a_real_config_is_answered_at_once(file: str) -> None:
+    """Each key is one of weft's, or it stands in the message (itself or its section) with advice from the table."""
+    path = FOREIGN / file
+    message = refusal(str(path))
+    assert "did you mean" not in message and "the sections are" not in message, message
+    keys = leaves(read_file(str(path)))
+    for key in keys:
+        above = [".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 2)]
+        answered = any(re.search(rf"[ ,]{re.escape(name)}(?= is| are|,| and)", message) for name in above)
+        assert answered or key in schema_keys(SftConfig), key
+    assert f"docs/coming-from/{CONFIGS[file]}.md" in message.splitlines()[-1]
+
+
+def test_the_flags_of_miles_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for line in (FOREIGN / "miles.sh").read_text().splitlines()[1:] for word in line.split()]
+    flags = [word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")]
+    assert cli.main(["sft", *words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: weft sft: keys are set without dashes, as section.key=value.\n")
+    for flag in flags:
+        assert "miles" in trainers_of(flag), flag
+        assert re.search(rf"[ ,]{flag.replace('_', '-')}(?= is| are|,| and)", message), flag
+    assert "docs/coming-from/miles.md" in message.splitlines()[-1]
+
+
+def test_keys_with_one_answer_share_a_line() -> None:
+    Path("a.yaml").write_text("per_device_train_batch_size: 4\ngradient_accumulation_steps: 8\nmax_seq_len: 4\n")
+    Path("b.yaml").write_text("grad_acc_steps: 8\n")
+    lines = refusal("a.yaml", "b.yaml", overrides=("cutoff_len=3",)).splitlines()
+    assert lines[0] == "2 problems in the config:"
+    assert lines[1].startswith(
+        "  a.yaml:1, 2; b.yaml:1: per_device_train_batch_size, gradient_accumulation_steps and grad_acc_steps are not "
+        "keys of weft: a step is a set of documents"
+    )
+    assert lines[2].startswith("  a.yaml:3; command line: max_seq_len and cutoff_len are not keys of weft: say")
+
+
+def test_a_few_names_do_not_make_a_trainer() -> None:
+    assert "docs/coming-from" not in refusal(overrides=("lora_rank=8", "use_wandb=true"))
+
+
+# ---------------------------------------------------------------- the pages
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_page_is_current(name: str) -> None:
+    written = (ROOT / "docs" / "coming-from" / f"{name}.md").read_text()
+    assert written == page(BY_NAME[name]), "run: make docs"
+
+
+def test_the_tables_import_no_torch() -> None:
+    code = "import sys, weft.config.coming_from; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"

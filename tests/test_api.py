@@ -1,0 +1,123 @@
+"""weft.sft: the command from Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.zoo import tiny_config
+from weft import cli
+from weft.config import to_dict
+from weft.config.load import load_config
+from weft.errors import UserError
+from weft.models import hf
+from weft.objectives.cross_entropy import CrossEntropy
+
+ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
+SECTIONS: dict[str, Any] = {
+    "step": {"documents": 4, "max_tokens_per_device": 128},
+    "optimizer": {"lr": 1e-2, "betas": (0.9, 0.99)},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("api")
+    byte_tokenizer().save_pretrained(path / "model")
+    config = tiny_config("llama", vocab_size=264)
+    hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
+    write_jsonl(path / "chats.jsonl", *ROWS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+@pytest.mark.slow
+def test_rows_in_memory_train_as_the_file_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    run = weft.sft(model="model", data=iter(ROWS), on_step=seen.append, run={"dir": "rows"}, **SECTIONS)
+    overrides = [
+        "step.documents=4",
+        "step.max_tokens_per_device=128",
+        "optimizer.lr=1e-2",
+        "optimizer.betas=[0.9,0.99]",
+    ]
+    assert cli.main(["sft", "model.path=model", "data.path=chats.jsonl", "run.dir=file", *overrides]) == 0
+    file = weft.Run(here / "file")
+    assert [line["loss"] for line in run.metrics] == [line["loss"] for line in file.metrics]
+    assert [line["step"] for line in seen] == [1, 2]
+    assert [line["loss"] for line in seen] == [line["loss"] for line in run.metrics]
+    assert run.summary["steps"] == 2 and (run.model / "model.safetensors").exists()
+    assert [json.loads(line) for line in (run.folder / "data.jsonl").read_text().splitlines()] == ROWS
+    ours, theirs = (to_dict(load_config([str(r.folder / "config.yaml")], [])) for r in (run, file))
+    assert (ours["data"].pop("path"), ours["run"].pop("dir")) == ("rows/data.jsonl", "rows")
+    assert (theirs["data"].pop("path"), theirs["run"].pop("dir")) == ("chats.jsonl", "file")
+    assert ours == theirs
+    capsys.readouterr()
+    with pytest.raises(UserError, match="run.dir: rows holds a run already"):
+        weft.sft(model="model", data=ROWS, run={"dir": "rows"}, **SECTIONS)
+    assert cli.main(["sft", "--resume", "rows"]) == 0
+    assert "rows has finished already" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_objective_may_be_an_object(here: Path) -> None:
+    class Doubled(CrossEntropy):
+        def normaliser(self, plan: Any) -> float:
+            return super().normaliser(plan) / 2
+
+    run = weft.sft(model={"path": "model"}, data={"path": "chats.jsonl"}, objective=Doubled, **SECTIONS)
+    assert run.folder.parent == Path("runs") and run.folder.name.startswith("model-")
+    plain = weft.sft(model={"path": "model"}, data={"path": "chats.jsonl"}, run={"dir": "plain"}, **SECTIONS)
+    norms = [r.metrics[0]["grad_norm"] for r in (run, plain)]
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-5)
+    assert "Doubled" in (run.folder / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"optimizer": {"learning_rate": 1}},
+            "weft.sft: optimizer.learning_rate is not a key of weft: say `optimizer.lr`",
+        ),
+        ({"learning_rate": 1e-5}, "weft.sft: learning_rate is not a key of weft: say `optimizer.lr`"),
+        ({"step": {"documents": "many"}}, "weft.sft: step.documents must be an integer or null, not many"),
+        ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
+        ({"data": [{"text": {1, 2}}]}, "data: row 1 cannot be written as JSON"),
+        ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),
+        ({"objective": object()}, "train.objective: object is no objective"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
+    given = {"model": "model", "data": "chats.jsonl", "run": {"dir": "wrong"}, **arguments}
+    with pytest.raises(UserError) as caught:
+        weft.sft(**given)
+    assert words in str(caught.value)
+
+
+def test_several_ranks_need_a_file_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="data has to be the path of a file"):
+        weft.sft(model="model", data=ROWS)
+    with pytest.raises(UserError, match="run=.*has to be set"):
+        weft.sft(model="model", data="chats.jsonl")
+
+
+def test_importing_weft_imports_no_torch() -> None:
+    code = "import sys, weft; weft.sft; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,68 @@
+"""Every example says how it is tried without hardware, and that command passes offline."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.toy_tokenizers import byte_tokenizer
+from tests.zoo import tiny_config
+from weft import cli
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+# Parameters that the model cards state, to see that the configs are those of the models.
+PARAMETERS = {
+    "Qwen3-0.6B": "596,049,920",
+    "Qwen3-4B": "4,022,468,096",
+    "Qwen3-30B-A3B": "30,532,122,624",
+}
+
+
+def commands(path: Path) -> list[str]:
+    """The commands that a file's comments name."""
+    comments = "\n".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return re.findall(r"weft sft examples/\S+\.yaml.*", comments)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the examples, and in place of what `make demo` writes something of its shape."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    byte_tokenizer().save_pretrained(tmp_path / ".demo" / "model")
+    tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / "model")
+    (tmp_path / ".demo" / "chat.jsonl").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [text for text in commands(path) if "--dry-run" in text]
+    words = shlex.split(command)[1:]
+    assert words[1] == f"examples/{path.name}"
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    name = Path(yaml.safe_load(path.read_text())["model"]["path"]).name
+    if name in PARAMETERS:
+        assert f"{PARAMETERS[name]} parameters" in out
+        assert f"weights  there are none in examples/models/{name} yet" in out
+        assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_says_where_it_has_run(path: Path) -> None:
+    text = path.read_text()
+    assert ("NOT RUN on" in text) == ("cpu" not in path.stem)
+    if "cpu" not in path.stem:
+        assert re.search(r"^#   hf download \S+ --local-dir examples/models/\S+", text, re.MULTILINE)
+
+
+def test_the_data_of_the_examples_is_chats() -> None:
+    rows = [json.loads(line) for line in (ROOT / "examples/chat.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and all(row["messages"][-1]["role"] == "assistant" for row in rows)

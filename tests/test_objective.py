@@ -1,0 +1,141 @@
+"""train.objective: a loss of one's own by import path, in the recipe and beside a plain loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.toy_tokenizers import byte_tokenizer, write_jsonl
+from tests.zoo import tiny_config
+from weft import cli
+from weft.errors import UserError
+from weft.models import hf
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.load import choose_objective
+
+FOCAL = """
+import torch
+from weft.objectives.base import Batch, Terms
+
+class Focal:
+    readouts = frozenset({"logprob"})
+    every_token = False
+
+    def __init__(self, gamma=2.0):
+        self.gamma = gamma
+
+    def normaliser(self, plan):
+        return plan.totals.weight or 1.0
+
+    def upstream(self, weights_N):
+        return None
+
+    def __call__(self, batch):
+        logprob = batch.readouts["logprob"]
+        loss = -(batch.weights_N * (1 - logprob.exp()) ** self.gamma * logprob).sum()
+        plain = -(batch.weights_N * logprob).sum().detach()
+        weight = batch.weights_N.sum()
+        return Terms(loss, {"loss": (loss.detach(), weight), "nll": (plain, weight)})
+
+class Mute(Focal):
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        return Terms(terms.loss_sum, {})
+
+class Needy(Focal):
+    def __init__(self, gamma):
+        super().__init__(gamma)
+
+class Greedy(Focal):
+    readouts = frozenset({"logprob", "value"})
+
+sharp = Focal(5.0)
+half = object()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("objectives")
+    byte_tokenizer().save_pretrained(path / "model")
+    config = tiny_config("llama", vocab_size=264)
+    hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
+    write_jsonl(path / "d.jsonl", *({"prompt": "ab", "completion": "c" * (n + 1)} for n in range(6)))
+    (path / "my_losses.py").write_text(FOCAL)
+    return path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+WORDS = ["sft", "model.path=model", "data.path=d.jsonl", "step.documents=6", "step.max_tokens_per_device=16"]
+WORDS += ["train.epochs=1", "train.objective=my_losses:Focal"]
+
+
+@pytest.mark.slow
+def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of the first step is what transformers and five lines of torch say."""
+    assert cli.main([*WORDS, "run.dir=focal"]) == 0
+    assert "loss     my_losses:Focal" in capsys.readouterr().out
+    line = json.loads((here / "focal" / "metrics.jsonl").read_text().splitlines()[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained("model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    focal = nll = count = 0.0
+    for n in range(6):
+        prompt, completion = (tokenizer(text, add_special_tokens=False).input_ids for text in ("ab", "c" * (n + 1)))
+        begin = [tokenizer.bos_token_id] if tokenizer("a").input_ids[0] == tokenizer.bos_token_id else []
+        ids = torch.tensor([[*begin, *prompt, *completion, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        trained = logprobs[len(begin) + len(prompt) - 1 :].double()
+        focal -= float(((1 - trained.exp()) ** 2 * trained).sum())
+        nll -= float(trained.sum())
+        count += len(trained)
+    assert line["loss"] == pytest.approx(focal / count, rel=1e-5)
+    assert line["nll"] == pytest.approx(nll / count, rel=1e-5)
+    assert line["loss"] < line["nll"]
+
+
+@pytest.mark.slow
+def test_an_objective_without_a_loss_to_show_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*WORDS, "train.objective=my_losses:Mute", "run.dir=mute"]) == 2
+    assert "train.objective: my_losses:Mute gives no metric `loss`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("my_loss:Focal", "there is no module my_loss for my_loss:Focal"),
+        ("my_losses:Focus", "my_losses has no Focus"),
+        ("my_losses:Needy", "my_losses:Needy cannot be made without arguments"),
+        ("my_losses:half", "it has no normaliser, upstream, __call__, readouts, every_token"),
+        ("my_losses:Greedy", "asks for value in `readouts`; there are entropy and logprob"),
+        ("json:dumps", "is no objective: it has no normaliser, upstream, readouts, every_token"),
+    ],
+)
+def test_what_is_no_objective_is_refused(path: str, words: str, here: Path) -> None:
+    with pytest.raises(UserError, match="train.objective") as caught:
+        choose_objective(path)
+    assert words in str(caught.value)
+
+
+def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "empty.jsonl").write_text("")
+    assert cli.main([*WORDS, "data.path=empty.jsonl", "train.objective=my_loss:Focal"]) == 2
+    assert "there is no module my_loss" in capsys.readouterr().err
+    assert cli.main([*WORDS, "train.objective=Focal"]) == 2
+    assert "which is no import path: write package.module:Name" in capsys.readouterr().err
+
+
+def test_ways_to_name_one(here: Path) -> None:
+    assert isinstance(choose_objective(None), CrossEntropy)
+    assert choose_objective("my_losses.Focal").gamma == 2.0  # type: ignore[attr-defined]
+    assert choose_objective("my_losses:sharp").gamma == 5.0  # type: ignore[attr-defined]

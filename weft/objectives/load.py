@@ -1,0 +1,77 @@
+"""train.objective: the loss that a run trains, which may be a class of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from weft.errors import UserError
+from weft.objectives.base import Objective
+from weft.objectives.cross_entropy import CrossEntropy
+
+READOUTS = frozenset({"logprob", "entropy"})  # what the head can compute
+_METHODS = ("normaliser", "upstream", "__call__")
+
+
+def choose_objective(path: str | None, given: Objective | None = None) -> Objective:
+    """`given`, or the objective that `train.objective` names as `package.module:Name`; cross entropy for None.
+
+    A class is made without arguments. Modules are looked for where the command is run, too. UserError where there is
+    no such thing, or where it is no objective (weft/objectives/base.py).
+    """
+    if given is not None:
+        return check_objective(given, type(given).__name__)
+    if path is None:
+        return CrossEntropy()
+    found = _find(path)
+    if isinstance(found, type):
+        try:
+            found = found()
+        except TypeError as error:
+            raise UserError(
+                f"train.objective: {path} cannot be made without arguments: {error}. Give them defaults, or name an "
+                "object of the module in place of the class."
+            ) from error
+    return check_objective(found, path)
+
+
+def check_objective(found: Any, name: str) -> Objective:
+    """`found`, if it has what an objective must have. name: what the message calls it."""
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
+    if missing:
+        raise UserError(
+            f"train.objective: {name} is no objective: it has no {', '.join(missing)}. "
+            "docs/how-to/objective.md shows one that is whole."
+        )
+    unknown = sorted(set(found.readouts) - READOUTS)
+    if unknown or not found.readouts:
+        what = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
+        raise UserError(f"train.objective: {name} {what} in `readouts`; there are {' and '.join(sorted(READOUTS))}.")
+    checked: Objective = found
+    return checked
+
+
+def _find(path: str) -> Any:
+    """The object at an import path; the last dot counts where there is no colon."""
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `python -m weft` has it, the command `weft` does not
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise UserError(
+            f"train.objective: there is no module {error.name} for {path}. It is looked for in {os.getcwd()}, in "
+            "PYTHONPATH and among the installed packages."
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"train.objective: {module_name} has no {name}.")
+        found = getattr(found, part)
+    return found
