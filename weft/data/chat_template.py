@@ -13,6 +13,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
+from weft.config.schema import DataConfig
 from weft.errors import UserError
 from weft.models import hf
 
@@ -220,8 +221,11 @@ def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
     return prompt[: min(cut, default=n)]
 
 
-def read_template(name: str) -> str:
+def chosen_template(data: DataConfig) -> str | None:
     """The source of data.chat_template: a Jinja file, or one of those that come with weft. Raises UserError."""
+    name = data.chat_template
+    if name is None:
+        return None
     known = sorted(path.stem for path in NAMED.glob("*.jinja"))
     path = NAMED / f"{name}.jinja" if name in known else Path(name)
     try:

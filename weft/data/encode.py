@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig
 from weft.data.answers import Answers, Trained
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, read_template
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
 from weft.errors import UserError
@@ -186,7 +186,7 @@ class Encoder:
 
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
     """The encoding that a config asks for. date is there only for templates that write one. Raises UserError."""
-    source = None if data.chat_template is None else read_template(data.chat_template)
+    source = chosen_template(data)
     dated = "strftime_now" in (source or str(tokenizer.chat_template))
     return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
 
