@@ -7,9 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from weft.errors import UserError
 
 
-def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model (a directory or hub id), with a template's source in place of its own where one is
-    given. Raises UserError where there is none that works."""
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model (a directory or hub id). Raises UserError where there is none that works."""
     from transformers import AutoTokenizer  # brings torch and half of transformers, which workers may do without
 
     try:
@@ -26,8 +25,6 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
             "started from to it."
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
     return tokenizer
 
 

@@ -65,7 +65,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             find_class(config.optimizer)  # an error need not wait for the data
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
-            tokenizer = load_tokenizer(config.model.path, chosen_template(config.data))
+            tokenizer = load_tokenizer(config.model.path)
             documents, report = read_data(config, config.data, tokenizer, shown)
             held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
         require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
