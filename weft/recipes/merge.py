@@ -6,7 +6,7 @@ W + s B A is computed in fp32 and rounded once, to the dtype that the base's fil
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,8 +21,8 @@ from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.errors import UserError
 from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
-from weft.models.build import BuiltModel, build_model
-from weft.models.load import read_whole
+from weft.models.build import build_model
+from weft.models.load import LoadPlan, read_whole
 from weft.models.lora import LoraPlan, Target
 from weft.recipes.export import Shapes, find_checkpoint
 
@@ -60,26 +60,44 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     folder.mkdir(parents=True)
     copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
     prepare_export(plan, folder)
-    adapted = {target.weight: target for target in lora.targets}
-    written = 0
     with TensorFile.open(adapter / WEIGHTS) as file:
-        names = file_names([*(n for t in lora.targets for n in t.names), *_trained(built, lora)])
-        for runtime in dict.fromkeys(piece.runtime for piece in plan.pieces):
-            if runtime in names:
-                values = file.read(names[runtime])
-            else:
-                values = read_whole(load, runtime)
-            if runtime in adapted:
-                target = adapted[runtime]
-                matrices = [file.read(names[name]).float() for name in target.names]
-                values = add_delta(values.float(), target, lora, *matrices)
-            written += write_export(plan, {runtime: Shard(Box.whole(tuple(values.shape)), values)}, folder)
+        written = write_export(plan, _Merged(load, lora, file, list(built.module.state_dict())), folder)
     load.source.close()
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-def _trained(built: BuiltModel, lora: LoraPlan) -> list[str]:
-    return [name for name in built.module.state_dict() if lora.trains(name)]
+class _Merged(Mapping[str, Shard]):
+    """The whole merged weights by the model's names, each computed when it is asked for. One is kept, because pieces of
+    the same tensor follow one another."""
+
+    def __init__(self, load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> None:
+        self.load, self.lora, self.file, self.names = load, lora, file, names
+        self.targets = {target.weight: target for target in lora.targets}
+        trained = [name for name in names if lora.trains(name)]
+        self.stored = file_names([*(name for target in lora.targets for name in target.names), *trained])
+        self._last: tuple[str, Shard] | None = None
+
+    def __getitem__(self, name: str) -> Shard:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is read: memory holds one
+            values = self._merged(name)
+            self._last = name, Shard(Box.whole(tuple(values.shape)), values)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def _merged(self, name: str) -> Tensor:
+        if name in self.stored:
+            return self.file.read(self.stored[name])
+        weight, target = read_whole(self.load, name), self.targets.get(name)
+        if target is None:
+            return weight
+        a, b = (self.file.read(self.stored[matrix]).float() for matrix in target.names)
+        return add_delta(weight.float(), target, self.lora, a, b)
 
 
 def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:

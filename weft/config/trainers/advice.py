@@ -108,7 +108,7 @@ WSD_RATIO = "say `schedule.decay_ratio` = decay steps / all steps, with `schedul
 WSD_SHAPE = "say `schedule.decay`: linear, cosine or 1-sqrt, with `schedule.name` wsd."
 DECAY_TO_END = "the schedule ends with the run, at `train.steps` or after `train.epochs`: leave it out."
 CYCLES = "cosine is one half wave from the peak to `schedule.min_lr_ratio`: leave it out."
-EMA = "say `train.ema_decay`."
+EMA = "say `optimizer.ema_decay`, such as 0.999; `checkpoint.weights` says which weights are saved for use."
 OBJECTIVE = "the loss is cross entropy over trained tokens; say `train.objective` for one of your own: leave it out."
 
 # the length of the run
@@ -180,10 +180,11 @@ ALL_UNITS = "experts are gathered with their layer, whichever of them are used: 
 
 # LoRA, and what is not supervised fine-tuning
 LORA = "say `lora.rank`; null trains all weights."
-LORA_ALPHA = "say `lora.alpha`."
+LORA_ALPHA = "say `lora.alpha`; null is twice `lora.rank`."
 LORA_DROPOUT = "say `lora.dropout`."
-LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns."
+LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns; fused experts are named there too."
 LORA_SAVED = "say `lora.modules_to_save`."
+LORA_PATH = "say `lora.path`, the folder of an adapter."
 RSLORA = "say `lora.rslora`."
 RL = "`rl` and `rollout` belong to reinforcement learning: leave it out."
 REWARD = "`rl` has the reward: leave it out of supervised fine-tuning."
