@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class HasModel(Protocol):
 @dataclass(frozen=True)
 class ExportPlan:
     """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
-    tokenizer is. config_name: the file that holds config."""
+    tokenizer is. config_name: the file that holds config. texts: other files, in place of the source's."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -59,6 +59,7 @@ class ExportPlan:
     config: dict[str, Any]
     source: Path | None
     config_name: str = "config.json"
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -109,6 +110,8 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
     if plan.index is not None:
         _write_json(folder / "model.safetensors.index.json", plan.index)
     _write_json(folder / plan.config_name, plan.config)
+    for name, text in plan.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     if plan.source is not None:
         copy_companions(plan.source, folder)
 
@@ -257,7 +260,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation config, byte for byte."""
+    """Tokenizer, chat template and generation config, byte for byte; what is there already stays."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             copy = target / file.relative_to(source)
