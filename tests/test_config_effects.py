@@ -118,6 +118,16 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_knobs_inputs.py::test_inputs_of_the_named_modules_are_cast",
     ),
     "fsdp.reduce": ("when gradients are reduced", "test_engine.py::test_when_gradients_are_reduced"),
+    "lora.rank": ("adapters instead of all weights, and their rank", "test_lora.py::test_parity"),
+    "lora.alpha": ("the scale of adapters", "test_lora.py::test_parity"),
+    "lora.rslora": ("the scale of adapters", "test_lora.py::test_parity"),
+    "lora.dropout": ("dropout on inputs of adapters", "test_lora.py::test_dropout_is_seeded_and_for_training_only"),
+    "lora.targets": ("what is adapted", "test_lora.py::test_targets_by_pattern"),
+    "lora.modules_to_save": ("what is trained whole", "test_lora.py::test_parity"),
+    "lora.path": (
+        "the adapter that is gone on with",
+        "test_lora.py::test_a_bf16_base_under_fp32_adapters_is_within_pefts_own_noise",
+    ),
     "step.documents": ("documents per optimizer step", "test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "test_order.py::test_tokens_by_hand"),
     "step.max_tokens_per_device": ("how a step is cut into micro-batches", "test_parity.py::test_switches"),
@@ -128,11 +138,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.betas": ("AdamW's averages", "test_optimizer.py::test_adamw_by_hand"),
     "optimizer.eps": ("AdamW's denominator", "test_optimizer.py::test_adamw_eps_is_outside_the_root"),
     "optimizer.momentum": ("SGD's velocity", "test_optimizer.py::test_sgd_with_momentum_by_hand"),
+    "optimizer.options": (
+        "arguments of an optimizer by import path",
+        "test_optimizer_foreign.py::test_steps_are_those_of_the_whole",
+    ),
+    "optimizer.groups": (
+        "learning rate and decay of chosen parameters",
+        "test_optimizer_groups.py::test_they_train_as_in_a_plain_loop_with_the_same_groups",
+    ),
     "optimizer.state_dtype": (
         "dtype of the optimizer's state",
         "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
     ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
+    "optimizer.ema_decay": ("whether an average of the weights is kept", "test_ema.py::test_after_steps_of_a_model"),
     "schedule.name": ("the learning rate after warm-up", "test_schedule.py::test_shape"),
     "schedule.warmup_ratio": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
     "schedule.warmup_steps": ("warm-up steps", "test_schedule.py::test_warmup_steps"),
@@ -172,11 +191,53 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "checkpoint.keep": ("which older ones stay", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.keep_every": ("which of them stay for good", "test_checkpoint.py::test_keep_and_keep_every"),
     "checkpoint.dtype": ("dtype of saved weights", "test_checkpoint.py::test_trainer_state_none_and_another_dtype"),
+    "checkpoint.weights": (
+        "whether a checkpoint's directory holds the average",
+        "test_ema.py::test_the_directory_holds_the_average_and_the_raw_weights_of_what_is_frozen",
+    ),
     "checkpoint.trainer_state": ("what can be resumed", "test_checkpoint.py::test_trainer_state_of_the_last_only"),
     "checkpoint.async": (
         "whether training waits for the disk",
         "test_checkpoint.py::test_an_asynchronous_save_holds_what_stood_when_it_began",
     ),
+    "checkpoint.keep_best": (
+        "which checkpoint is kept besides",
+        "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best",
+    ),
+    "eval.path": (
+        "which documents are evaluated",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.every": ("after which steps", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.at_start": (
+        "the line of step 0",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.metric": ("which figure decides", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.patience": ("when a run ends early", "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best"),
+    "eval.min_delta": ("what counts as improved", "test_eval.py::test_small_improvements_add_up"),
+    "eval.prompts": ("what is answered", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
+    "eval.max_new_tokens": (
+        "how long answers may be",
+        "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
+    ),
+    "eval.temperature": ("whether tokens are drawn", "test_embedded.py::test_answers_are_those_of_a_plain_model"),
+    "track.to": (
+        "which trackers get the metrics",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.project": (
+        "the project that trackers file the run under",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.name": (
+        "the name of the run in trackers",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

@@ -174,8 +174,8 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
     "phi3_5": plain("<|end|>"),
     # These have no generation prompt: it is the end of the question.
     "phi4": plain("<|im_end|>"),
-    "mistral_nemo": {
-        **plain("</s>"),
+    "mistral_nemo": {  # it writes a system message before the last question, and only where nothing follows
+        **{chat: texts for chat, texts in plain("</s>").items() if chat != "system"},
         "tools": [
             '[TOOL_CALLS][{"name": "get_time", "arguments": {"city": "Rome"}, "id": "call00001"}]</s>',
             "Noon.</s>",
@@ -225,14 +225,14 @@ def test_the_answer_and_its_end_of_turn_are_trained(template: str, chat: str) ->
 
 @pytest.mark.parametrize(("template", "chat"), REFUSED)
 def test_what_a_template_would_drop_is_refused(template: str, chat: str) -> None:
-    with pytest.raises(UserError, match="data.jsonl:1.*which the chat template does not render"):
+    with pytest.raises(UserError, match="data.jsonl:1.*(which the chat template does not render|does not render the)"):
         trained(encoder_of(template), CHATS[chat])
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_text_is_what_transformers_renders(template: str) -> None:
     tokenizer = tokenizer_of(template)
-    for name in ("multi", "system"):
+    for name in {"multi", "system"} & set(EXPECTED[template]):
         messages = CHATS[name]["messages"]
         [encoded] = encoder_of(template).encode([record(CHATS[name])])
         ids = tokenizer.apply_chat_template(messages)["input_ids"]

@@ -163,6 +163,20 @@ def test_a_day_is_asked_for_only_where_it_is_written() -> None:
             "writes message 1 into an answer",
         ),
         (PLAIN.replace("<|end|>", "") + ASKING, [user("1?"), answer("One.")], "never stop"),
+        # what a template drops: a question, an answer between markers, a system message, thoughts
+        (PLAIN.replace("m.content", "('' if m.role == 'user' else m.content)"), MULTI["messages"], "text of message 1"),
+        (
+            CHATML.replace("m['content'] }}<|end|>{% endg", "'' }}<|end|>{% endg"),
+            MULTI["messages"],
+            "text of message 2",
+        ),
+        ("{% for m in messages[1:] %}" + PLAIN[21:], CHATS["system"]["messages"], "text of message 1"),
+        (PLAIN + "{# thinking #}", CHATS["thinking"]["messages"], "leaves out what message 4 thinks"),
+        (
+            PLAIN.replace("m.content", "m.content.split('</think>')[-1]"),
+            [user("1?"), answer("<think>Hm.</think>One.")],
+            "leaves out what message 2 thinks",
+        ),
     ],
 )
 def test_what_stays_unclear_is_refused_and_shown(template: str, messages: list[Any], words: str) -> None:
@@ -188,3 +202,11 @@ def test_what_stays_unclear_is_refused_and_shown(template: str, messages: list[A
 def test_bad_conversations(value: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         trained(Encoder(tokenizer_of("qwen3")), value)
+
+
+def test_an_end_that_the_last_answer_lacks_is_added() -> None:
+    """Some templates write the end of a turn with the next one."""
+    template = (
+        "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content }}{% if not loop.last %}<|end|>{% endif %}"
+    )
+    assert trained(encoder(template + "{% endfor %}" + ASKING), MULTI) == ["One.<|end|>", "Two.<|end|>"]

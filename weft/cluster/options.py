@@ -20,6 +20,7 @@ class SftOptions:
     device: Device = "auto"
     world: int = 1
     resume: str | None = None
+    ema: bool = False
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False
@@ -38,10 +39,48 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint."""
+    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint.
+
+    ema: the average of the weights (optimizer.ema_decay) instead of the masters.
+    """
 
     path: str
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
+    output: str | None = None
+    ema: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """`weft merge`. path: a run folder, one of its checkpoints, or an adapter of peft's. base: instead of the model
+    that the adapter names. output: null for a folder beside the adapter."""
+
+    path: str
+    base: str | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; null for the newest.
+
+    temperature: 0 for the likeliest token each time; null for what the model's generation_config says.
+    """
+
+    path: str
+    step: int | None = None
+    system: str | None = None
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """`weft report`. runs: run folders. output: the page; null for RUN/report.html, of several runs report.html."""
+
+    runs: tuple[str, ...]
     output: str | None = None
 
 

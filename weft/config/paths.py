@@ -12,12 +12,17 @@ from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_datase
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
-    """The problems of model.path, data.path and data.sources, each a message. weights: whether model.path must hold
-    them already."""
+    """The problems of model.path, lora.path and of the data's paths, each a message.
+
+    weights: whether model.path must hold them already.
+    """
     where = explicit or {}
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
-    found.append(("model.path", _model_problem(config, weights)))
+    found += [("eval.path", data_problem(name, path)) for name, path in _held_out(config.eval.path).items()]
+    if isinstance(config.eval.prompts, str):
+        found.append(("eval.prompts", _prompts_problem(config.eval.prompts)))
+    found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
 
 
@@ -36,6 +41,18 @@ def near_names(file: Path, folders: bool = False) -> str:
     if not close and not folders:
         close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]
     return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
+
+
+def _held_out(paths: str | dict[str, str] | None) -> dict[str, str]:
+    """Key -> path."""
+    if isinstance(paths, dict):
+        return {f"eval.path.{name}": path for name, path in paths.items()}
+    return {} if paths is None else {"eval.path": paths}
+
+
+def _prompts_problem(path: str) -> str:
+    problem = data_problem("eval.prompts", path)
+    return f"{problem} Prompts in the config itself are a list: eval.prompts=[{path!r}]." if problem else ""
 
 
 def data_problem(key: str, path: str) -> str:
@@ -85,6 +102,14 @@ def _folder_problem(folder: Path, weights: bool) -> str:
             "train from scratch."
         )
     return ""
+
+
+def _adapter_problem(path: str | None) -> str:
+    if path is None or (Path(path) / "adapter_config.json").is_file():
+        return ""
+    if Path(path).is_dir():
+        return f"lora.path {path} holds no adapter_config.json: name the folder of an adapter, RUN/checkpoints/step-N."
+    return f"lora.path {path} does not exist: name the folder of an adapter.{near_names(Path(path), folders=True)}"
 
 
 def _looks_like_a_path(path: str) -> bool:

@@ -24,17 +24,16 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
     return rendered
 
 
+def _plain(value: Any) -> Any:
+    """Lists and mappings all the way down; of a record (a source, a group) what differs from its defaults."""
+    if is_dataclass(value):
+        given = {spec: getattr(value, spec.name) for spec in fields(value)}
+        return {spec.name: _plain(item) for spec, item in given.items() if item != default_of(spec)}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
 def to_yaml(config: Any) -> str:
     """The resolved config as a YAML file, every default filled in."""
     return str(yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, and of a dataclass in a list (a source of data.sources) what differs from its defaults."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if is_dataclass(value):
-        given = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-        defaults = {spec.name: default_of(spec) for spec in fields(value)}
-        return {name: item for name, item in given.items() if item != defaults[name]}
-    return value

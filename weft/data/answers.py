@@ -15,6 +15,7 @@ from typing import Any
 from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Rendering, Span, Unclear, common_header
 from weft.data.conversation import Conversation
 from weft.data.sentinels import SENTINEL, Comparison
+from weft.data.text_checks import TextChecks
 
 _USER = {"role": "user", "content": "question"}
 _ANSWER = {"role": "assistant", "content": "answer"}
@@ -64,17 +65,18 @@ class Answers:
         if not chat.trained:
             return Trained(rendering.text, ())
         if self.template.has_markers:
-            return Trained(rendering.text, _within_markers(chat, rendering))
+            spans = _within_markers(chat, rendering)
+            TextChecks(self.template, chat, kwargs, rendering, spans).run()
+            return Trained(rendering.text, tuple(span for message in spans.values() for span in message))
         if not rendering.regions and not rendering.scattered:
             return Trained(*Comparison(self.template, self.specials, self.added, chat, kwargs).find())
-        text, spans = rendering.text, []
+        text, spans = rendering.text, {}
         for place in chat.trained:
-            span, ending = self._answer(chat, kwargs, rendering, place)
-            if ending:  # the last answer, whose end the template would write with the next question
-                text, span = text + ending, (span[0], span[1] + len(ending))
-            spans.append(span)
-        self._check_strangers(chat, kwargs, rendering, spans)
-        return Trained(text, tuple(spans))
+            (start, end), ending = self._answer(chat, kwargs, rendering, place)
+            text += ending  # of the last answer, where the template would write it with the next question
+            spans[place] = [(start, end + len(ending))]
+        TextChecks(self.template, chat, kwargs, rendering, spans).run()
+        return Trained(text, tuple(span for [span] in spans.values()))
 
     def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
         """All of the text. Raises chat_template.RENDER_ERRORS."""
@@ -97,26 +99,20 @@ class Answers:
             header = _header(rendering.of(place), turns)
         if header is None:
             raise Unclear(f"message {place + 1} does not begin as the template begins an answer", rendering)
-        span = (start + len(header), self._end(rendering, place, turns))
-        self._check_own(chat, kwargs, rendering, place, span)
+        start += len(header)
         if any(turns.closings):
-            return span, ""
+            text = rendering.of(place).rstrip()
+            if text.endswith((*filter(None, turns.closings), *self.specials)):
+                return (start, rendering.regions[place][0] + len(text)), ""
+            if end == len(rendering.text) and "" in turns.closings:
+                return (start, end), next(filter(None, turns.closings))
+            raise Unclear(f"message {place + 1} does not end as the template ends an answer", rendering)
         follower = self._follower(rendering.text, end, turns.headers)
         if follower is not None:
-            return (span[0], end + len(follower)), ""
+            return (start, end + len(follower)), ""
         if end == len(rendering.text) and turns.follower:
-            return span, turns.follower
+            return (start, end), turns.follower
         raise Unclear(f"no special token ends message {place + 1}, so that a model would never stop", rendering)
-
-    def _end(self, rendering: Rendering, place: int, turns: Turns) -> int:
-        """Behind the token that ends the turn; where the template has none, behind the answer."""
-        start, end = rendering.regions[place]
-        if not any(turns.closings):
-            return end
-        text = rendering.of(place).rstrip()
-        if not text.endswith((*filter(None, turns.closings), *self.specials)):
-            raise Unclear(f"message {place + 1} does not end as the template ends an answer", rendering)
-        return start + len(text)
 
     def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
         """The turns for an answer at this place; learned once for those after a tool's result and once for others."""
@@ -179,43 +175,18 @@ class Answers:
         found = next((token for token in self.specials if text.startswith(token, end)), None)
         return None if found is None or any(found in header for header in headers) else found
 
-    def _check_own(
-        self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int, span: Span
-    ) -> None:
-        """The text of a message has to lie within its span, where the template writes it at all."""
-        content, text = chat.messages[place]["content"], rendering.text[span[0] : span[1]]
-        if not isinstance(content, str) or content.strip() in text:
-            return
-        if (visible := content.rpartition("</think>")[2].strip()) and visible in text:
-            return
-        marked = chat.replaced(place, content=SENTINEL)
-        other = self.template.render(marked.messages, kwargs, tools=chat.tools)
-        count = other.text.count(SENTINEL)
-        if count > 1 or (count == 1 and SENTINEL not in other.of(place)):
-            raise Unclear(f"the text of message {place + 1} is not where the template renders this message", rendering)
-
-    def _check_strangers(
-        self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, spans: Sequence[Span]
-    ) -> None:
-        """A message without a place of its own may have been written into an answer."""
-        for place, message in enumerate(chat.messages):
-            if place in rendering.regions or message["role"] in ("assistant", "system", "developer"):
-                continue
-            if not message["content"]:
-                continue
-            marked = chat.replaced(place, content=SENTINEL)
-            other = self.template.render(marked.messages, kwargs, tools=chat.tools)
-            if any(SENTINEL in other.of(answer) for answer in chat.trained):
-                raise Unclear(f"the template writes message {place + 1} into an answer", rendering)
-
 
 def _header(text: str, turns: Turns) -> str | None:
     return next((header for header in turns.headers if text.startswith(header)), None)
 
 
-def _within_markers(chat: Conversation, rendering: Rendering) -> tuple[Span, ...]:
+def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[Span]]:
     """What lies between generation markers, of the answers that are trained."""
-    return tuple(span for message, span in _owners(chat, rendering) if message in chat.trained and span[0] < span[1])
+    spans: dict[int, list[Span]] = {}
+    for message, span in _owners(chat, rendering):
+        if message in chat.trained and span[0] < span[1]:
+            spans.setdefault(message, []).append(span)
+    return spans
 
 
 def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Span]]:

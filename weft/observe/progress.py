@@ -118,6 +118,10 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
         f"lr {_number(line.get('lr'), '.2e')}",
         f"{_number(line.get('tokens_per_second'), ',.0f')} tokens/s",
     ]
+    if line.get("mfu") is not None:
+        words.append(f"mfu {_number(line.get('mfu'), '.1%')}")
+    if line.get("memory_gib") is not None:
+        words.append(f"{_number(line.get('memory_gib'), '.2f')} GiB")
     return words + [f"{key} {_number(line.get(key), '.4g')}" for key in extra]
 
 

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from weft.config.schema import SftConfig
+from rich.console import Console
+
+from weft.config import to_dict
+from weft.config.schema import SftConfig, TrackConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine, StepResult
 from weft.engine.plan import StepPlan
 from weft.errors import UserError
+from weft.observe.closing import print_closing
 from weft.observe.flops import Throughput
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
+from weft.observe.timing import StepTimes
+from weft.observe.trackers import Trackers
+from weft.parallel.timed import time_collectives
 from weft.recipes.resume import Start
 
 
 @dataclass
 class Recorder:
-    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json."""
+    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json.
+
+    As a context manager it measures the phases of the steps inside, and tells the trackers when the run has ended.
+    """
 
     config: SftConfig
     engine: Engine
@@ -33,6 +44,25 @@ class Recorder:
         self.throughput = Throughput.of(self.engine)
         self.bad_in_a_row = self.start.bad_in_a_row
         self.summary.go_on(self.start.summary)
+        self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
+        track = self.config.track if self.engine.ranks.is_first else TrackConfig()
+        self.trackers = Trackers(to_dict(self.config), track, self.folder, self.start.step)
+
+    def __enter__(self) -> Recorder:
+        for note in self.trackers.notes:
+            Console(highlight=False, soft_wrap=True).print(note, markup=False)
+        if self.times is not None:
+            self.times.open()
+            if self.engine.device.type == "cpu":
+                time_collectives(self.engine.module)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.times is not None:
+            self.times.close()
+        self.trackers.finish(failed=error is not None)
 
     def record(
         self,
@@ -43,8 +73,10 @@ class Recorder:
         lr: float,
         seconds: float,
         memory_gib: float,
+        evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
-        """The step's line, written by the first rank. memory_gib: the largest rank's."""
+        """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
+        the step, if it was evaluated."""
         totals = plan.totals
         line: dict[str, object] = {
             "step": step.number,
@@ -69,10 +101,23 @@ class Recorder:
             line |= {"skipped": True, "reason": result.reason}
         else:
             line |= metrics
+        line |= evaluation
+        if self.times is not None:
+            line |= self.times.take()
+        if step.number in self.config.profile.steps:
+            line["profiled"] = True
         if self.file is not None:
             self.file.write(line)
+        self.trackers.log(line)
         self.summary.add(line)
         return line
+
+    def record_start(self, evaluation: Mapping[str, float | None]) -> None:
+        """The line of step 0, where there is anything to say before the first step."""
+        line = {"step": 0, **evaluation}
+        if evaluation and self.file is not None:
+            self.file.write(line)
+        self.summary.add_evaluation(line)
 
     def _loss(self, metrics: dict[str, float | None]) -> float | None:
         """Taken out of the metrics. Only an objective of the user's own could have left it out."""
@@ -106,8 +151,9 @@ class Recorder:
             "seconds": dict(phases.seconds),
         }
 
-    def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
-        """Write summary.json beside the resolved config. stopped: the signal that ended the run early, or 0."""
+    def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
+        """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
         if self.engine.ranks.is_first:
-            name = signal.Signals(stopped).name if stopped else None
-            self.summary.write(self.folder / "summary.json", phases, saved, name)
+            self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
+            if stopped is None:
+                print_closing(self.summary.content(phases, saved, best=best), self.folder)
