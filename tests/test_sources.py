@@ -334,10 +334,10 @@ def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pyt
 
 
 REFUSED = {
-    "data.sources=[{pth: a.jsonl}]": "there is no `pth`",
-    "data.sources=[{name: a}]": "one has no `path`",
+    "data.sources=[{pth: a.jsonl}]": "`pth` is none of path, name",
+    "data.sources=[{name: a}]": "`path` is missing",
     "data.sources=[{path: a.jsonl, weight: 0}]": "weight is 0.0; it must be above 0",
-    "data.sources=[{path: a.jsonl, weight: x}]": "its `weight` must be a number",
+    "data.sources=[{path: a.jsonl, weight: x}]": "`weight` must be a number, not x",
     "data.sources=[{path: a.jsonl}, {path: b/a.jsonl}]": "two sources are called a",
     "data.sources=[]": "is empty",
     "data.sources=[{path: a.jsonl, columns: {label: x}}]": "weft has no column label",
