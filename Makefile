@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 COMPAT := 5.17
@@ -37,8 +38,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy weft
 
+# Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
 suite: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

@@ -5,8 +5,8 @@
 
 On: the recipe's Recorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a terminal that nobody sees.
 Off: the Engine alone. One process and one engine take blocks of steps in turns (off, on, on, off, ...), over the same
-documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both. CPU time is
-that of the process, all its threads; unlike the wall clock's, its share means something on a busy machine too.
+documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both. CPU
+time is that of the process, all its threads; unlike the wall clock's, its share means something on a busy machine too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from inputs import make
 from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
+from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
@@ -49,7 +50,7 @@ class Bench:
     """An engine and the documents of one step, which every step takes again."""
 
     def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
-        documents, _ = read_data(config)
+        documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
         self.step = next(iter(deal(config, documents).starting_at(1)))
         self.documents: list[Document] = [documents[index] for index in self.step.documents]
         self.engine = Engine(engine_config(config), ranks)
@@ -67,7 +68,7 @@ class Bench:
         flight.at("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
-            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory))
+            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory, {}))
         return time.perf_counter() - began
 
     @contextmanager
@@ -128,8 +129,8 @@ def report(found: dict[str, dict[str, list[float]]], ranks: int) -> None:
     for clock in ("wall", "CPU"):
         off, on = found["off"][clock], found["on"][clock]
         print(
-            f"{ranks} rank(s), {clock}: off {1000 * median(off):.1f} ms, on {1000 * median(on):.1f} ms a step; on / off "
-            f"{median(on) / median(off):.4f} by medians, {mean(on) / mean(off):.4f} by means"
+            f"{ranks} rank(s), {clock}: off {1000 * median(off):.1f} ms, on {1000 * median(on):.1f} ms a step; "
+            f"on / off {median(on) / median(off):.4f} by medians, {mean(on) / mean(off):.4f} by means"
         )
 
 

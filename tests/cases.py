@@ -11,7 +11,7 @@ import torch
 
 from tests.zoo import tiny_config
 from weft.cluster.process import join
-from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.engine import Engine, EngineConfig
 from weft.models import hf
 from weft.recipes.verify import EPSILON
@@ -62,6 +62,7 @@ def open_engine(
     return Engine(
         EngineConfig(
             model=ModelConfig(path=path, **sections.get("model", {})),
+            lora=LoraConfig(**sections.get("lora", {})),
             mesh=MeshConfig(**MESHES[mesh]),
             fsdp=FsdpConfig(**sections.get("fsdp", {})),
             step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),

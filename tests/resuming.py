@@ -26,7 +26,7 @@ from weft.recipes import sft
 from weft.verification.plants import planted
 
 STEPS = 10
-TIMES = ("seconds", "tokens_per_second", "memory_gib")
+TIMES = ("seconds", "tokens_per_second", "memory_gib", "eval/seconds")
 Sections = dict[str, dict[str, Any]]
 _home = tempfile.TemporaryDirectory(prefix="weft-resume-")
 

@@ -12,10 +12,12 @@ import pytest
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.aliases import ALIASES, NOT_YET, advice_for, not_yet, trainers_of, with_state
+from weft.config.coerce import MismatchError, coerce
 from weft.config.coming_from import page
 from weft.config.keys import schema_keys, sections
 from weft.config.trainers import OTHERS, TRAINERS
-from weft.config.yaml12 import Node, read_file
+from weft.config.trainers.values import VALUES
+from weft.config.yaml12 import Node, read_file, read_value
 from weft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -99,6 +101,45 @@ def test_what_is_planned_is_said() -> None:
         "say `mesh.cp`, and `mesh.dp_shard`. (`mesh.cp` is not in this version yet.)"
     )
     assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
+    kind = schema_keys(SftConfig)[key].type
+    for foreign, ours in VALUES[key].items():
+        assert foreign == foreign.lower()
+        coerce(read_value(ours, ""), kind)
+        with pytest.raises(MismatchError):
+            coerce(read_value(foreign, ""), kind)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.name=adamw_torch_fused", "one of adamw, sgd, not adamw_torch_fused: write adamw."),
+        ("optimizer.name=AdamW", "one of adamw, sgd, not AdamW: write adamw."),
+        ("schedule.name=cosine_with_min_lr", ": write cosine."),
+        ("fsdp.param_dtype=bfloat16", ": write bf16."),
+        ("model.attention=flash_attention_2", ": write auto."),
+        ("model.recompute=true", ": write full."),
+        ("fsdp.reshard_after_forward=never", ": write false."),
+        ("+step.documents=4", "write step.documents=4, without Hydra's +."),
+        ("~train.epochs", "no such config file"),
+    ],
+)
+def test_values_and_spellings_of_others_are_answered(override: str, words: str) -> None:
+    message = refusal(overrides=(override,)) if "=" in override else refusal(override)
+    assert words in message
+
+
+def test_a_config_may_be_toml() -> None:
+    Path("job.toml").write_text('[model]\npath = "m"\n[step]\ndocuments = 8\n[optimizer]\nbetas = [0.9, 0.99]\n')
+    config = load_config(["job.toml"], ["data.path=d.jsonl"])
+    assert (config.step.documents, config.optimizer.betas) == (8, (0.9, 0.99))
+    Path("job.toml").write_text("[training]\nlocal_batch_size = 8\n")
+    assert "job.toml: training.local_batch_size is not a key of weft: micro-batches" in refusal("job.toml")
+    Path("job.toml").write_text("[training\n")
+    assert refusal("job.toml").startswith("job.toml: not valid TOML: ")
 
 
 # ---------------------------------------------------------------- real configs

@@ -43,7 +43,11 @@ CASES = [
     ),
     Case("not yet", ["sft", "c.yaml", "mesh.tp=2"], ["mesh.tp is not in this version yet", "leave it out"]),
     Case("wrong type", ["sft", "c.yaml", "step.documents=1e3"], ["step.documents", "not 1000.0", "write 1000"]),
-    Case("wrong choice", ["sft", "c.yaml", "optimizer.name=adam"], ["optimizer.name", "one of adamw, sgd", "adam"]),
+    Case(
+        "wrong choice",
+        ["sft", "c.yaml", "optimizer.name=adam"],
+        ["optimizer.name is adam; it must be adamw, sgd, or the import path", "torch.optim.Adam."],
+    ),
     Case(
         "both partners",
         ["sft", "b.yaml", "step.tokens=4096"],
@@ -114,9 +118,9 @@ CASES += [
     ),
     Case("no documents", TRAIN, ["bad.jsonl: holds no documents", "data.path"], {**TINY, "bad.jsonl": "\n"}),
     Case(
-        "no generation markers",
+        "a template that leaves the answer out",
         TRAIN,
-        ["bad.jsonl:1", "{% generation %}", "chat_template.jinja"],
+        ["bad.jsonl:1", "cannot tell which tokens are the assistant's", "data.chat_template"],
         {**TINY, "bad.jsonl": PAIR, "tiny/chat_template.jinja": "{{ messages[0]['content'] }}"},
     ),
     Case(

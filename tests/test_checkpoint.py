@@ -30,7 +30,7 @@ from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.recipes.folder import cut_metrics, open_folder
+from weft.recipes.folder import cut_lines, open_folder
 
 # ---------------------------------------------------------------- which folders stay
 
@@ -86,9 +86,9 @@ def test_later_checkpoints_are_set_aside_and_never_over_others(tmp_path: Path) -
 
 def test_a_line_cut_short_is_no_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2')
-    assert cut_metrics(tmp_path, 2) == 2
+    assert cut_lines(tmp_path / "metrics.jsonl", 2) == 2
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert cut_metrics(tmp_path, 2) == 0
+    assert cut_lines(tmp_path / "metrics.jsonl", 2) == 0
 
 
 def test_generators_come_back_and_ranks_differ() -> None:

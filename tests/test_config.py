@@ -116,6 +116,7 @@ def test_a_bool_or_an_int() -> None:
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("data.path=~/d.jsonl").data.path == str(tmp_path / "d.jsonl")
+    assert load("run.dir=~nobody-here/x").run.dir == "~nobody-here/x"
 
 
 # ---------------------------------------------------------------- types
@@ -135,6 +136,10 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("optimizer.lr=.inf", "it must be finite"),
         ("optimizer.betas=[0.9]", "a list of 2 numbers, not [0.9]: it has 1 values"),
         ("optimizer.betas=[0.9, x]", "a list of 2 numbers"),
+        ("optimizer.groups=3", "must be a list, each a mapping of match, lr, lr_scale, weight_decay, not 3"),
+        ("optimizer.groups=[{lr: 3}]", "`match` is missing"),
+        ("optimizer.groups=[{match: [a], lr: fast}]", "`lr` must be a number or null, not fast"),
+        ("optimizer.groups=[{match: [a], rate: 1}]", "`rate` is none of match, lr, lr_scale, weight_decay"),
         ("data.shuffle=1", "write true"),
         ("data.shuffle=no", "write false"),
         ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
@@ -184,7 +189,6 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "weft calls it `mesh.tp`. (`mesh.tp` is not in this version yet.)"),
         ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
-        ("eval.every=100", "eval is not in this version yet"),
         ("rollout.num_generations=8", "rollout is not in this version yet"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
@@ -221,7 +225,7 @@ def test_a_default_yields_to_its_partner() -> None:
     assert config.schedule.warmup_steps == 2
 
 
-@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE[1:])  # data.path: in tests/test_sources.py
 def test_both_partners_are_refused(key: str, partner: str) -> None:
     value = "0.5" if key.endswith("ratio") else "5"
     message = refused(f"{partner}=5", a=f"{key}: {value}\n")
@@ -233,21 +237,43 @@ def test_neither_partner_is_refused() -> None:
     assert "of step.documents and step.tokens neither is set" in refused("step.documents=null")
 
 
+LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "others"),
     [
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.options", "{eps: 1e-6}", []),
+        ("checkpoint.weights", "ema", []),
         ("model.router_aux_loss_coef", "0.1", []),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
         ("fsdp.loss_scale", "1024", ["fsdp.param_dtype=bf16"]),
         ("fsdp.loss_scale_interval", "10", []),
         ("schedule.decay_ratio", "0.2", []),
+        ("model.freeze", "[lm_head]", ["lora.rank=8"]),
+        *((f"lora.{leaf}", value, []) for leaf, value in LORA.items()),
+        *(
+            (f"lora.{leaf}", value, ["lora.path=a"])
+            for leaf, value in {"rank": "8", **LORA}.items()
+            if leaf != "dropout"
+        ),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
+        ("checkpoint.keep_best", "true", []),
+        ("eval.every", "10", []),
+        ("eval.at_start", "true", []),
+        ("eval.patience", "2", ["eval.prompts=[a]"]),
+        ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
+        ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
+        ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),
+        ("eval.temperature", "2", ["eval.path=d.jsonl"]),
         ("track.project", "mine", []),
         ("track.name", "first", []),
         ("profile.ranks", "[1]", []),
@@ -264,7 +290,12 @@ def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    tried |= {"optimizer.options", "checkpoint.weights"}
+    tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
+    tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
+    tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -276,6 +307,17 @@ def test_every_inert_rule_is_tried() -> None:
         (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
+        (
+            ["optimizer.name=adam"],
+            "or the import path of a class, as in optimizer.name=torch.optim.Adam.",
+        ),
+        (["optimizer.name=muon"], "optimizer.name: muon is not in this version yet"),
+        (["optimizer.name=torch.optim.SGD", "optimizer.options.lr=0.1"], "set optimizer.lr instead"),
+        (["optimizer.groups=[{match: [], lr: 0.1}]"], "optimizer.groups[0] has no pattern"),
+        (["optimizer.groups=[{match: [a]}]"], "optimizer.groups[0] changes nothing: set lr, lr_scale or weight_decay"),
+        (["optimizer.groups=[{match: [a], lr: 1, lr_scale: 2}]"], "has both lr and lr_scale: keep one"),
+        (["optimizer.groups=[{match: [a], lr_scale: 0}]"], "it must be above 0 (model.freeze names what is not"),
+        (["optimizer.groups=[{match: [a], weight_decay: -1}]"], "has weight_decay = -1; it must be 0 or more"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
     ],
 )
@@ -284,6 +326,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "data.workers": "0",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -294,6 +337,7 @@ OUT_OF_RANGE = {
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
     "fsdp.overrides": "{lm_head: 1}",
+    "data.template_kwargs": "{messages: no}",
     "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
@@ -305,6 +349,7 @@ OUT_OF_RANGE = {
     "optimizer.eps": "0",
     "optimizer.momentum": "1",
     "optimizer.max_grad_norm": "0",
+    "optimizer.ema_decay": "1",
     "schedule.warmup_ratio": "1.1",
     "schedule.warmup_steps": "-1",
     "schedule.min_lr_ratio": "1.5",
@@ -315,6 +360,15 @@ OUT_OF_RANGE = {
     "train.timeout": "0",
     "model.router_aux_loss_coef": "0",
     "train.max_nonfinite": "0",
+    "lora.rank": "0",
+    "lora.alpha": "0",
+    "lora.dropout": "1",
+    "lora.targets": "[]",
+    "eval.every": "-1",
+    "eval.patience": "0",
+    "eval.min_delta": "-0.1",
+    "eval.max_new_tokens": "0",
+    "eval.temperature": "-1",
     "profile.steps": "[3, 0]",
     "profile.ranks": "[]",
 }
@@ -325,8 +379,14 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     needed = {
         "optimizer.momentum": ["optimizer.name=sgd"],
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
+        "eval.every": ["eval.path=d.jsonl"],
+        "eval.patience": ["eval.path=d.jsonl"],
+        "eval.min_delta": ["eval.path=d.jsonl", "eval.patience=1"],
+        "eval.max_new_tokens": ["eval.prompts=[a]"],
+        "eval.temperature": ["eval.prompts=[a]"],
     }
     extra = needed.get(key, [])
+    extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
     extra += ["profile.steps=[1]"] if key == "profile.ranks" else []
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
@@ -335,11 +395,16 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     assert RANGES[key][1] in message
 
 
+@pytest.mark.parametrize("day", ["2025-13-01", "20250301", "today"])
+def test_template_date_is_a_day(day: str) -> None:
+    assert "data.template_date is" in refused(f"data.template_date={day}") and load("data.template_date=2025-03-01")
+
+
 def test_every_number_has_a_range() -> None:
     numeric = {
         key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
     }
-    assert numeric == set(RANGES) == set(OUT_OF_RANGE)
+    assert numeric | {"lora.targets"} == set(RANGES) == set(OUT_OF_RANGE)
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
@@ -373,9 +438,10 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
-        "data.path=dd.jsonl"
-    )
+    said = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
+    assert said.endswith("Did you mean d.jsonl?")
+    assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")
@@ -467,6 +533,9 @@ def test_verify_shrinks_the_mesh_to_the_machine(
         ["fsdp.prefetch=[2, 3]"],
         ["fsdp.overrides={'*.mlp': replicate, model.embed_tokens: 2, lm_head: full}"],
         ["model.freeze=[lm_head, '*.mlp']"],
+        ["optimizer.name=torch.optim.RAdam", "optimizer.options={betas: [0.9, 0.99], foreach: true}"],
+        ["optimizer.groups=[{match: [lm_head], lr: 1e-6}, {match: ['*.mlp', a], weight_decay: 0}]"],
+        ["optimizer.ema_decay=0.99", "checkpoint.weights=ema"],
         ["schedule.name=constant", "run.dir=yes", "optimizer.lr=1e-7", "data.max_length=12"],
     ],
 )
@@ -480,7 +549,10 @@ def test_to_dict_is_plain_and_whole() -> None:
     rendered = to_dict(load())
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
-    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval"}
+    unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
+    unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
+    unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta"}
+    unread |= {"eval.max_new_tokens", "eval.temperature"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]

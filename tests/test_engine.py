@@ -24,7 +24,7 @@ from weft.engine.engine import Engine, StepResult
 from weft.objectives.base import Batch, Terms
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
-from weft.verification import reference
+from weft.verification import reference, reference_optimizer
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -286,7 +286,7 @@ def test_readouts_are_the_references_in_document_order(mesh: str) -> None:
     path, steps = saved_model("llama"), 3
     ranks = run(int(mesh), readouts, path, mesh, steps)
     plain = reference.Reference(path)
-    plain.start(reference.Optimizer("sgd"))
+    plain.start(reference_optimizer.Optimizer("sgd").over(plain.model))
     for stage in (0, 1):
         dealt = [part for rank in ranks for part in rank[stage][0]]
         assert sorted(dealt) == list(range(len(EVERYTHING)))

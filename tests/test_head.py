@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import head
-from weft.ops.head import LogitTransform, chunked_readouts
+from weft.ops.head import LogitTransform, chunked_readouts, logprob_and_top1
 
 TRANSFORMS = {
     "none": LogitTransform(),
@@ -96,6 +96,17 @@ def test_each_readout_alone_may_have_a_gradient(readout: str) -> None:
     got = gradients([one], upstream, [hidden, weight, bias])
     for a, b in zip(got, gradients([expected[which]], upstream, [hidden, weight, bias]), strict=True):
         close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_top1_is_whether_argmax_is_the_target(transform: LogitTransform, tile: tuple[int, int] | None) -> None:
+    hidden, weight, bias, targets = problem(40, torch.float32, vocabulary=7)
+    logits = transform(hidden @ weight.T + bias)
+    logprob, top1 = logprob_and_top1(hidden, weight, bias, targets, transform, tile=tile)
+    assert torch.equal(top1, (logits.argmax(1) == targets).float()) and 0 < top1.sum() < 40
+    close(logprob, full_readouts(hidden, weight, bias, targets, transform, 1.0)[0].detach(), 1e-5)
+    assert not logprob.requires_grad
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)

@@ -16,7 +16,7 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
-from weft.engine.optimizer import describe_groups
+from weft.engine.groups import describe_groups
 from weft.errors import UserError
 from weft.models.freeze import freeze
 from weft.models.patterns import names_it

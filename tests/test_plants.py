@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from tests import test_data, test_order, test_resume, test_schedule
+from tests import test_data, test_eval, test_lora, test_order, test_resume, test_schedule
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.cluster.process import join
@@ -28,8 +28,10 @@ from weft.engine.engine import Engine
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
-from weft.verification import reference
+from weft.verification import reference, reference_optimizer
 from weft.verification.bugs import RUN_LOSSES, RUN_RATES
+from weft.verification.bugs.adapters import BASE
+from weft.verification.bugs.evaluation import HELD_OUT
 from weft.verification.bugs.resuming import RESUMED
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
@@ -53,6 +55,7 @@ class Case:
 
 
 BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
+ADAPTED = Case(sections=(("lora", "rank", 4), ("lora", "rslora", True)))
 CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
@@ -62,6 +65,9 @@ CASES = {
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("lfm2"),
     "head-untied": Case("llama_tied"),
+    "first-slice-of-the-adapter": ADAPTED,
+    "alpha-not-divided": ADAPTED,
+    "rslora-ignored": ADAPTED,
 }
 
 
@@ -139,7 +145,7 @@ def expected_lines() -> list[tuple[float | None, float | None]]:
 
     path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
-    plain.start(reference.Optimizer("sgd", weight_decay=0.1))
+    plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.model))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
     for step in sft.deal(run_config(path), lengths):
         if 2 in step.documents:
@@ -307,7 +313,9 @@ def prompt_and_completion() -> None:
 TESTS: dict[str, Check] = {
     RUN_LOSSES: losses_of_a_run,
     RUN_RATES: rates_of_a_run,
+    BASE: test_lora.base_is_read,
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
+    HELD_OUT: test_eval.held_out_loss_is_the_references,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/test_plants.py: a hopeless run ends": hopeless_run_ends,
     "tests/test_plants.py: llama passes the start-up check packed": laid_out_packed,

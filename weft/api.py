@@ -45,9 +45,9 @@ class Run:
 
 
 def sft(
-    *,
     model: str | Path | Mapping[str, Any],
     data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    *,
     objective: Objective | type[Objective] | None = None,
     on_step: OnStep | None = None,
     device: Device = "auto",

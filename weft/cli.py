@@ -20,20 +20,29 @@ from weft import __version__
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import ChatOptions, ExportOptions, ReportOptions, SftOptions, VerifyOptions
+from weft.cluster.options import (
+    ChatOptions,
+    ExportOptions,
+    MergeOptions,
+    PreviewOptions,
+    ReportOptions,
+    SftOptions,
+    VerifyOptions,
+)
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.aliases import advice_for
 from weft.config.keys import schema_keys
+from weft.config.migrate import migrate
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "data", "rollouts", "migrate")
+NOT_YET = ("rl", "plan", "bench", "rollouts")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -82,6 +91,8 @@ class _Parser(argparse.ArgumentParser):
         if dashed is not None:
             key = dashed.lstrip("-")
             hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
+        elif "--config" in message:
+            hint = " Config files are named without an option, as in weft sft sft.yaml."
         raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
 
 
@@ -199,12 +210,48 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
-    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output)
+    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output, ema=arguments.ema)
 
     def body() -> None:
         from weft.recipes import export
 
         print(f"exported {export.run(options)}")
+
+    return Job(body, 1, words)
+
+
+def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("data")
+    files_and_keys = arguments.config
+    if files_and_keys[:1] != ["preview"]:
+        raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
+    arguments.config = files_and_keys[1:]
+    config = _load(arguments)
+    least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
+    ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
+    options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
+
+    def body() -> None:
+        from weft.recipes import preview
+
+        preview.run(config, options)
+
+    return Job(body, 1, words)
+
+
+def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    draft = migrate(arguments.files, arguments.nproc)
+    return Job(lambda: print(draft, end=""), 1, words)
+
+
+def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("merge")
+    options = MergeOptions(path=arguments.path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
+
+    def body() -> None:
+        from weft.recipes import merge
+
+        print(f"merged {merge.run(options)}")
 
     return Job(body, 1, words)
 
@@ -321,6 +368,12 @@ def _temperature(text: str) -> float:
     return value
 
 
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+    return int(text)
+
+
 def _attempts(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
@@ -361,6 +414,16 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _data_parser() -> argparse.ArgumentParser:
+    parser = _parser("data", COMMANDS["data"].summary)
+    parser.usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser.add_argument(
+        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
+    return parser
+
+
 def _export_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
@@ -368,6 +431,34 @@ def _export_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
     )
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def _merge_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft merge", description=COMMANDS["merge"].summary, allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def _migrate_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft migrate", description=COMMANDS["migrate"].summary, allow_abbrev=False)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE",
+        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a shell script (.sh) with options",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
@@ -401,7 +492,10 @@ COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
     "chat": Command("Talk to a run's last checkpoint, or to any model.", _chat_parser, _chat),
     "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
+    "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
+    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
+    "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
 }
 

@@ -50,7 +50,7 @@ class HasModel(Protocol):
 @dataclass(frozen=True)
 class ExportPlan:
     """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
-    tokenizer is."""
+    tokenizer is. config_name: the file that holds config."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -58,6 +58,7 @@ class ExportPlan:
     index: dict[str, Any] | None
     config: dict[str, Any]
     source: Path | None
+    config_name: str = "config.json"
 
     @property
     def bytes(self) -> int:
@@ -101,13 +102,13 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def prepare_export(plan: ExportPlan, folder: Path) -> None:
-    """Empty weight files of the right size, their index, config.json and the tokenizer; called by one rank."""
+    """Empty weight files of the right size, their index, the config and the tokenizer; called by one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in plan.files.items():
         create(folder / file, {name: plan.manifest[name] for name in names})
     if plan.index is not None:
         _write_json(folder / "model.safetensors.index.json", plan.index)
-    _write_json(folder / "config.json", plan.config)
+    _write_json(folder / plan.config_name, plan.config)
     if plan.source is not None:
         copy_companions(plan.source, folder)
 
@@ -154,13 +155,17 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write the model as a HuggingFace directory; collective. It appears whole or not at all."""
-    plan = plan_export(engine, shard_bytes=shard_bytes)
+    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
+    save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
+
+
+def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], target: Path) -> None:
+    """Write what a plan says, each rank its shards; collective. It appears whole or not at all."""
     partial = target.with_name(target.name + ".partial")
     if engine.ranks.is_first:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed save may have left
         prepare_export(plan, partial)
     _wait_for_all(engine)
-    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
     written = write_export(plan, shards, partial)
     if engine.ranks.world > 1:
         total = torch.tensor(written)

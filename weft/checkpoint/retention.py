@@ -1,4 +1,4 @@
-"""RUN/checkpoints: names, the commit of a whole folder, `latest`, and what is removed.
+"""RUN/checkpoints: names, the commit of a whole folder, the links `latest` and `best`, and what is removed.
 
 A folder has the name step-000100 only while it is whole: it is written as step-000100.partial, and renamed to
 step-000100.removing before the first of its files goes. One process (the first rank's) calls these functions.
@@ -14,7 +14,7 @@ from typing import Literal
 
 TRAINER_STATE = "trainer_state"
 _WHOLE = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing)|latest\.new")
+_LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing)|(latest|best)\.new")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -45,22 +45,45 @@ def commit(partial: Path, target: Path) -> None:
 
 def point_latest(target: Path) -> None:
     """Make the relative link `latest` beside a checkpoint name it, in one step."""
-    latest, link = target.parent / "latest", target.parent / "latest.new"
-    if latest.is_symlink() and os.readlink(latest) == target.name:
+    _point("latest", target)
+
+
+def point_best(target: Path) -> None:
+    """Make the relative link `best` beside a checkpoint name it, in one step."""
+    _point("best", target)
+
+
+def _point(name: str, target: Path) -> None:
+    link, draft = target.parent / name, target.parent / f"{name}.new"
+    if link.is_symlink() and os.readlink(link) == target.name:
         return
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.name)
-    os.replace(link, latest)
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target.name)
+    os.replace(draft, link)
     _sync(target.parent)
+
+
+def forget_best(checkpoints: Path) -> None:
+    """Remove the link `best`; what it named is kept or not like any other."""
+    (checkpoints / "best").unlink(missing_ok=True)
+
+
+def best_step(checkpoints: Path) -> int | None:
+    """The step that `best` names, where it has a whole checkpoint."""
+    link = checkpoints / "best"
+    match = _WHOLE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
+    return None if match is None else int(match[1])
 
 
 def prune(
     checkpoints: Path, *, keep: int | None, keep_every: int | None, trainer_state: Literal["all", "last", "none"]
 ) -> None:
-    """Remove what is not to be kept: whole checkpoints, and of older ones the trainer state. Never the newest."""
-    steps = whole_steps(checkpoints)
+    """Remove what is not to be kept: whole checkpoints, and of older ones the trainer state. Never the newest,
+    nor the one that `best` names.
+    """
+    steps, best = whole_steps(checkpoints), best_step(checkpoints)
     for step in steps[:-keep] if keep is not None else []:
-        if keep_every is None or step % keep_every:
+        if step != best and (keep_every is None or step % keep_every):
             remove(step_folder(checkpoints, step))
     if trainer_state == "last":
         for step in whole_steps(checkpoints)[:-1]:

@@ -8,7 +8,7 @@ any collective:
     2. Each rank fills its boxes of the weight files, writes its file of the trainer state, waits for the disk, and
        leaves a report in .ranks-ID.
     3. When all reports are there the first rank writes state.json, renames the folder to step-000100, points `latest`
-       at it and removes what is not to be kept.
+       (and `best`) at it and removes what is not to be kept.
 
 A kill at any moment leaves whole checkpoints under whole names. Errors are kept until all ranks meet again (`failed`,
 `raise_failure`), because only then can all of them end with the same words.
@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
+from weft.checkpoint.adapters import plan_adapter
 from weft.checkpoint.boxes import Box, Shard
 from weft.checkpoint.export import plan_export, prepare_export, write_export
-from weft.checkpoint.retention import TRAINER_STATE, commit, point_latest, prune, step_folder
+from weft.checkpoint.retention import TRAINER_STATE, commit, point_best, point_latest, prune, step_folder
 from weft.checkpoint.state import (
+    EMA,
     RNG,
     WEIGHTS,
     Part,
@@ -74,6 +76,7 @@ class Job:
     boxes: Mapping[str, Box]
     generators: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    best: bool
 
     @property
     def reports(self) -> Path:
@@ -108,9 +111,11 @@ class Saver:
     news: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.plan = plan_export(self.engine, DTYPES[self.config.dtype])
+        plan = plan_export if self.engine.lora is None else plan_adapter
+        self.plan = plan(self.engine, DTYPES[self.config.dtype])
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(self.engine.module)
+        self._exported = exported(find_parts(self.engine), average=self.config.weights == "ema")
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
@@ -136,16 +141,17 @@ class Saver:
 
     # ------------------------------------------------------------ saving
 
-    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+    def save(self, step: int, progress: Mapping[str, Any], best: bool = False) -> None:
         """Save what stands after this step; a save that is still being written is waited for.
 
-        progress: what state.json says of this moment (epoch, updates, summary).
+        progress: what state.json says of this moment (epoch, updates, summary). best: whether the link `best` is to
+        name it.
         """
         if step == self.last:
             return
         self.wait()
         began = time.perf_counter()
-        job = self._copy(step, progress)
+        job = self._copy(step, progress, best)
         self.last, self._clock = step, time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(job, began), name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -222,11 +228,12 @@ class Saver:
 
     # ------------------------------------------------------------ the copy
 
-    def _copy(self, step: int, progress: Mapping[str, Any]) -> Job:
+    def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> Job:
         """Copy what this rank writes into host memory, which is kept for the next save."""
         parts = find_parts(self.engine)
         keep_state = self.config.trainer_state != "none"
-        mine = {n: p for n, p in parts.items() if p.writes and (keep_state or n.startswith(WEIGHTS))}
+        wanted = parts.keys() if keep_state else set(self._exported.values())
+        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
         copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
@@ -240,6 +247,7 @@ class Saver:
             boxes={name: part.box for name, part in mine.items()},
             generators={RNG + name: value for name, value in rng.capture(self.engine.device).items()},
             state=self._state(step, progress, parts) if first and keep_state else {},
+            best=best,
         )
 
     def _to_host(self, name: str, local: Tensor) -> Tensor:
@@ -277,7 +285,8 @@ class Saver:
             self._until(job.reports.is_dir)
             self._report(job, self._write(job))
             if self.engine.ranks.is_first and self._commit(job):
-                self.news.append(f"saved    {job.target} in {time.perf_counter() - began:.1f} s")
+                which = ", the best so far," if job.best else ""
+                self.news.append(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
         except _CancelledError:
             pass
         except Exception as error:
@@ -293,13 +302,13 @@ class Saver:
         job.reports.mkdir()
 
     def _write(self, job: Job) -> RankReport:
-        weights = {n.removeprefix(WEIGHTS): copy for n, copy in job.copies.items() if n.startswith(WEIGHTS)}
+        weights = {n: job.copies[kept] for n, kept in self._exported.items() if kept in job.copies}
         for name, copy in weights.items():
             if copy.is_floating_point() and not bool(copy.isfinite().all()):
                 return RankReport(nonfinite=name)
             if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
                 return RankReport(nonfinite=f"{name} in fp16 (set checkpoint.dtype=bf16)")
-        shards = {name: Shard(job.boxes[WEIGHTS + name], copy) for name, copy in weights.items()}
+        shards = {name: Shard(job.boxes[self._exported[name]], copy) for name, copy in weights.items()}
         shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
         exported = write_export(self.plan, shards, job.partial)
         if self.config.trainer_state == "none":
@@ -333,6 +342,8 @@ class Saver:
         shutil.rmtree(job.reports)
         commit(job.partial, job.target)
         point_latest(job.target)
+        if job.best:
+            point_best(job.target)
         settings = self.config
         prune(
             self.checkpoints,
@@ -347,6 +358,13 @@ class Saver:
         while not holds():
             if self._cancel.wait(_POLL_SECONDS):
                 raise _CancelledError
+
+
+def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
+    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
+    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
+    averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
+    return {**kept, **averaged}
 
 
 def _is_mendable(error: Exception) -> bool:

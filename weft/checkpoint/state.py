@@ -4,7 +4,8 @@ Each rank writes rank-00000.safetensors with its own shards; state.json says whi
 so that any mesh can read what another has written. No pickle: reading a checkpoint runs no code of it.
 
     weights/NAME              masters and persistent buffers, in the dtype they are kept in
-    optimizer/KEY/NAME        moments; scalars such as AdamW's `step` are in state.json
+    optimizer/KEY/NAME        moments; numbers such as AdamW's `step` are in state.json
+    ema/NAME                  the average of the weights (optimizer.ema_decay)
     rng/...                   random number generators of this rank
 """
 
@@ -20,18 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
+from weft.engine.optimizer import stepped_by, steps_on_device
 from weft.errors import UserError
 from weft.observe.metrics import plain
 from weft.observe.summary import versions
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "state.json"
-WEIGHTS, OPTIMIZER, RNG = "weights/", "optimizer/", "rng/"
+WEIGHTS, OPTIMIZER, EMA, RNG = "weights/", "optimizer/", "ema/", "rng/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,23 @@ class RankFile:
 
 
 def find_parts(engine: Engine) -> dict[str, Part]:
-    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once."""
+    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once.
+
+    Of a model with adapters only what is trained: its base is read from model.path again.
+    """
     assert engine.optimizer is not None, "this engine was opened for inference"
-    found = {}
+    found, states = {}, engine.optimizer.state
+    averages = {} if engine.ema is None else engine.ema.shards
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        if engine.lora is not None and not parameter.requires_grad:
+            continue
         found[WEIGHTS + name] = _part(parameter, number)
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+        if parameter in averages:
+            found[EMA + name] = _part_like(parameter, averages[parameter], number)
+        for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                found[f"{OPTIMIZER}{key}/{name}"] = _part(value, number)
-    persistent = engine.module.state_dict().keys()
+                found[f"{OPTIMIZER}{key}/{name}"] = _part_like(parameter, value, number)
+    persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
             found[WEIGHTS + name] = _part(buffer, number)
@@ -85,19 +96,31 @@ def _part(tensor: Tensor, number: int) -> Part:
     return Part(tuple(tensor.shape), shard.box, shard.values, _writes(shard, number))
 
 
+def _part_like(parameter: Tensor, value: Tensor, number: int) -> Part:
+    """Of what a rank keeps beside its shard of a parameter: a DTensor, a plain tensor of the shard's shape, or one of
+    another shape, which is the same on every rank."""
+    shard = shard_of(parameter)
+    if isinstance(value, DTensor) or value.shape != shard.values.shape:
+        return _part(value, number)
+    return Part(tuple(parameter.shape), shard.box, value, _writes(shard, number))
+
+
 def _writes(shard: Shard, number: int) -> bool:
     """Ranks that hold the same box share the writing: `number` deals tensors to them."""
     return shard.box.numel > 0 and shard.is_mine(number)
 
 
-def find_scalars(engine: Engine) -> dict[str, float]:
-    """The optimizer's numbers by name: AdamW's `step` of each parameter."""
+def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
+    """The optimizer's numbers by name, with what they are: AdamW's `step` of each parameter."""
     assert engine.optimizer is not None
-    found = {}
+    found, states = {}, engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and not value.ndim:
-                found[f"{OPTIMIZER}{key}/{name}"] = float(value)
+                kind, host = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
+                found[f"{OPTIMIZER}{key}/{name}"] = {"value": value.item(), "dtype": kind, "host": host}
+            elif isinstance(value, bool | int | float):
+                found[f"{OPTIMIZER}{key}/{name}"] = {"value": value, "dtype": None, "host": True}
     return found
 
 
@@ -274,21 +297,28 @@ def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: R
 def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     """Empty moments for every parameter that has saved ones: torch makes them at the first step, too late to fill."""
     assert engine.optimizer is not None
-    owner = dict(engine.module.named_parameters())
-    on_device = {
-        id(parameter): bool(group.get("fused") or group.get("capturable"))
-        for group in engine.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for entry, described in state.content["tensors"].items():
+    owner, content = dict(engine.module.named_parameters()), state.content
+    for entry, described in content["tensors"].items():
         if entry.startswith(OPTIMIZER):
             key, parameter = _split(entry, owner)
-            dtype = getattr(torch, described["dtype"])
-            engine.optimizer.state[parameter][key] = torch.zeros_like(parameter, dtype=dtype)
-    for entry, value in state.content["scalars"].items():
+            optimizer, stepped = stepped_by(engine.optimizer, parameter)
+            dtype, shape = getattr(torch, described["dtype"]), described["shape"]
+            empty = torch.zeros_like(stepped, dtype=dtype)
+            if shape != list(parameter.shape):
+                empty = torch.zeros(shape, dtype=dtype, device=stepped.device)
+            optimizer.state[stepped][key] = empty
+    for entry, number in content["scalars"].items():
         key, parameter = _split(entry, owner)
-        device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
-        engine.optimizer.state[parameter][key] = torch.tensor(value, dtype=torch.float32, device=device)
+        optimizer, stepped = stepped_by(engine.optimizer, parameter)
+        optimizer.state[stepped][key] = _number(number, stepped.device, steps_on_device(optimizer, stepped))
+
+
+def _number(described: Mapping[str, Any], device: torch.device, on_device: bool) -> Any:
+    """A number of an optimizer's state, as find_scalars has described it."""
+    if described["dtype"] is None:
+        return described["value"]
+    place = device if on_device or not described["host"] else torch.device("cpu")
+    return torch.tensor(described["value"], dtype=getattr(torch, described["dtype"]), device=place)
 
 
 def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, torch.nn.Parameter]:

@@ -20,6 +20,7 @@ class SftOptions:
     device: Device = "auto"
     world: int = 1
     resume: str | None = None
+    ema: bool = False
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False
@@ -38,10 +39,25 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint."""
+    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint.
+
+    ema: the average of the weights (optimizer.ema_decay) instead of the masters.
+    """
 
     path: str
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
+    output: str | None = None
+    ema: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """`weft merge`. path: a run folder, one of its checkpoints, or an adapter of peft's. base: instead of the model
+    that the adapter names. output: null for a folder beside the adapter."""
+
+    path: str
+    base: str | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     output: str | None = None
 
 
@@ -66,3 +82,15 @@ class ReportOptions:
 
     runs: tuple[str, ...]
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewOptions:
+    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown whole.
+
+    all: read everything, for exact numbers.
+    """
+
+    world: int = 1
+    samples: int = 3
+    all: bool = False

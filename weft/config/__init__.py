@@ -9,6 +9,7 @@ from weft.config.render import to_dict, to_yaml
 from weft.config.schema import (
     CheckpointConfig,
     DataConfig,
+    EvalConfig,
     FsdpConfig,
     MeshConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ from weft.config.schema import (
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "EvalConfig",
     "FsdpConfig",
     "MeshConfig",
     "MeshSizes",

@@ -16,25 +16,10 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "data.split",
-    "data.subset",
-    "data.columns",
-    "data.sources",
-    "data.train_on",
-    "data.chat_template",
-    "data.template_kwargs",
-    "data.workers",
-    "data.cache",
     "data.streaming",
-    "optimizer.options",
-    "optimizer.groups",
-    "train.ema_decay",
-    "checkpoint.keep_best",
-    "eval",
     "rl",
     "rollout",
     "cluster",
-    "lora",
 )
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
@@ -44,13 +29,13 @@ ALIASES: dict[str, str] = {**OTHERS, **{name: text for trainer in TRAINERS for n
 
 def advice_for(name: str) -> str | None:
     """What to say instead of a dotted name of another trainer, or None where it is not known."""
-    found = _entry(name)
+    found = entry_of(name)
     return None if found is None else with_state(ALIASES[found])
 
 
 def trainers_of(name: str) -> list[str]:
     """The trainers that have a dotted name, by the names of their pages."""
-    found = _entry(name)
+    found = entry_of(name)
     return [trainer.name for trainer in TRAINERS if any(found in group for group in trainer.names.values())]
 
 
@@ -67,7 +52,7 @@ def with_state(text: str) -> str:
     return f"{text} ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in this version yet.)"
 
 
-def _entry(name: str) -> str | None:
+def entry_of(name: str) -> str | None:
     """The table's entry for a dotted name: the one that says most of it."""
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
+from weft.config.sources import column_problems, source_problems, split_problems
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
 EXCLUSIVE = (
+    ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
+
+BUILT_IN = ("adamw", "sgd")
+_TORCHS = tuple(f"torch.optim.{name}" for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"))
+_ONLY_ADAMW = "only optimizer.name=adamw reads it (one by import path takes optimizer.options)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +36,45 @@ class Inert:
     because: str
 
 
+_NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
+_SOURCES = "data.sources is set: set it for each source"
+
 INERT = (
+    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
-    Inert("optimizer.betas", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
-    Inert("optimizer.eps", lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd, which has none"),
-    Inert("optimizer.momentum", lambda c: c.optimizer.name == "adamw", "optimizer.name is adamw; say optimizer.betas"),
+    Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
+    Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
+    Inert(
+        "optimizer.momentum",
+        lambda c: c.optimizer.name != "sgd",
+        "only optimizer.name=sgd reads it (AdamW has optimizer.betas, one by import path optimizer.options)",
+    ),
+    Inert(
+        "optimizer.options",
+        lambda c: c.optimizer.name in BUILT_IN,
+        "they are for an optimizer that is named by its import path, as in optimizer.name=torch.optim.AdamW",
+    ),
     Inert(
         "optimizer.state_dtype",
         lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0,
         "SGD without momentum has no state",
+    ),
+    Inert(
+        "optimizer.state_dtype",
+        lambda c: c.optimizer.name not in BUILT_IN,
+        "an optimizer that is named by its import path chooses the dtype of its state itself",
+    ),
+    Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
+    Inert("model.freeze", lambda c: c.lora.on, "with lora only adapters are trained"),
+    *(
+        Inert(f"lora.{leaf}", lambda c: not c.lora.on, "lora.rank is null, so there are no adapters")
+        for leaf in ("alpha", "rslora", "dropout", "targets", "modules_to_save")
+    ),
+    *(
+        Inert(f"lora.{leaf}", lambda c: c.lora.path is not None, "the adapter at lora.path says it")
+        for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save")
     ),
     Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
     Inert(
@@ -47,6 +85,20 @@ INERT = (
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.every", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.at_start", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.patience", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
+    Inert(
+        "eval.metric",
+        lambda c: c.eval.patience is None and not c.checkpoint.keep_best,
+        "only eval.patience and checkpoint.keep_best read it",
+    ),
+    Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
+    Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
     Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
     Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
@@ -56,6 +108,8 @@ INERT = (
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
 _IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
+# What weft itself tells a chat template.
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -82,6 +136,15 @@ RANGES: dict[str, tuple[Test, str]] = {
         "1 or more, or two such numbers",
     ),
     "data.max_length": _AT_LEAST_2,
+    "lora.rank": _AT_LEAST_1,
+    "lora.alpha": _POSITIVE,
+    "lora.dropout": _BELOW_1,
+    "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
+    "data.workers": _AT_LEAST_1,
+    "data.template_kwargs": (
+        lambda v: not set(v) & set(RESERVED_KWARGS),
+        f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
+    ),
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,
@@ -91,6 +154,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "optimizer.eps": _POSITIVE,
     "optimizer.momentum": _BELOW_1,
     "optimizer.max_grad_norm": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "optimizer.ema_decay": (lambda v: 0 < v < 1, "above 0 and below 1, or null for no average"),
     "schedule.warmup_ratio": _SHARE,
     "schedule.warmup_steps": _NOT_NEGATIVE,
     "schedule.min_lr_ratio": _SHARE,
@@ -104,6 +168,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
     "checkpoint.keep_every": _AT_LEAST_1,
+    "eval.every": _NOT_NEGATIVE,
+    "eval.patience": _AT_LEAST_1,
+    "eval.min_delta": _NOT_NEGATIVE,
+    "eval.max_new_tokens": _AT_LEAST_1,
+    "eval.temperature": _NOT_NEGATIVE,
     "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
     "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
@@ -156,6 +225,7 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
+    yield from _source_problems(config.data)
     longest, row = config.data.max_length, config.step.max_tokens_per_device
     if longest is not None and longest > row:
         yield (
@@ -163,6 +233,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
             f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
         )
+    day = config.data.template_date
+    if day is not None and not _is_day(day):
+        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
     tokens = config.step.tokens
     if tokens is not None and longest is not None and longest > tokens:
         yield (
@@ -170,13 +243,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
             f"set step.tokens={longest} or more.",
         )
-    if config.optimizer.name == "adamw" and config.optimizer.state_dtype == "bf16" and config.optimizer.betas[1] > 0.99:
-        yield (
-            "optimizer.state_dtype",
-            f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {config.optimizer.betas[1]:g}: a "
-            "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
-            "most 0.99, or optimizer.state_dtype=fp32.",
-        )
+    yield from _optimizer_combinations(config.optimizer)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     objective = config.train.objective
     if objective is not None and not _IMPORT_PATH.fullmatch(objective):
@@ -193,6 +260,76 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
         )
 
+    yield from _eval_combinations(config.eval)
+
+
+def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
+    names = evaluation.path if isinstance(evaluation.path, dict) else {}
+    wrong = [name for name in names if not re.fullmatch(r"[\w.-]+", name)]
+    if wrong or (not names and names is evaluation.path):
+        what = f"the name {_show(wrong[0])} has more than letters, digits, `.`, `_` and `-`" if wrong else "it is empty"
+        yield "eval.path", f"eval.path: {what}: write it as {{NAME: FILE, ...}}."
+    if evaluation.prompts is not None and not evaluation.prompts:
+        yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
+    figures = ["eval/loss", *(f"eval/{name}/loss" for name in names)]
+    if evaluation.metric not in figures:
+        yield (
+            "eval.metric",
+            f"eval.metric is {evaluation.metric}, which is not evaluated: set it to {' or '.join(figures)}.",
+        )
+
+
+def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
+    if optimizer.name not in BUILT_IN and not re.fullmatch(r"\w+([.:]\w+)+", optimizer.name):
+        yield "optimizer.name", _no_such_optimizer(optimizer.name)
+    if optimizer.name == "adamw" and optimizer.state_dtype == "bf16" and optimizer.betas[1] > 0.99:
+        yield (
+            "optimizer.state_dtype",
+            f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {optimizer.betas[1]:g}: a "
+            "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
+            "most 0.99, or optimizer.state_dtype=fp32.",
+        )
+    own = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
+    if own and optimizer.name not in BUILT_IN:
+        advice = "leave it out" if own[0] == "params" else f"set optimizer.{own[0]} instead"
+        yield "optimizer.options", f"optimizer.options holds `{own[0]}`, which weft passes itself: {advice}."
+    for number, group in enumerate(optimizer.groups):
+        yield from (("optimizer.groups", f"optimizer.groups[{number}] {text}") for text in _group_problems(group))
+
+
+def _no_such_optimizer(name: str) -> str:
+    if ("optimizer.name", name) in NOT_YET_VALUES:
+        return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
+    spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
+    meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
+    return (
+        f"optimizer.name is {_show(name)}; it must be adamw, sgd, or the import path of a class, as in "
+        f"optimizer.name={meant}."
+    )
+
+
+def _group_problems(group: Any) -> Iterator[str]:
+    if not group.match:
+        yield "has no pattern: set `match`, a list of names of parameters or modules, as in ['*.mlp']."
+    if group.lr is not None and group.lr_scale is not None:
+        yield "has both lr and lr_scale: keep one."
+    if group.lr is None and group.lr_scale is None and group.weight_decay is None:
+        yield "changes nothing: set lr, lr_scale or weight_decay."
+    for name in ("lr", "lr_scale"):
+        value = getattr(group, name)
+        if value is not None and value <= 0:
+            yield f"has {name} = {value:g}; it must be above 0 (model.freeze names what is not to be trained)."
+    if group.weight_decay is not None and group.weight_decay < 0:
+        yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
+
+
+def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+    if data.sources is not None:
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        return
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
+
 
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:
     warmup = schedule.warmup_steps
@@ -208,6 +345,13 @@ def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[s
             "schedule.decay_ratio",
             f"schedule.warmup_ratio + schedule.decay_ratio is {shares:g}, more than all steps: lower one.",
         )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _show(value: Any) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weft.config.yaml12 import Node, show
 
@@ -29,6 +30,10 @@ def coerce(node: Node, hint: Any) -> Any:
         return _coerce_tuple(node, get_args(hint))
     if origin is dict:
         return _coerce_mapping(node, get_args(hint))
+    if is_dataclass(hint):
+        return _coerce_record(node, hint)
+    if hint is Any:
+        return node.value
     return _coerce_scalar(node, hint)
 
 
@@ -40,23 +45,30 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
-        members = get_args(hint)
-        return _describe_list(members[0]) if members[-1] is ... else f"a list of {len(members)} numbers"
+        return _describe_tuple(get_args(hint))
     if origin is dict:
         return f"a mapping of names to {describe(get_args(hint)[1])}"
+    if is_dataclass(hint):
+        return f"a mapping of {', '.join(field.name for field in fields(hint))}"
+    if hint is Any:
+        return "values"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}[hint]
 
 
-def _describe_list(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return f"a list of {', '.join(get_args(member))}"
-    return {str: "a list of strings", int: "a list of integers"}[member]
+def _describe_tuple(members: tuple[Any, ...]) -> str:
+    if members[-1] is not ...:
+        return f"a list of {len(members)} numbers"
+    if get_origin(members[0]) is Literal:
+        return f"a list of {', '.join(get_args(members[0]))}"
+    plural = {str: "a list of strings", int: "a list of integers"}
+    return plural.get(members[0]) or f"a list, each {describe(members[0])}"
 
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
     hints = []
-    # null before str: `run.dir=null` on the command line means null, not a folder of that name
-    for member in sorted(members, key=lambda member: member is not type(None)):
+    # Before str comes what is more: `run.dir=null` on the command line means null, not a folder of that name, and what
+    # reads as a list or a mapping is one where that is asked for.
+    for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(node, member)
         except MismatchError as error:
@@ -87,6 +99,27 @@ def _coerce_mapping(node: Node, members: tuple[Any, ...]) -> dict[str, Any]:
     if not isinstance(node.value, dict):
         raise MismatchError("")
     return {name: coerce(Node(value, node.where), members[1]) for name, value in node.value.items()}
+
+
+def _coerce_record(node: Node, hint: Any) -> Any:
+    """An instance of a dataclass from a mapping of its fields."""
+    if not isinstance(node.value, dict):
+        raise MismatchError("")
+    hints = get_type_hints(hint)
+    unknown = [name for name in node.value if name not in hints]
+    if unknown:
+        raise MismatchError(f"`{unknown[0]}` is none of {', '.join(hints)}")
+    missing = [f.name for f in fields(hint) if f.default is MISSING and f.name not in node.value]
+    if missing:
+        raise MismatchError(f"`{missing[0]}` is missing")
+    values = {}
+    for name, value in node.value.items():
+        try:
+            values[name] = coerce(Node(value, node.where), hints[name])
+        except MismatchError as error:
+            advice = f": {error}" if str(error) else ""
+            raise MismatchError(f"`{name}` must be {describe(hints[name])}, not {show(value)}{advice}") from error
+    return hint(**values)
 
 
 def _coerce_scalar(node: Node, hint: type) -> Any:

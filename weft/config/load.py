@@ -6,6 +6,7 @@ stage are reported together.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,14 +18,15 @@ from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
+from weft.config.trainers.values import weft_value
 from weft.config.unknown import Unknown, messages, page_hint, unknown_keys
-from weft.config.yaml12 import Node, read_file, read_value, show
+from weft.config.yaml12 import Node, node_of, read_file, read_value, show
 from weft.errors import UserError
 
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "run.dir")
+PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir")
 
 
 def load_config(
@@ -41,7 +43,7 @@ def load_config(
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
-        _merge(tree, _read(path))
+        _merge(tree, read_config_file(path))
     for override in overrides:
         _merge(tree, parse_override(override))
     return _finish(tree, schema, weights)
@@ -49,23 +51,14 @@ def load_config(
 
 def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig:
     """The config that a program describes: section -> key -> value. where: what messages call its place."""
-    return _finish(_node(values, where), SftConfig, weights=True)
+    return _finish(node_of(values, where), SftConfig, weights=True)
 
 
 def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
-    config = _build(tree, schema)
+    config = build(tree, schema)
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
-
-
-def _node(value: Any, where: str) -> Node:
-    """A value of Python as YAML would give it."""
-    if isinstance(value, Mapping):
-        return Node({str(name): _node(child, where) for name, child in value.items()}, where)
-    if isinstance(value, tuple):
-        return Node(list(value), where)
-    return Node(str(value) if isinstance(value, Path) else value, where)
 
 
 def parse_override(text: str) -> Node:
@@ -73,22 +66,23 @@ def parse_override(text: str) -> Node:
     name, equals, value = text.partition("=")
     parts = name.split(".")
     if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise UserError(
-            f"{COMMAND_LINE}: `{text}` is not an override: write section.key=value, as in optimizer.lr=1e-5"
-        )
+        hydra = f"{text.lstrip('+')}, without Hydra's +" if text.startswith("+") else ""
+        example = hydra or "section.key=value, as in optimizer.lr=1e-5"
+        raise UserError(f"{COMMAND_LINE}: `{text}` is not an override: write {example}.")
     node = read_value(value, COMMAND_LINE)
     for part in reversed(parts):
         node = Node({part: node}, COMMAND_LINE)
     return node
 
 
-def _read(path: str) -> Node:
-    file = Path(path).expanduser()
+def read_config_file(path: str) -> Node:
+    """The sections of a YAML or TOML file. UserError, with what may have been meant, where there is none."""
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
     if file.is_file():
         return _expand_dotted(read_file(path))
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
-    if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml")):
+    if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
         raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
     raise UserError(f"{path}: no such config file.{near_names(file)}")
 
@@ -104,12 +98,13 @@ def _expand_dotted(tree: Node) -> Node:
     return expanded
 
 
-def _merge(into: Node, other: Node) -> None:
+def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
+    """sections: whether these are those of the config, and not keys, which null unsets."""
     for name, node in other.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
-            _merge(present, node)
-        elif not (present is not None and present.is_section and node.value is None):
+            _merge(present, node, sections=False)
+        elif not (sections and present is not None and present.is_section and node.value is None):
             into.value[name] = node  # an empty section (all its keys commented out) changes nothing
 
 
@@ -141,7 +136,8 @@ def _accepts_null(key: Key | None) -> bool:
     return key is not None and "null" in describe(key.type).split(" or ")
 
 
-def _build(tree: Node, schema: type[Schema]) -> Schema:
+def build(tree: Node, schema: type[Schema]) -> Schema:
+    """The typed config of a tree; UserError for keys and types that are not the schema's."""
     problems: list[str] = []
     unknown: list[Unknown] = []
     built: dict[str, Any] = {}
@@ -191,6 +187,9 @@ def _mismatch(key: Key, node: Node, hint: str) -> str:
     value = _plain(node).value
     if (key.name, value) in NOT_YET_VALUES if isinstance(value, str) else False:
         return f"{node.where}: {key.name}: {value} is not in this version yet: set it to {describe(key.type)}."
+    ours = None if hint else weft_value(key.name, value)
+    if ours is not None:
+        hint = f"write {ours}"
     example = "" if hint or key.required else f" (default: {show_default(key)})"
     advice = f": {hint}" if hint else example
     return f"{node.where}: {key.name} must be {describe(key.type)}, not {show(value)}{advice}."
@@ -202,7 +201,9 @@ def show_default(key: Key) -> str:
 
 
 def _expand_home(name: str, value: Any) -> Any:
-    return str(Path(value).expanduser()) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
+    if name in PATH_KEYS and isinstance(value, dict):
+        return {part: _expand_home(name, path) for part, path in value.items()}
+    return os.path.expanduser(value) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 
 def _raise_if(problems: list[str], hint: Sequence[str] = ()) -> None:

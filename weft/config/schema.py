@@ -136,10 +136,63 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The training documents."""
+class SourceConfig:
+    """One of the sources that `data.sources` lists: where its documents are, and how many of them an epoch takes."""
 
-    path: str = key("A JSONL file with `messages`, `prompt` and `completion`, or `text` in each line.")
+    path: str = key("As data.path.")
+    name: str | None = key("What it is called in reports and metrics; null: the file's name without its ending.", None)
+    weight: float = key(
+        "Documents of an epoch, as a multiple of the source's: 0.5 deals half of them, the other half in the next "
+        "epoch; 2 deals each twice.",
+        1.0,
+    )
+    split: str | None = key("As data.split.", None)
+    subset: str | None = key("As data.subset.", None)
+    columns: dict[str, str] = key("As data.columns.", default_factory=dict)  # noqa: RUF009 - it is dataclasses.field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The training documents. docs/data.md tells more."""
+
+    path: str | None = key(
+        "A file (.jsonl, .json, .csv, .tsv, .parquet; text also as .gz), a pattern of several such as "
+        "data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name)."
+    )
+    split: str | None = key(
+        "Split of a dataset on the hub or of a saved one (null: train, or the only one); with `[from:to]` behind it, "
+        "in rows or in percent, a part: `train[:1000]`. Of a file, `[:1000]` alone.",
+        None,
+    )
+    subset: str | None = key("Subset (configuration) of a dataset on the hub.", None)
+    columns: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Which of weft's columns lies where in the data, names and list indices joined by dots where it is nested, as "
+        "in {prompt: question, completion: reward_model.ground_truth} or {messages: extra_info.turns}.",
+        default_factory=dict,
+    )
+    sources: tuple[SourceConfig, ...] | None = key(
+        "In place of data.path: several sources, each with its own path, name, weight, split, subset and columns, as "
+        "in [{path: a.jsonl, weight: 2}, {path: b.parquet, columns: {text: body}}].",
+        None,
+    )
+    train_on: Literal["answers", "last", "all"] = key(
+        "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
+        "completion; `last`, the last of them; `all`, every token.",
+        "answers",
+    )
+    chat_template: str | None = key(
+        "Chat template in place of the tokenizer's: a Jinja file, or `chatml`. It is saved with every checkpoint.", None
+    )
+    template_kwargs: dict[str, bool | int | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "What the chat template is told besides the messages, as in {enable_thinking: false}; a document's "
+        "`chat_template_kwargs` come on top.",
+        default_factory=dict,
+    )
+    template_date: str | None = key(
+        "The day that some chat templates write (gpt-oss, Llama 3.2), as YYYY-MM-DD; null: the day on which the run "
+        "begins.",
+        None,
+    )
     shuffle: bool = key(
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )
@@ -147,6 +200,47 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+    workers: int | None = key("Processes that tokenise large data; null: one per core. 1: the rank itself.", None)
+    cache: str | None = key(
+        "Folder that keeps the tokens of large data for later runs and other ranks, by content; null: nothing is kept, "
+        "and every rank tokenises for itself.",
+        "~/.cache/weft",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights (docs/lora.md); on where lora.rank or lora.path is set."""
+
+    rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None)
+    alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None)
+    rslora: bool = key("Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA).", False)
+    dropout: float = key(
+        "Dropout on the inputs of adapters of linear layers. Masks are drawn by each rank for its own row, so that "
+        "results depend on how a step is cut.",
+        0.0,
+    )
+    targets: Literal["all-linear"] | tuple[str, ...] = key(
+        "What is adapted: `all-linear` (every linear layer but the head), or a list of ends or patterns of names: of "
+        "linear layers (q_proj, 'model.layers.1?.mlp.*'), of the embedding (embed_tokens), of fused experts "
+        "(mlp.experts.gate_up_proj); `all-linear` may be one of them.",
+        "all-linear",
+    )
+    modules_to_save: tuple[str, ...] = key(
+        "Modules that are trained whole and saved with the adapter, by the ends of their names, as in [lm_head]. What "
+        "was tied to them is not any more.",
+        (),
+    )
+    path: str | None = key(
+        "Go on from this adapter, a folder that peft or weft has written; it says rank, alpha, targets and "
+        "modules_to_save.",
+        None,
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank is not None or self.path is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,10 +264,24 @@ class StepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """An entry of optimizer.groups: which parameters, and what is their own. lr is a peak, lr_scale a share of it."""
+
+    match: tuple[str, ...]
+    lr: float | None = None
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = key("AdamW (decoupled decay) or SGD.", "adamw")
+    name: str = key(
+        "`adamw` (decoupled decay), `sgd`, or the import path of any other that steps each element by itself, as in "
+        "torch.optim.Adagrad; docs/training.md tells more.",
+        "adamw",
+    )
     lr: float = key("Peak learning rate.", 1.0e-5)
     weight_decay: float = key(
         "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.1
@@ -181,12 +289,29 @@ class OptimizerConfig:
     betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
     eps: float = key("AdamW's epsilon.", 1.0e-8)
     momentum: float = key("SGD's momentum.", 0.0)
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
+        "as above.",
+        default_factory=dict,
+    )
+    groups: tuple[ParameterGroup, ...] = key(
+        "Parameters that are treated apart: a list such as [{match: [model.embed_tokens, '*.mlp'], lr_scale: 0.1, "
+        "weight_decay: 0}]. A parameter belongs to the first group with a pattern that names it (patterns as in "
+        "model.freeze). `lr` (a peak) or `lr_scale` (a share of optimizer.lr) follows the schedule; `weight_decay` "
+        "falls on the whole group; without it optimizer.weight_decay falls on what it would fall on anyway.",
+        (),
+    )
     state_dtype: Literal["auto", "fp32", "bf16"] = key(
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
+    ema_decay: float | None = key(
+        "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
+        "0.999); checkpoints hold it. null: none.",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +361,11 @@ class CheckpointConfig:
         "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
         "auto",
     )
+    weights: Literal["raw", "ema"] = key(
+        "Which weights the HuggingFace directory of a checkpoint holds: the `raw` ones that are trained, or their "
+        "average (optimizer.ema_decay). The trainer state holds both; `weft export --ema` writes the average, too.",
+        "raw",
+    )
     trainer_state: Literal["all", "last", "none"] = key(
         "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "
         "only the `last`, or `none`.",
@@ -244,6 +374,45 @@ class CheckpointConfig:
     async_: bool = key(
         "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
     )
+    keep_best: bool = key(
+        "Save whenever an evaluation is the best so far (eval.metric), keep that checkpoint whatever `keep` says, and "
+        "let the link `best` name it.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is looked at while training, and what follows from it. docs/evaluation.md tells more."""
+
+    path: str | dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Held-out documents: a file like data.path, or a mapping of names to files, each of which is reported apart, "
+        "too, as in {chat: chat.jsonl, code: code.jsonl}.",
+        None,
+    )
+    every: int = key(
+        "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.", 100
+    )
+    at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
+    metric: str = key(
+        "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of a named file of "
+        "eval.path.",
+        "eval/loss",
+    )
+    patience: int | None = key(
+        "End the run, with all saved, after so many evaluations in a row that did not improve eval.metric; null: "
+        "never.",
+        None,
+    )
+    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    prompts: str | tuple[str, ...] | None = key(
+        "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
+        "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "
+        "time.",
+        None,
+    )
+    max_new_tokens: int = key("Longest answer in tokens.", 128)
+    temperature: float = key("0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,11 +459,13 @@ class SftConfig:
     data: DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     step: StepConfig = field(default_factory=StepConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)

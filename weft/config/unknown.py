@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.config.aliases import advice_for, not_yet, trainers_of
 from weft.config.keys import schema_keys, sections
-from weft.config.trainers import TRAINERS
+from weft.config.trainers import TRAINERS, Trainer
 from weft.config.yaml12 import Node
 
 _PLURALS = (
@@ -58,12 +58,22 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
 
 def page_hint(unknown: Sequence[Unknown]) -> list[str]:
     """Where to read on, if these are the keys of another trainer."""
-    votes = Counter(trainer for key in unknown if key.foreign for trainer in trainers_of(key.name))
+    trainer = likely_trainer(key.name for key in unknown if key.foreign)
+    if trainer is None:
+        return []
+    return [
+        f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
+        f"docs/coming-from/{trainer.name}.md has all of them side by side."
+    ]
+
+
+def likely_trainer(names: Iterable[str]) -> Trainer | None:
+    """The trainer that most of these dotted names are of, if there are enough of them and no two have as many."""
+    votes = Counter(trainer for name in names for trainer in trainers_of(name))
     best = votes.most_common(2)
     if not best or best[0][1] < _FOREIGN or (len(best) == 2 and best[0][1] == best[1][1]):
-        return []
-    title = next(trainer.title for trainer in TRAINERS if trainer.name == best[0][0])
-    return [f"These look like keys of {title}: docs/coming-from/{best[0][0]}.md has all of them side by side."]
+        return None
+    return next(trainer for trainer in TRAINERS if trainer.name == best[0][0])
 
 
 def _line(keys: list[Unknown], answer: str) -> str:

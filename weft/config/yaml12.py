@@ -7,6 +7,8 @@ is kept, its implicit types are replaced by those of YAML 1.2's core schema.
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,11 +81,19 @@ Dumper.add_representer(float, _represent_float)
 
 
 def read_file(path: str) -> Node:
-    """The file as a tree of Nodes. UserError with file:line for what is not YAML, or not a mapping of sections."""
+    """The file as a tree of Nodes. UserError with file:line for what is not YAML, or not a mapping of sections.
+
+    A file whose name ends in .toml is read as TOML, and its Nodes know no lines.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a config file: {error}") from error
+    if path.endswith(".toml"):
+        try:
+            return node_of(tomllib.loads(text), path)
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{path}: not valid TOML: {error}.") from error
     try:
         node = _parse(text, path)
     except yaml.YAMLError as error:
@@ -93,6 +103,15 @@ def read_file(path: str) -> Node:
     if not node.is_section:
         raise UserError(f"{node.where}: expected sections such as `model:` and `data:`, found {show(node.value)}.")
     return node
+
+
+def node_of(value: Any, where: str) -> Node:
+    """A value that is not YAML's, of a program or of TOML, as a tree of Nodes."""
+    if isinstance(value, Mapping):
+        return Node({str(name): node_of(child, where) for name, child in value.items()}, where)
+    if isinstance(value, tuple):
+        return Node(list(value), where)
+    return Node(str(value) if isinstance(value, Path) else value, where)
 
 
 def read_value(text: str, where: str) -> Node:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.models.lora import is_adapters
 from weft.parallel.fsdp import casts_inputs, observed_dtypes
+from weft.parallel.mesh import own_part
 
 
 def check_contract(engine: Engine) -> None:
@@ -15,21 +16,25 @@ def check_contract(engine: Engine) -> None:
 
     UserError where fsdp.cast_forward_inputs names a module that had nothing to cast.
     """
-    master = engine.precision.master
     assert engine.optimizer is not None
+    state = engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != master:
-            raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {master}")
+        stored = engine.precision.master if parameter.requires_grad else engine.precision.frozen
+        if parameter.is_floating_point() and parameter.dtype != stored:
+            raise RuntimeError(f"dtype contract broken: {name} is stored as {parameter.dtype}, not {stored}")
         if parameter.device.type != engine.storage.type:
             raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
-        if not parameter.requires_grad and (parameter.grad is not None or parameter in engine.optimizer.state):
-            raise RuntimeError(f"{name} is frozen (model.freeze), and has a gradient or optimizer state all the same")
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            if key != "step" and isinstance(local, torch.Tensor) and local.dtype != engine.state_dtype:
+        if not parameter.requires_grad and (parameter.grad is not None or parameter in state):
+            raise RuntimeError(f"{name} is frozen, and has a gradient or optimizer state all the same")
+        for key, value in state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor) or own_part(value).shape != own_part(parameter.detach()).shape:
+                continue
+            if value.dtype not in engine.moments:
+                kept = ", ".join(map(str, engine.moments))
                 raise RuntimeError(
-                    f"dtype contract broken: optimizer state {key} of {name} is {local.dtype}, not {engine.state_dtype}"
+                    f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {kept}"
                 )
+    _check_adapters(engine)
     for name, buffer in engine.module.named_buffers():
         built = engine.built.buffer_dtypes[name]
         if buffer.dtype != built:
@@ -46,3 +51,18 @@ def check_contract(engine: Engine) -> None:
     for found in observed_dtypes(engine.module):
         if found != promised:
             raise RuntimeError(f"dtype contract broken: FSDP computes and reduces in {found}, not {promised}")
+
+
+def _check_adapters(engine: Engine) -> None:
+    """UserError where an adapter took no part: some families read a layer's weight and never call the layer."""
+    assert engine.optimizer is not None
+    stepped = engine.optimizer.state
+    if engine.lora is None or not stepped:
+        return
+    idle = [n for n, p in engine.module.named_parameters() if p.requires_grad and is_adapters(n) and p not in stepped]
+    if idle:
+        owners = list(dict.fromkeys(name.rsplit(".", 2)[0] for name in idle))
+        raise UserError(
+            f"lora.targets: the adapter of {owners[0]} had no gradient in this step ({len(owners)} such): this model "
+            "does not call it as a module, so that an adapter would do nothing. Leave it out."
+        )

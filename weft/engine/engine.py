@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,26 +16,32 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
+from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
-from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.document import Document, DocumentMeta
+from weft.engine.ema import Ema
+from weft.engine.foreign import ForeignRule, OnShards, find_rule
+from weft.engine.groups import check_groups
 from weft.engine.loss_scale import LossScale
 from weft.engine.optimizer import (
     build_optimizer,
     clip_gradients,
     global_norm,
+    moments,
     set_learning_rate,
-    state_dtype,
     unscale_gradients,
 )
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.adapter_files import fill_adapters
 from weft.models.build import BuiltModel, balance_coefficient, build_model
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.lora import LoraPlan, freeze_base
 from weft.models.train_module import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
@@ -42,10 +49,10 @@ from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
-from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.mesh import Mesh, build_mesh, own_part
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
-from weft.planner.memory import capacity, check_fits, local_ranks, memory_needs
+from weft.planner.memory import Trained, capacity, check_fits, local_ranks, memory_needs
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class EngineConfig:
     """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
 
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     step: StepConfig = field(default_factory=StepConfig)
@@ -88,7 +96,8 @@ class Engine:
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
-        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run). progress: told of
+        fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
+        adapters, which no checkpoint holds, is read all the same. progress: told of
         bytes filled while weights are read.
         """
         _set_deterministic(config.deterministic)
@@ -96,12 +105,14 @@ class Engine:
         self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
         self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
-        self.precision = Precision.of(config.fsdp, ranks.device)
+        self.precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
         if config.purpose == "inference":
-            self.precision = replace(self.precision, master=self.precision.compute)
-        self.state_dtype = state_dtype(config.optimizer, self.precision.master)
+            self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)
+        rule = self._find_rule(sizes.dp_shard > 1)
+        self.moments = moments(config.optimizer, self.precision.master, rule)  # dtypes
         self.built: BuiltModel = build_model(
             config.model,
+            config.lora,
             dtype=self.precision.master,
             compute=self.precision.compute,
             device=ranks.device,
@@ -109,29 +120,47 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
         if config.purpose == "train":
-            freeze(self.module, config.model.freeze)
+            if self.lora is None:
+                freeze(self.module, config.model.freeze)
+            else:
+                freeze_base(self.module, self.lora)
+            check_groups(self.module, config.optimizer)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
-        trained = config.optimizer if config.purpose == "train" else None
-        self.memory = memory_needs(self.module, self.units, self.precision, self.state_dtype, trained)
+        trained = Trained(self.moments, config.optimizer.ema_decay is not None) if config.purpose == "train" else None
+        self.memory = memory_needs(self.module, self.units, self.precision, trained)
         self.room = capacity(self.storage, local_ranks(ranks.world))
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
-        self.loaded = self._load_weights(progress, fill)
-        self.optimizer = None
+        self.loaded = self._load_weights(progress, fill or self.lora is not None)
+        if self.lora is not None and weights:
+            fill_adapters(self.module, self.lora, config.seed)
+        self.optimizer: torch.optim.Optimizer | OnShards | None = None
+        self.ema: Ema | None = None
         if config.purpose == "train" and weights:
-            self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
+            named = self.module.named_parameters(remove_duplicate=False)
+            self.optimizer = build_optimizer(named, config.optimizer, rule)
+            if config.optimizer.ema_decay is not None:
+                self.ema = Ema(self.module.parameters(), config.optimizer.ema_decay)
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
         self.loss_scale: LossScale | None = None
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
+
+    def _find_rule(self, sharded: bool) -> ForeignRule | None:
+        """The optimizer that the config names by its import path, tried; None for those of weft."""
+        config = self.config.optimizer
+        if self.config.purpose == "inference" or config.name in BUILT_IN:
+            return None
+        return find_rule(config, sharded=sharded, dtype=self.precision.master, device=self.storage)
 
     def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
         """Fill the shards from the source's files; None where none are read."""
@@ -195,6 +224,7 @@ class Engine:
         divided once by `objective.normaliser(plan)`.
         """
         assert self.optimizer is not None, "this engine was opened for inference"
+        assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
         balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
@@ -271,9 +301,38 @@ class Engine:
             row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
         )
 
-    # ------------------------------------------------------------ readouts
+    # ------------------------------------------------------------ without gradients
 
-    @torch.no_grad()
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Forwards as in evaluation; afterwards the module is as if there had been none."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+            for unit in fsdp_modules(self.module):
+                unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+
+    def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Sums:
+        """What the objective measures of a plan's documents, summed in fp64 over this rank's rows; nothing is trained.
+
+        documents: those of `needs(plan)`. The sums are not yet those of all ranks.
+        """
+        sums = Sums()
+        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                flight.at("evaluate", micro + 1, rows[micro])
+                row = self._row(plan, micro, documents, objective.every_token)
+                exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
+                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
+                for name, (total, weight) in objective(batch).metrics.items():
+                    sums.add(name, total, weight)
+        return sums
+
     def readout(
         self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
     ) -> dict[int, dict[str, Tensor]]:
@@ -281,21 +340,32 @@ class Engine:
 
         Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
         """
-        was_training = self.module.training
-        self.module.eval()
         out: dict[int, dict[str, Tensor]] = {}
-        for micro in range(plan.micro_batches):
-            row = self._row(plan, micro, documents, every_token=True)
-            values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
-            document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
-            for place, index in enumerate(row.documents):
-                own = document_N == place
-                empty = {name: torch.zeros(len(documents[index])) for name in what}
-                out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
-        self.module.train(was_training)
-        for unit in fsdp_modules(self.module):
-            unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+        with self._without_gradients():
+            for micro in range(plan.micro_batches):
+                row = self._row(plan, micro, documents, every_token=True)
+                values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
+                document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
+                for place, index in enumerate(row.documents):
+                    own = document_N == place
+                    empty = {name: torch.zeros(len(documents[index])) for name in what}
+                    out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
         return dict(sorted(out.items()))
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The base model inside: what readout() says there is of the weights at model.path, as before any training.
+
+        UserError where modules are trained whole, because their own weights are not kept.
+        """
+        assert self.lora is not None, "this engine has no adapters"
+        if self.lora.trained:
+            raise UserError(
+                f"the base model cannot be read through an adapter that replaces {', '.join(self.lora.trained)} "
+                "(lora.modules_to_save): open another engine for it, or adapt these with lora.targets."
+            )
+        with self.lora.switch.off():
+            yield
 
     # ------------------------------------------------------------ optimizer
 
@@ -314,6 +384,8 @@ class Engine:
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update()
             if self.loss_scale is not None:
                 self.loss_scale.succeed()
         self.drop_gradients()
@@ -370,8 +442,7 @@ def _some(texts: list[str], limit: int, separator: str = ", ") -> str:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.isfinite().all())
+    return bool(own_part(gradient).isfinite().all())
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer of a run, which parameters it decays, and clipping by the global gradient norm.
+"""The optimizer of a run, and clipping by the global gradient norm.
 
 Parameters are plain tensors or DTensors (FSDP2), on one mesh or several.
 """
@@ -6,7 +6,6 @@ Parameters are plain tensors or DTensors (FSDP2), on one mesh or several.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,49 +16,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.foreign import ForeignRule, OnShards
+from weft.engine.groups import NamedParameters, Treatment, treatments
 from weft.engine.rounded import RoundedAdamW, RoundedSGD
-from weft.observe.tables import OptimizerGroupRow
 from weft.observe.timing import waiting
 from weft.parallel.fsdp import DTYPES
+from weft.parallel.mesh import own_part
 
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
-
-_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
-_BIAS = re.compile(r"(^|_)bias$", re.IGNORECASE)
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
 _CPU_CHUNK = 1 << 16
 
 
-def decays(name: str, ndim: int) -> bool:
-    """Whether weight decay applies to the parameter `name` with `ndim` dimensions (the global ones of a DTensor).
+def build_optimizer(
+    named_parameters: NamedParameters, config: OptimizerConfig, rule: ForeignRule | None = None
+) -> torch.optim.Optimizer | OnShards:
+    """The optimizer over the parameters that require a gradient; rule: the one that config.name is the path of.
 
-    Matrices, embeddings and fused experts decay. Vectors and scalars do not, nor do biases, norms, conv1d kernels and
-    A_log, whatever their shape: fused experts have biases of two dimensions, some norms have one row per head.
+    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD otherwise. Parameters of another treatment are in groups
+    of their own, and so are those of different meshes, because torch's list kernels take one mesh at a time. State has
+    the sharding of its parameter, and its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the
+    rate before each step; a parameter without a gradient is skipped.
     """
-    owner, leaf = (["", *name.split(".")])[-2:]
-    if ndim < 2 or leaf == "A_log" or _BIAS.search(leaf) or _NORM.search(owner):
-        return False
-    # A conv1d kernel has three dimensions; the word alone would catch GPT-2's Conv1D and the kernels of images.
-    return not ("conv" in owner.lower() and ndim == 3)
-
-
-def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD over the parameters that require a gradient.
-
-    Decayed and undecayed parameters are in groups of their own, and so are those of different meshes, because torch's
-    list kernels take one mesh at a time. State has the sharding of its parameter, and its dtype unless
-    optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; a parameter without a gradient
-    is skipped.
-    """
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((decays(name, parameter.ndim), mesh), []).append(parameter)
+    groups: dict[tuple[Treatment, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter, treatment in treatments(named_parameters, config).items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) and rule is None else None
+        groups.setdefault((treatment, mesh), []).append(parameter)
     settings: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
-        for (decayed, _), parameters in groups.items()
+        {"params": parameters, "weight_decay": treatment.weight_decay, "lr_scale": treatment.lr_scale}
+        for (treatment, _), parameters in groups.items()
     ]
+    if rule is not None:
+        return OnShards(settings, rule)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
     state = {state_dtype(config, master) for master in masters}
     has_state = config.name == "adamw" or config.momentum > 0
@@ -76,45 +63,41 @@ def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) 
 
 
 def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
-    """The dtype of the optimizer's state over masters of this dtype."""
+    """The dtype of the state that AdamW and SGD keep over masters of this dtype."""
     return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Makes `lr` the rate of the next step, for every group."""
+def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | None) -> tuple[torch.dtype, ...]:
+    """What the optimizer keeps for every element that it steps: one dtype for each tensor of the parameter's shape."""
+    if rule is not None:
+        return rule.moments
+    count = 2 if config.name == "adamw" else int(config.momentum > 0)
+    return (state_dtype(config, master),) * count
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
+    """Makes `lr` the rate of the next step, and of every group its share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
-def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
-    """What is decayed, what is not, and what is frozen, for the table at start; elements are counted over all ranks."""
-    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"decayed": [], "not decayed": [], "frozen": []}
-    for name, p in named_parameters:
-        kind = "frozen" if not p.requires_grad else "decayed" if decays(name, p.ndim) else "not decayed"
-        groups[kind].append((name, p))
-    return [
-        OptimizerGroupRow(
-            name=kind,
-            weight_decay=config.weight_decay if kind == "decayed" else 0.0,
-            parameters=len(group),
-            elements=sum(p.numel() for _, p in group),
-            examples=_kinds(name for name, _ in group),
-        )
-        for kind, group in groups.items()
-        if group or kind != "frozen"
-    ]
+def stepped_by(
+    optimizer: torch.optim.Optimizer | OnShards, parameter: nn.Parameter
+) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    """The optimizer of torch's interface, and what it steps of a parameter: itself, or this rank's shard."""
+    return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
 
 
-def _kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work."""
-    short = (".".join(name.split(".")[-2:]) for name in names)
-    return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
+def steps_on_device(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether the numbers of its state have to be where the parameter is, and not on the host."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 @torch.no_grad()
 def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
     """Divides the gradients by the factor that the loss was multiplied with."""
-    gradients = [_local(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
+    gradients = [own_part(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
     if scale != 1.0 and gradients:
         torch._foreach_mul_(gradients, 1.0 / scale)
 
@@ -130,7 +113,7 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) ->
     norm = global_norm(parameters)
     if max_norm is not None and math.isfinite(norm):
         factor = max_norm / (norm + 1e-6)
-        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if factor < 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
     return norm
@@ -150,7 +133,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> float:
         local = shards.setdefault(_sharding_groups(parameter), [])
         device = parameter.device
         if parameter.grad is not None:
-            local.append(_local(parameter.grad))
+            local.append(own_part(parameter.grad))
     if not shards:
         return 0.0
     keys = list(shards)
@@ -192,7 +175,3 @@ def _pieces(tensor: Tensor) -> Iterable[Tensor]:
     if tensor.numel() == 0:
         return ()
     return tensor.reshape(-1).split(_CPU_CHUNK) if tensor.device.type == "cpu" else (tensor,)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from weft.parallel.mesh import own_part
 
 
 class _Rounded(torch.optim.Optimizer):
@@ -27,9 +28,9 @@ class _Rounded(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, own_part(parameter.grad).float(), group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _buffer(self, parameter: nn.Parameter, name: str) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ class _Rounded(torch.optim.Optimizer):
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        stored = _local(state[name])
+        stored = own_part(state[name])
         return stored, stored.float()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -61,15 +62,15 @@ class RoundedAdamW(_Rounded):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype = state_dtype
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         step = self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
         first, first32 = self._buffer(parameter, "exp_avg")
         second, second32 = self._buffer(parameter, "exp_avg_sq")
-        stored = _local(parameter)
+        stored = own_part(parameter)
         weight = stored.float()
         beta1, beta2 = group["betas"]
         adamw(
-            [weight], [_local(parameter.grad).float()], [first32], [second32], [], [step], foreach=False,
+            [weight], [gradient], [first32], [second32], [], [step], foreach=False,
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
             eps=group["eps"], maximize=False,
         )  # fmt: skip
@@ -84,16 +85,11 @@ class RoundedSGD(_Rounded):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
         self.state_dtype = state_dtype
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        stored = _local(parameter)
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        stored = own_part(parameter)
         weight = stored.float()
         velocity, velocity32 = self._buffer(parameter, "momentum_buffer")
-        gradient = _local(parameter.grad).float().add(weight, alpha=group["weight_decay"])
+        gradient = gradient.add(weight, alpha=group["weight_decay"])
         velocity32.mul_(group["momentum"]).add_(gradient)  # from zero this is the first gradient itself, as in torch
         stored.copy_(weight.add_(velocity32, alpha=-group["lr"]))
         velocity.copy_(velocity32)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
-from weft.config.schema import ModelConfig
+from weft.config.schema import LoraConfig, ModelConfig
 from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.adapter_files import plan_lora
 from weft.models.cost import flop_facts
 from weft.models.layout import Piece, layout_of
 from weft.models.load import LoadPlan, plan_load
+from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.source import open_source
 from weft.models.startup import Findings, check_kernel, examine, implementation
 from weft.models.train_module import TrainModule
@@ -26,7 +29,7 @@ class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
     path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is
-    on meta; None where it has its weights already, or will never have any.
+    on meta; None where it has its weights already, or will never have any. lora: its adapters, which are no pieces.
     """
 
     path: str
@@ -39,6 +42,7 @@ class BuiltModel:
     buffer_dtypes: dict[str, torch.dtype]
     pieces: list[Piece]
     load: LoadPlan | None
+    lora: LoraPlan | None = None
 
     @property
     def layout(self) -> Layout:
@@ -51,17 +55,20 @@ class BuiltModel:
 
 def build_model(
     config: ModelConfig,
+    lora: LoraConfig | None = None,
     *,
     dtype: torch.dtype,
     compute: torch.dtype,
     device: torch.device,
     seed: int,
     weights: bool = True,
+    adapters: Literal["attached", "merged"] = "attached",
 ) -> BuiltModel:
     """Build the model, its floating-point weights in `dtype`: on meta, or whole on the CPU where they are drawn.
 
     compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
     weights: False for shapes only; then no file of weights is looked at.
+    adapters: what lora asks for is attached, not yet filled; or the model is one that they could be merged into.
     """
     hf_config = hf.without_noise(hf.read_config(config.path))
     findings = examine(hf_config)
@@ -71,21 +78,25 @@ def build_model(
     load = None
     if weights and config.init == "random":
         model = hf.build_random(hf_config, dtype=dtype, attention=name, seed=seed)
-        pieces = layout_of(model, None)
-    elif weights:
-        model = hf.build_meta(hf_config, dtype=dtype, attention=name)
-        source = open_source(config.path)
-        pieces, load = plan_load(model, source, config.ignore_weights)
-        dtypes = source.dtypes
     else:
         model = hf.build_meta(hf_config, dtype=dtype, attention=name)
+    plan = None if lora is None else plan_lora(model, lora)
+    apart = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
+    if weights and config.init == "pretrained":
+        source = open_source(config.path)
+        pieces, load = plan_load(model, source, config.ignore_weights, apart)
+        dtypes = source.dtypes
+    else:
+        for tied in apart:
+            hf.untie(model, tied)
         pieces = layout_of(model, None)
     module = TrainModule(model)
+    flops = flop_facts(module)
+    if plan is not None and adapters == "attached":
+        attach(module, plan)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
-    return BuiltModel(
-        config.path, module, hf_config, findings, flop_facts(module), folder, dtypes, buffers, pieces, load
-    )
+    return BuiltModel(config.path, module, hf_config, findings, flops, folder, dtypes, buffers, pieces, load, plan)
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:

@@ -9,7 +9,10 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - conversion_mapping.get_model_conversion_mapping; core_model_loading.{rename_source_key, revert_weight_conversion,
   WeightConverter, WeightRenaming}
 - models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-- integrations.moe.ALL_EXPERTS_FUNCTIONS (not replaced here; routers are found by models/routing.py)
+- utils.chat_template_utils._compile_jinja_template (its environment: sandbox, filters, globals, activate_tracker)
+- integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
+  .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate, ._is_expert_parallel
+- PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -33,9 +36,12 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from weft.errors import UserError
 
@@ -109,13 +115,13 @@ def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str
         return _from_config(config, dtype, attention)
 
 
-def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Shapes and names without storage."""
+def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Shapes and names without storage. attention: None for transformers' own choice."""
     with torch.device("meta"):
         return _from_config(config, dtype, attention)
 
 
-def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
     model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in model.parameters():
@@ -209,3 +215,48 @@ def accepts(module: nn.Module, argument: str) -> bool:
     """Whether the module's forward takes this argument, by name or among its keywords."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def chat_template(source: str) -> Any:
+    """The compiled jinja2.Template of a chat template, in transformers' sandbox with its filters and globals; its
+    environment's activate_tracker notes where generation markers lie. Raises jinja2.TemplateSyntaxError."""
+    return _compile_jinja_template(source)
+
+
+# ---------------------------------------------------------------- what adapters need to know
+
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of fused experts, as the experts interface names them
+_EXPERTS_FUNCTION = "weft_experts"
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the module computes W x + b and nothing else: subclasses with a forward of their own (routers) are
+    not, but for Falcon's, which writes the same out."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a plain linear layer keeps its weight as [in, out]."""
+    return isinstance(module, Conv1D)
+
+
+def linear_widths(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a plain linear layer."""
+    first, second = module.weight.shape
+    return (first, second) if is_transposed(module) else (second, first)
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether the module's forward goes through transformers' experts interface, on parameters [experts, ., .]."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+
+
+def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> None:
+    """Make all experts that share this module's config run `function(experts, hidden, chosen, weights)`."""
+    ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_FUNCTION, function)
+    experts.config._experts_implementation = _EXPERTS_FUNCTION
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """[S, out]: the rows up to ends[0] through weight[0], those up to ends[1] through weight[1], ..."""
+    return _grouped_linear(rows, weight, ends, bias, transposed)

@@ -21,6 +21,7 @@ from weft.checkpoint.boxes import Box, local_box, overlap, shard_of
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.layout import Piece, layout_of
+from weft.models.lora import is_adapters
 from weft.models.source import Source
 from weft.observe import flight
 
@@ -47,18 +48,27 @@ class LoadReport:
     left_out: tuple[str, ...]
 
 
-def plan_load(model: PreTrainedModel, source: Source, ignore: Sequence[str]) -> tuple[list[Piece], LoadPlan]:
+def plan_load(
+    model: PreTrainedModel, source: Source, ignore: Sequence[str], apart: Sequence[str] = ()
+) -> tuple[list[Piece], LoadPlan]:
     """The layout of a source and how to fill the model (on meta, not yet sharded) from it.
 
-    ignore: globs of tensors in the files that may be left out. Tied weights that differ in the files are untied.
+    ignore: globs of tensors in the files that may be left out. Tied weights that differ in the files are untied, and so
+    are those whose tied names are in `apart`; what the files hold once for both fills both.
     UserError, naming the first few, where tensors are missing, unwanted or of another shape.
     """
     for name, owner in hf.tied_parameters(model).items():
         if name in source.names and owner in source.names and _differ(source, name, owner):
             hf.untie(model, name)
+    owners = {name: owner for name, owner in hf.tied_parameters(model).items() if name in apart}
+    for name in owners:
+        hf.untie(model, name)
     names = source.names
     pieces = layout_of(model, names)
     in_files = _names_in_files(model, pieces, names)
+    disk = {piece.runtime: piece.disk for piece in pieces}
+    for name, owner in owners.items():
+        in_files.setdefault(disk[name], in_files[disk[owner]])
     _raise_for("weights that the model needs are not in the files", [p.disk for p in pieces if p.disk not in in_files])
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
@@ -121,14 +131,16 @@ def _differ(source: Source, a: str, b: str) -> bool:
 
 
 def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
-    """Fill every parameter and persistent buffer of a sharded module in place; collective where shards are replicated.
+    """Fill every parameter but adapters', and every persistent buffer, of a sharded module in place; collective where
+    shards are replicated.
 
     Of replicas of one shard one reads, a different one for each tensor in turn, and sends it to the others.
     """
     began, before = time.perf_counter(), plan.source.bytes_read
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
-    empty = [n for n, tensor in module.state_dict(keep_vars=True).items() if id(tensor) not in filled]
+    every = module.state_dict(keep_vars=True).items()
+    empty = [name for name, tensor in every if id(tensor) not in filled and not is_adapters(name)]
     assert not empty, f"nothing fills {empty[:3]}"
     order = sorted(targets, key=lambda name: min(plan.source.place(file) for _, file in plan.fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
@@ -158,3 +170,12 @@ def _fill(local: Tensor, box: Box, pieces: list[tuple[Piece, str]], source: Sour
             local[part.within(box)].copy_(piece.to_runtime(values, part))
             filled += part.numel
     assert filled == box.numel, f"{pieces[0][0].runtime}: {filled} of {box.numel} elements filled"
+
+
+def read_whole(plan: LoadPlan, name: str) -> Tensor:
+    """A whole tensor of the model, by its own name, in the dtype of the files; in fp32 where they have it quantised."""
+    pieces = plan.fills[name]
+    shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
+    out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))
+    _fill(out, Box.whole(shape), pieces, plan.source)
+    return out

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
 from weft.models.facts import Facts, find_facts
+from weft.models.low_rank import LowRank
 from weft.objectives.balance import balance_sum
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
-from weft.ops.head import LogitTransform, chunked_readouts
+from weft.ops.head import LogitTransform, chunked_readouts, logprob_and_top1
 
 Balance = tuple[Tensor, int, int]  # owner_M, documents, top_k: the arguments of balance_sum
 
@@ -29,6 +31,7 @@ class Head(nn.Module):
         self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
         self.bias = linear.bias
         self.transform = transform
+        self.lora: LowRank | None = None
 
     def forward(
         self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
@@ -36,9 +39,18 @@ class Head(nn.Module):
         """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32.
 
         upstream_N: the gradient that logprob will receive, up to one factor, where it is known: saves a pass.
+        `top1`, in place of `entropy` and without gradients: 1 where no token is likelier than the target.
         """
+        hidden_NH, weight = hidden_NH.to(self.weight.dtype), self.weight
+        if self.lora is not None and self.lora.switch.on:
+            # W h + B (s A h) is one matrix, [W B], times one vector; the readouts never need the logits themselves.
+            hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
+            weight = torch.cat([weight, self.lora.B], 1)
+        if "top1" in readouts:
+            found = logprob_and_top1(hidden_NH, weight, self.bias, targets_N, self.transform)
+            return dict(zip(("logprob", "top1"), found, strict=True))
         logprob, entropy = chunked_readouts(
-            hidden_NH.to(self.weight.dtype), self.weight, self.bias, targets_N, self.transform,
+            hidden_NH, weight, self.bias, targets_N, self.transform,
             entropy="entropy" in readouts, upstream=upstream_N,
         )  # fmt: skip
         out = {"logprob": logprob}

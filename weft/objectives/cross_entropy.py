@@ -27,3 +27,15 @@ class CrossEntropy:
     def __call__(self, batch: Batch) -> Terms:
         loss_sum = -(batch.weights_N * batch.readouts["logprob"]).sum()
         return Terms(loss_sum, {"loss": (loss_sum.detach(), batch.weights_N.sum())})
+
+
+class HeldOutLoss(CrossEntropy):
+    """The same loss without gradients, and beside it the share of tokens that no other token was likelier than."""
+
+    readouts = frozenset({"logprob", "top1"})
+
+    def __call__(self, batch: Batch) -> Terms:
+        terms = super().__call__(batch)
+        weights_N = batch.weights_N
+        accuracy = (weights_N * batch.readouts["top1"]).sum(), weights_N.sum()
+        return Terms(terms.loss_sum, {**terms.metrics, "accuracy": accuracy})

@@ -27,7 +27,7 @@ _TRAIL = 32
 _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
 # Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
-PATIENCE = {"load": 10.0, "save": 10.0, "profile": 10.0}
+PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
 FIRST_STEP_PATIENCE = 10.0  # compilation
 
 _WORDS = {
@@ -40,11 +40,13 @@ _WORDS = {
     "backward": "backward of micro-batch {micro_batch}",
     "reduce": "reducing the metrics",
     "optimizer": "optimizer",
+    "evaluate": "evaluating, forward of micro-batch {micro_batch}",
+    "sample": "answering eval.prompts",
     "record": "writing the metrics",
     "profile": "writing the profile",
     "save": "saving",
 }
-_ABOUT_DOCUMENTS = ("plan", "rows", "forward", "backward", "reduce")
+_ABOUT_DOCUMENTS = ("plan", "rows", "forward", "backward", "reduce", "evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,11 @@ class Sums:
         self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
+    def add_all(self, other: Sums, prefix: str = "") -> None:
+        """Add all that another has gathered, under its names behind `prefix`."""
+        for name, total in other._sums.items():
+            self.add(prefix + name, total, other._weights[name])
+
     def reduce(
         self, group: dist.ProcessGroup | None = None, alike: Mapping[str, str] | None = None
     ) -> dict[str, float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,12 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
+from weft.config.checks import BUILT_IN
 from weft.config.paths import holds_weights
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
-from weft.engine.optimizer import describe_groups
+from weft.engine.groups import describe_groups
 from weft.models.load import LoadReport
+from weft.models.lora import describe
 from weft.observe.tables import (
     AxisRow,
     DtypeRow,
@@ -56,18 +57,23 @@ def print_opening(
     _print_model(config, engine)
 
 
-def say_finished(folder: Path, steps: int, ranks: Ranks) -> None:
-    """That there is nothing to resume."""
-    if ranks.is_first:
-        say = Console(highlight=False, soft_wrap=True).print
+def say_finished(folder: Path, step: int, steps: int, ranks: Ranks) -> None:
+    """That there is nothing to resume: the last step is done, or eval.patience has run out."""
+    if not ranks.is_first:
+        return
+    say = Console(highlight=False, soft_wrap=True).print
+    if step == steps:
         say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
+    else:
+        say(f"{folder} was ended by eval.patience after step {step} of {steps}. Set another eval.patience to go on.")
 
 
-def say_stopped(folder: Path, step: int, number: int, ranks: Ranks) -> None:
-    """How to go on after a signal."""
+def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
+    """How to go on after a signal, or after eval.patience."""
     if ranks.is_first:
         say = Console(highlight=False, soft_wrap=True).print
-        say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: weft sft --resume {folder}")
+        more = " eval.patience=null" if by == "eval.patience" else ""
+        say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 
 def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
@@ -95,9 +101,13 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     if built.flops.expert:
         loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
         say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
+    for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
+        say(f"lora     {line}")
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
     say(f"fsdp     {fsdp_line(engine)}")
+    for line in update_lines(config):
+        say(line)
     say(f"memory   {engine.memory}; on this machine a rank has {byte_count(engine.room)}")
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
@@ -105,7 +115,7 @@ def _print_model(config: SftConfig, engine: Engine) -> None:
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
-    show(optimizer_table(describe_groups(engine.module.named_parameters(), config.optimizer)))
+    show(optimizer_table(describe_groups(engine.module.named_parameters(remove_duplicate=False), config.optimizer)))
 
 
 def _loaded(report: LoadReport) -> str:
@@ -130,6 +140,20 @@ def fsdp_line(engine: Engine) -> str:
     if engine.loss_scale is not None:
         said.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")
     return ", ".join(said)
+
+
+def update_lines(config: SftConfig) -> list[str]:
+    """What the optimizer is and whether the weights are averaged, where that is not the default."""
+    optimizer, lines = config.optimizer, []
+    if optimizer.name not in BUILT_IN:
+        options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
+        lines.append(f"update   {optimizer.name}{options}; each rank steps its own shards")
+    if optimizer.ema_decay is not None:
+        lines.append(
+            f"average  of the weights, decay {optimizer.ema_decay:g}; checkpoints hold it, and their HuggingFace "
+            f"directory the {config.checkpoint.weights} weights (checkpoint.weights)"
+        )
+    return lines
 
 
 def _prefetch(depth: int | tuple[int, int] | None) -> str:
@@ -180,15 +204,24 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
     cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
     inputs = [DtypeRow("inputs", _name(precision.compute), f"cast for {cast}")] if cast else []
-    export = sorted({_name(d) for d in engine.built.source_dtypes.values()}) or [_name(precision.master)]
+    average = [] if engine.config.optimizer.ema_decay is None else [DtypeRow("average", "float32", "of the weights")]
+    export = sorted({_name(d) for d in engine.built.source_dtypes.values()} if engine.lora is None else ())
+    export = export or [_name(precision.master)]
+    frozen = [DtypeRow("base", _name(precision.frozen), "frozen, never cast up")] if engine.lora is not None else []
     return [
         DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
+        *frozen,
         DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
         *inputs,
         DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
-        DtypeRow("optimizer", _name(engine.state_dtype), "state"),
+        DtypeRow("optimizer", ", ".join(dict.fromkeys(map(_name, engine.moments))) or "-", "state"),
+        *average,
         DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
-        DtypeRow("export", ", ".join(export), "each tensor as in the source's files"),
+        DtypeRow(
+            "export",
+            ", ".join(export),
+            "each tensor as in the source's files" if engine.lora is None else "the adapter",
+        ),
     ]
 
 

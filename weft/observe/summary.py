@@ -56,6 +56,8 @@ class RunSummary:
     peak_memory_gib: float = 0.0
     first_losses: list[float] = field(default_factory=list)
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    first_evaluation: dict[str, Any] | None = None
+    last_evaluation: dict[str, Any] | None = None
 
     def add(self, line: Mapping[str, object]) -> None:
         """Count one step."""
@@ -70,6 +72,14 @@ class RunSummary:
             if len(self.first_losses) < _KEPT:
                 self.first_losses.append(float(loss))
             self.last_losses.append(float(loss))
+        self.add_evaluation(line)
+
+    def add_evaluation(self, line: Mapping[str, object]) -> None:
+        """Note what a line says of an evaluation, if anything."""
+        figures = {name: value for name, value in line.items() if name.startswith("eval/")}
+        if figures:
+            self.last_evaluation = {"step": line.get("step"), **plain(figures)}
+            self.first_evaluation = self.first_evaluation or self.last_evaluation
 
     def counts(self) -> dict[str, Any]:
         """What has been gathered so far, for JSON; `go_on` takes it up again."""
@@ -82,17 +92,32 @@ class RunSummary:
         for name, value in counts.items():
             setattr(self, name, deque(value, maxlen=_KEPT) if name == "last_losses" else value)
 
-    def write(self, path: Path, phases: Phases, saved: Path | None, stopped: str | None = None) -> None:
+    def write(
+        self,
+        path: Path,
+        phases: Phases,
+        saved: Path | None,
+        stopped: str | None = None,
+        best: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write summary.json whole or not at all; see `content`."""
         partial = path.with_name(path.name + ".partial")
-        text = json.dumps(self.content(phases, saved, stopped), indent=2, allow_nan=False)
+        text = json.dumps(self.content(phases, saved, stopped, best), indent=2, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
         os.replace(partial, path)
 
-    def content(self, phases: Phases, saved: Path | None, stopped: str | None = None) -> dict[str, Any]:
+    def content(
+        self,
+        phases: Phases,
+        saved: Path | None,
+        stopped: str | None = None,
+        best: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """What summary.json says. saved: the HuggingFace directory of the last weights.
 
-        stopped: the signal that ended the run before its last step.
+
+        stopped: what ended the run before its last step: a signal, or eval.patience. best: the best evaluation, with
+        its checkpoint where it is kept.
         """
         content = {
             "model": self.model,
@@ -106,11 +131,17 @@ class RunSummary:
             "loss_tokens": self.loss_tokens,
             "first_losses": self.first_losses,
             "last_losses": list(self.last_losses),
+            "evaluation": self._evaluation(best),
             "seconds": {**phases.seconds, "total": sum(phases.seconds.values())},
             "peak_memory_gib": self.peak_memory_gib,
             "versions": versions(),
         }
         return dict(plain(content))
+
+    def _evaluation(self, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if self.last_evaluation is None:
+            return None
+        return {"first": self.first_evaluation, "last": self.last_evaluation, "best": best}
 
 
 def versions() -> dict[str, str | None]:

@@ -51,13 +51,15 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroupRow:
-    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names."""
+    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names.
+    lr: their peak learning rate, None where they have none."""
 
     name: str
     weight_decay: float
     parameters: int
     elements: int
     examples: tuple[str, ...]
+    lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,16 @@ def unit_table(units: Sequence[UnitRow]) -> Table:
     return table
 
 
-def optimizer_table(groups: Iterable[OptimizerGroupRow]) -> Table:
-    """Who is decayed and who is not."""
-    table = _table("optimizer groups", "group", ">weight decay", ">parameters", ">elements", "names")
-    for group in groups:
+def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
+    """Who is decayed and who is not; with learning rates where they differ."""
+    rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
+    mixed = len(set(rates) - {""}) > 1
+    columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
+    table = _table("optimizer groups", *columns)
+    for group, rate in zip(groups, rates, strict=True):
         names = ", ".join(group.examples) or "-"
-        table.add_row(group.name, f"{group.weight_decay:g}", str(group.parameters), count(group.elements), names)
+        counts = (str(group.parameters), count(group.elements), names)
+        table.add_row(group.name, f"{group.weight_decay:g}", *([rate] if mixed else []), *counts)
     return table
 
 

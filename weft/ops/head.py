@@ -97,6 +97,28 @@ def chunked_readouts(
     return logprob, entropies
 
 
+@torch.no_grad()
+def logprob_and_top1(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    tile: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and 1.0 where no token is likelier than it, else 0.0; without gradients.
+
+    Shapes and dtypes of arguments and results are those of chunked_readouts. Two tokens that tie for the first place
+    are both the likeliest.
+    """
+    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, 1.0))
+    running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
+    assert running.largest is not None
+    _fold_all(logits, targets, running, tile)
+    return running.picked - running.lse, (running.picked >= running.largest).to(logits.wide)
+
+
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
     elements = _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR) // 4
@@ -171,9 +193,7 @@ class _Readouts(torch.autograd.Function):
             ctx.anticipated = _Anticipated(upstream, gradients)
         else:
             ctx.anticipated = None
-            for columns, all_rows in logits.tiles(tile):
-                for rows in all_rows:
-                    _fold(logits, rows, columns, targets[rows], running)
+            _fold_all(logits, targets, running, tile)
         ctx.save_for_backward(hidden, weight, bias, targets, running.lse, running.entropy)
         ctx.scaling, ctx.tile = scaling, tile
         return running.picked - running.lse, running.entropy
@@ -322,18 +342,29 @@ def _softmax_and_gradient(
 
 
 class _Running(NamedTuple):
-    """What is known of each token from the columns seen so far, [N] each. picked: z of the target, NaN until seen."""
+    """What is known of each token from the columns seen so far, [N] each. picked: z of the target, NaN until seen.
+    largest: z of the likeliest token, where it is asked for."""
 
     lse: Tensor
     picked: Tensor
     entropy: Tensor | None
+    largest: Tensor | None = None
 
     @classmethod
-    def start(cls, tokens: int, device: torch.device, dtype: torch.dtype, entropy: bool) -> _Running:
+    def start(
+        cls, tokens: int, device: torch.device, dtype: torch.dtype, entropy: bool, largest: bool = False
+    ) -> _Running:
         def full(value: float) -> Tensor:
             return torch.full((tokens,), value, device=device, dtype=dtype)
 
-        return cls(full(float("-inf")), full(float("nan")), full(0.0) if entropy else None)
+        lowest = float("-inf")
+        return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
+
+
+def _fold_all(logits: _Logits, targets: Tensor, running: _Running, tile: tuple[int, int] | None) -> None:
+    for columns, all_rows in logits.tiles(tile):
+        for rows in all_rows:
+            _fold(logits, rows, columns, targets[rows], running)
 
 
 def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
@@ -347,6 +378,9 @@ def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running
             z.tanh_().mul_(outer)
         found = z.gather(1, local[block, None]).squeeze(1)
         picked[block] = torch.where(here[block], found, picked[block])
+        if running.largest is not None:
+            largest = running.largest[rows][block]
+            torch.maximum(largest, z.amax(1), out=largest)
         if running.entropy is None:
             lse, entropy = _log_sum_exp_(z), None
         else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,8 @@ def build_mesh(dp_replicate: int, dp_shard: int, device_type: str) -> Mesh:
     else:
         dp = init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     return Mesh(dp_replicate, dp_shard, dp)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The elements of a tensor that this rank holds; of a plain one, all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,17 +18,20 @@ from weft.parallel.units import Unit, find_units
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype contract: what is stored, computed with, summed in."""
+    """The dtype contract: what is stored, computed with, summed in. frozen: the storage of what is not trained."""
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    frozen: torch.dtype
 
     @staticmethod
-    def of(config: FsdpConfig, device: torch.device) -> Precision:
+    def of(config: FsdpConfig, device: torch.device, *, adapters: bool = False) -> Precision:
+        """adapters: whether the base is frozen under them; its masters would never be stepped, so it has none."""
         auto = torch.float32 if device.type == "cpu" else torch.bfloat16
         compute = auto if config.param_dtype == "auto" else DTYPES[config.param_dtype]
-        return Precision(DTYPES[config.master_dtype], compute, DTYPES[config.reduce_dtype])
+        master = DTYPES[config.master_dtype]
+        return Precision(master, compute, DTYPES[config.reduce_dtype], frozen=compute if adapters else master)
 
 
 def parallelize(
@@ -45,9 +48,10 @@ def parallelize(
         for _, layer in module.layers:
             layer.compile(dynamic=True)
 
-    # 3. Storage: one dtype for the masters; buffers keep theirs, because tables and router biases must stay fp32.
+    # 3. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
+    #    and router biases must stay fp32.
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(precision.master)
+        parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
     # 4. Data axes: FSDP2 or HSDP over whatever the other axes have left.
     units = find_units(module, fsdp.wrap, fsdp.overrides)

@@ -26,43 +26,58 @@ SMALL = 0.4  # of a device: what a whole model may take beside its activations
 @dataclass(frozen=True)
 class Needs:
     """Bytes of the rank that holds most, the same on every rank. gathered: copies in the compute dtype, the most that
-    are there at once. whole: weights, gradients and optimizer state of a rank that shards nothing."""
+    are there at once. whole: all but those, of a rank that shards nothing. average: of the weights, if it is
+    kept (optimizer.ema_decay).
+    """
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
     whole: int
+    average: int = 0
 
     @property
     def resident(self) -> int:
         """What is there between steps, and with the gradients, at a step's end."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.average
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer))
+        parts = (
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("average", self.average),
+        )
         words = " + ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
         return f"{words} = {byte_count(self.resident)} a rank, gathered units {byte_count(self.gathered)}"
 
 
-def memory_needs(
-    module: nn.Module,
-    units: Sequence[Unit],
-    precision: Precision,
-    state: torch.dtype,
-    optimizer: OptimizerConfig | None,
-) -> Needs:
-    """Of a module that has been cut, on meta or not. optimizer: None without training."""
-    moments = 0 if optimizer is None else 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+@dataclass(frozen=True)
+class Trained:
+    """What training keeps for every element that is trained, beside weight and gradient. moments: the optimizer's.
+
+    average: whether there is one of the weights, in fp32.
+    """
+
+    moments: Sequence[torch.dtype]
+    average: bool = False
+
+
+def memory_needs(module: nn.Module, units: Sequence[Unit], precision: Precision, training: Trained | None) -> Needs:
+    """Of a module that has been cut, on meta or not."""
     parameters = list(module.parameters())
-    trained = [p for p in parameters if p.requires_grad and optimizer is not None]
+    trained = [p for p in parameters if p.requires_grad and training is not None]
     master = precision.master.itemsize
+    moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
+    average = torch.float32.itemsize if training is not None and training.average else 0
     return Needs(
-        weights=_held(parameters) * master,
+        weights=_held_bytes(parameters),
         gradients=_held(trained) * master,
-        optimizer=_held(trained) * moments * state.itemsize,
+        optimizer=_held(trained) * moments,
         gathered=_gathered(parameters, units) * precision.compute.itemsize,
-        whole=_elements(parameters) * master + _elements(trained) * (master + moments * state.itemsize),
+        whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
+        average=_held(trained) * average,
     )
 
 
@@ -113,12 +128,19 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
         found.append("optimizer.state_dtype=bf16")
     if fsdp.master_dtype == "fp32":
         found.append("fsdp.master_dtype=bf16 (small updates are lost)")
-    return [*found, "model.freeze for parts that need no training", "a smaller model"]
+    if optimizer.ema_decay is not None:
+        found.append("optimizer.ema_decay=null (no average)")
+    return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> int:
     """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
+
+
+def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Their bytes there: a frozen base may be kept in another dtype than the masters."""
+    return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
 
 def _largest_shard(parameter: nn.Parameter) -> list[int]:

@@ -1,4 +1,4 @@
-"""`weft export`: a HuggingFace directory from a checkpoint's masters, in one process and another dtype.
+"""`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
 
 Tensor by tensor: memory holds the largest one, never the model.
 """
@@ -14,38 +14,48 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap
-from weft.checkpoint.export import plan_export, prepare_export, write_export
+from weft.checkpoint.export import ExportPlan, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
-from weft.checkpoint.save import DTYPES
-from weft.checkpoint.state import WEIGHTS, DamagedError, TrainerState, check_contents, read_state, tied_names
+from weft.checkpoint.save import DTYPES, exported
+from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
+from weft.models.adapter_files import CONFIG, file_names, read_config
+from weft.models.adapter_files import WEIGHTS as ADAPTER
 from weft.models.build import BuiltModel, build_model
+from weft.models.layout import Piece
 
 
 @dataclass
-class _Shapes:
+class Shapes:
     """What plan_export asks of an engine."""
 
     built: BuiltModel
 
 
 def run(options: ExportOptions) -> Path:
-    """Write the directory and return it. Raises UserError where there is no whole trainer state with masters."""
+    """Write the directory and return it. Raises UserError where there is no whole trainer state with masters.
+
+    Of a run with adapters it is the adapter; `weft merge` writes the model.
+    """
     checkpoint = find_checkpoint(Path(options.path))
     try:
         state = read_state(checkpoint)
         check_contents(state, 0, 1)
     except DamagedError as error:
         raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
-    target = Path(options.output) if options.output else checkpoint.with_name(f"{checkpoint.name}-{options.dtype}")
+    if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
+        raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
+    name = f"{checkpoint.name}-{'ema-' * options.ema}{options.dtype}"
+    target = Path(options.output) if options.output else checkpoint.with_name(name)
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _write(state, partial, DTYPES[options.dtype])
+    write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
+    write(state, partial, DTYPES[options.dtype], average=options.ema)
     commit(partial, target)
     return target
 
@@ -55,13 +65,16 @@ def find_checkpoint(path: Path) -> Path:
     steps = whole_steps(path / "checkpoints")
     if steps:
         return step_folder(path / "checkpoints", steps[-1])
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", CONFIG)):
         return path.resolve()  # `latest` is a link
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 
 
-def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None:
-    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None."""
+def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None.
+
+    average: of the weights, instead of the masters.
+    """
     built = build_model(
         ModelConfig(path=str(state.checkpoint)),
         dtype=torch.float32,
@@ -69,30 +82,51 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None) -> None
         device=torch.device("cpu"),
         seed=0,
     )
-    plan = plan_export(_Shapes(built), dtype)
+    plan = plan_export(Shapes(built), dtype)
     if built.load is not None:
         built.load.source.close()
     prepare_export(plan, folder)
-    with _Masters(state, tied_names(built.module), list(built.module.state_dict())) as masters:
-        written = write_export(plan, masters, folder)
+    kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
+    names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
+    with _Weights(state, names) as weights:
+        written = write_export(plan, weights, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-class _Masters(Mapping[str, Shard]):
-    """The whole weights of a trainer state by the model's names, put together from the files of all ranks when they
-    are asked for. One is kept, because pieces of the same tensor follow one another."""
+def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+    """Of a run with adapters the adapter, in another dtype."""
+    entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
+    manifest, pieces = {}, []
+    for name, stored in file_names(names).items():
+        entry = entries[names[name]]
+        shape = tuple(entry["shape"])
+        pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
+        manifest[stored] = torch.empty(shape, dtype=dtype or getattr(torch, entry["dtype"]), device="meta")
+    config = read_config(state.checkpoint)
+    plan = ExportPlan(pieces, manifest, {ADAPTER: list(manifest)}, None, config, state.checkpoint, CONFIG)
+    prepare_export(plan, folder)
+    with _Weights(state, names) as weights:
+        write_export(plan, weights, folder)
 
-    def __init__(self, state: TrainerState, owners: Mapping[str, str], names: list[str]) -> None:
-        self.state, self.owners, self.names = state, owners, names
+
+class _Weights(Mapping[str, Shard]):
+    """Whole tensors of a trainer state by the model's names, put together from the files of all ranks when they are
+    asked for. One is kept, because pieces of the same tensor follow one another.
+
+    names: the model's own -> the trainer state's.
+    """
+
+    def __init__(self, state: TrainerState, names: Mapping[str, str]) -> None:
+        self.state, self.names = state, names
         self._files = [(file.boxes, TensorFile.open(state.folder / file.name)) for file in state.files]
         self._last: tuple[str, Shard] | None = None
 
     def __getitem__(self, name: str) -> Shard:
-        owner = WEIGHTS + self.owners.get(name, name)
-        if self._last is None or self._last[0] != owner:
+        kept = self.names[name]
+        if self._last is None or self._last[0] != kept:
             self._last = None  # before the next is read: memory holds one
-            values = self._read(owner)
-            self._last = owner, Shard(Box.whole(tuple(values.shape)), values)
+            values = self._read(kept)
+            self._last = kept, Shard(Box.whole(tuple(values.shape)), values)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -101,7 +135,7 @@ class _Masters(Mapping[str, Shard]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __enter__(self) -> _Masters:
+    def __enter__(self) -> _Weights:
         return self
 
     def __exit__(self, *error: object) -> None:

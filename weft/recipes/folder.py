@@ -22,7 +22,6 @@ from weft.config.schema import SftConfig
 from weft.errors import UserError
 
 LOCK = "lock"
-DROPPED = "metrics.dropped.jsonl"
 
 
 @contextmanager
@@ -63,25 +62,29 @@ def write_config(config: SftConfig, folder: Path) -> None:
     os.replace(partial, folder / "config.yaml")
 
 
-def cut_metrics(folder: Path, after: int) -> int:
-    """Move the lines of later steps than `after` from metrics.jsonl to metrics.dropped.jsonl; how many there were.
+def cut_lines(path: Path, after: int) -> int:
+    """Move the lines of later steps than `after` from NAME.jsonl to NAME.dropped.jsonl; how many there were.
 
-    A line that a kill has cut short goes with them.
+    A line that a kill has cut short goes with them. After step 0 nothing stays, the line of step 0 itself included.
     """
-    path = folder / "metrics.jsonl"
     if not path.exists():
         return 0
     kept: list[str] = []
     dropped: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        (kept if _step_of(line) <= after else dropped).append(line)
+        (kept if after and _step_of(line) <= after else dropped).append(line)
     if dropped:
-        with (folder / DROPPED).open("a", encoding="utf-8") as stream:
+        with dropped_of(path).open("a", encoding="utf-8") as stream:
             stream.writelines(line.rstrip("\n") + "\n" for line in dropped)
-        partial = folder / "metrics.jsonl.partial"
+        partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, path)
     return len(dropped)
+
+
+def dropped_of(path: Path) -> Path:
+    """Where `cut_lines` moves what it cuts."""
+    return path.with_name(f"{path.stem}.dropped{path.suffix}")
 
 
 def _step_of(line: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,8 +73,10 @@ class Recorder:
         lr: float,
         seconds: float,
         memory_gib: float,
+        evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
-        """The step's line, written by the first rank. memory_gib: the largest rank's."""
+        """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
+        the step, if it was evaluated."""
         totals = plan.totals
         line: dict[str, object] = {
             "step": step.number,
@@ -99,6 +101,7 @@ class Recorder:
             line |= {"skipped": True, "reason": result.reason}
         else:
             line |= metrics
+        line |= evaluation
         if self.times is not None:
             line |= self.times.take()
         if step.number in self.config.profile.steps:
@@ -108,6 +111,14 @@ class Recorder:
         self.trackers.log(line)
         self.summary.add(line)
         return line
+
+    def record_start(self, evaluation: Mapping[str, float | None]) -> None:
+        """The line of step 0, where there is anything to say before the first step."""
+        line = {"step": 0, **evaluation}
+        if evaluation and self.file is not None:
+            self.file.write(line)
+            self.trackers.log(line)
+        self.summary.add_evaluation(line)
 
     def _loss(self, metrics: dict[str, float | None]) -> float | None:
         """Taken out of the metrics. Only an objective of the user's own could have left it out."""
@@ -141,10 +152,8 @@ class Recorder:
             "seconds": dict(phases.seconds),
         }
 
-    def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
-        """Write summary.json, and say how the run went. stopped: the signal that ended it early, or 0."""
+    def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
+        """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
         if self.engine.ranks.is_first:
-            name = signal.Signals(stopped).name if stopped else None
-            self.summary.write(self.folder / "summary.json", phases, saved, name)
-            if not stopped:
-                print_closing(self.summary.content(phases, saved), self.folder)
+            self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
+            print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checkpoint import rng
-from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
 from weft.checkpoint.state import DamagedError, TrainerState, check_contents, load_state, read_rng, read_state
 from weft.cluster.process import Ranks
 from weft.config import to_dict
@@ -24,16 +24,18 @@ from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
 from weft.observe.summary import versions
-from weft.recipes.folder import DROPPED, cut_metrics, write_config
+from weft.recipes.folder import cut_lines, dropped_of, write_config
 from weft.recipes.identity import model_fingerprint
+from weft.recipes.sampling import SAMPLES
 
 T = TypeVar("T")
 
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
-    "mesh", "fsdp", "checkpoint", "track", "profile", "run", "data.path", "data.max_length", "data.long_documents",
-    "model.path", "model.attention", "model.recompute", "model.compile", "step.max_tokens_per_device", "step.shapes",
-    "train.timeout", "train.max_nonfinite", "train.deterministic",
+    "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
+    "data.subset", "data.columns", "data.max_length", "data.long_documents", "data.workers", "data.cache",
+    "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
+    "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.max_nonfinite", "train.deterministic",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
@@ -48,6 +50,7 @@ class Start:
     bad_in_a_row: int = 0
     summary: Mapping[str, Any] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
     state: TrainerState | None = None
     notes: tuple[str, ...] = ()
 
@@ -85,6 +88,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
         bad_in_a_row=content["bad_in_a_row"],
         summary=content["summary"],
         seconds=content["seconds"],
+        evaluation=content.get("evaluation", {}),
         state=state,
         notes=tuple(notes),
     )
@@ -170,10 +174,25 @@ def _put_in_order(folder: Path, start: Start) -> list[str]:
         notes.append(f"aside    checkpoints after step {start.step} are now {', '.join(aside)}")
     if start.state is not None:
         point_latest(start.state.checkpoint)
-    dropped = cut_metrics(folder, start.step)
-    if dropped:
-        notes.append(f"dropped  {dropped} lines of metrics.jsonl after step {start.step}, moved to {DROPPED}")
+        notes += _put_best_in_order(folder / "checkpoints", start.evaluation)
+    for name in ("metrics.jsonl", SAMPLES):
+        dropped = cut_lines(folder / name, start.step)
+        if dropped:
+            moved = dropped_of(folder / name).name
+            notes.append(f"dropped  {dropped} lines of {name} after step {start.step}, moved to {moved}")
     return notes
+
+
+def _put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+    """Let `best` name what was the best up to the checkpoint; a later one was taken as such, or is set aside."""
+    forget_best(checkpoints)
+    best = evaluation["step"] if evaluation.get("kept") else 0
+    target = step_folder(checkpoints, best)
+    if target.is_dir():
+        point_best(target)
+    elif best:
+        return [f"best     step {best} was the best so far, and {target} is gone"]
+    return []
 
 
 # ---------------------------------------------------------------- what may differ
@@ -237,7 +256,7 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
     if state.content["data"]["digest"] != data.digest:
         before = state.content["data"]["documents"]
         problems.append(
-            f"data.path: {config.data.path} gives other documents than before ({data.documents:,}; {before:,} before): "
+            f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
             "the place in the data would mean nothing"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config.model.path):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import signal
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.save import Saver
 from weft.cluster.agree import largest
@@ -11,13 +17,17 @@ from weft.cluster.alike import require_agreement
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
-from weft.config.schema import SftConfig
-from weft.data.documents import DataReport, load_documents
+from weft.config.checks import BUILT_IN
+from weft.config.schema import DataConfig, SftConfig
+from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
+from weft.data.encode import read_encoding
 from weft.data.order import Steps
+from weft.data.tokenise import Tokenising
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine, EngineConfig
+from weft.engine.foreign import find_class
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.models import hf
@@ -29,6 +39,7 @@ from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
+from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
@@ -47,19 +58,24 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             engine = Engine(engine_config(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
+    config = dated(config)
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
+        if config.optimizer.name not in BUILT_IN:
+            find_class(config.optimizer)  # an error need not wait for the data
         flight.at("data")
-        with phases("data"):
-            documents, report = read_data(config)
-        require_agreement(identity(config, report))
+        with phases("data"), loading(ranks.is_first, "tokenising") as shown:
+            tokenizer = load_tokenizer(config.model.path)
+            documents, report = read_data(config, config.data, tokenizer, shown)
+            held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
+        require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
             check_profile(config.profile, steps=steps)
             start = find_start(config, folder, report, steps, ranks) if resume else FRESH
-            if start.step == steps:
-                say_finished(folder, steps, ranks)
+            if start.step == steps or patience_is_out(config, held_out, start.evaluation):
+                say_finished(folder, start.step, steps, ranks)
                 return
             flight.in_run(folder)
             flight.at("load")
@@ -67,14 +83,15 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
-            print_opening(config, engine, report, folder, notes)
-            train(config, engine, documents, report, folder, phases, start, hooks)
+            print_opening(config, engine, report, folder, [*held_out.lines(), *notes])
+            train(config, engine, documents, report, folder, phases, start, hooks, held_out)
 
 
 def engine_config(config: SftConfig) -> EngineConfig:
     """The sections that an Engine reads."""
     return EngineConfig(
         model=config.model,
+        lora=config.lora,
         mesh=config.mesh,
         fsdp=config.fsdp,
         step=config.step,
@@ -84,51 +101,70 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
-def read_data(config: SftConfig) -> tuple[list[Document], DataReport]:
-    """Every document of the file, tokenised; every rank reads all of it."""
+def dated(config: SftConfig) -> SftConfig:
+    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    day = config.data.template_date or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, template_date=day))
+
+
+def read_data(
+    config: SftConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Callable[[int, int], None] | None = None,
+) -> tuple[Documents, DataReport]:
+    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
     budget = config.step.max_tokens_per_device
     key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
     return load_documents(
-        config.data.path,
-        load_tokenizer(config.model.path),
+        data,
+        tokenizer,
         max_length=min(config.data.max_length or budget, budget),
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        encoding=read_encoding(config.data, tokenizer),
+        how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 
 
-def deal(config: SftConfig, documents: list[Document]) -> Steps:
+def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
     """Which documents each optimizer step takes."""
     return Steps(
-        [len(document) for document in documents],
+        lengths_of(documents),
         documents=config.step.documents,
         tokens=config.step.tokens,
         epochs=config.train.epochs,
         steps=config.train.steps,
         seed=config.train.seed,
         shuffle=config.data.shuffle,
+        shares=shares_of(documents),
     )
 
 
 def train(
     config: SftConfig,
     engine: Engine,
-    documents: list[Document],
+    documents: Sequence[Document],
     report: DataReport,
     folder: Path,
     phases: Phases,
     start: Start = FRESH,
     hooks: Hooks = NO_HOOKS,
+    held_out: HeldOut = NOTHING,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
     steps, updates, stop = deal(config, documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
+    evaluator = Evaluator(config, engine, held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
     saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with recorder, saver, StopSignals() as signals, progress:
+        if not start.step:
+            recorder.record_start(evaluator.at(0, len(steps)))
+        progress.notes(evaluator.take_news())
         for step in steps.starting_at(start.step + 1):
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 began = time.perf_counter()
@@ -143,29 +179,36 @@ def train(
             flight.at("record")
             if step.number == start.step + 1:
                 check_contract(engine)
+            found = evaluator.at(step.number, len(steps))
             memory_gib, stop, overdue, failed = meet(engine, signals, saver)
-            line = recorder.record(step, plan, metrics, result, lr, seconds, memory_gib)
+            line = recorder.record(step, plan, metrics, result, lr, seconds, memory_gib, found)
             progress.step(line)
+            progress.notes(evaluator.take_news())
             if hooks.on_step is not None:
                 hooks.on_step(line)
             recorder.stop_if_hopeless(result, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
-            if stop or overdue or saver.due(step.number, len(steps)):
+            done = bool(stop) or evaluator.best.exhausted
+            if done or overdue or evaluator.is_to_keep or saver.due(step.number, len(steps)):
                 flight.at("save")
                 with phases("save"):
-                    saver.save(step.number, recorder.progress(step, updates, phases))
+                    state = recorder.progress(step, updates, phases) | evaluator.state()
+                    saver.save(step.number, state, best=evaluator.is_to_keep)
             progress.notes(saver.take_news())
-            if stop:
+            if done:
                 break
         flight.at("save")
         with phases("save"):
             saved = saver.finish()
         progress.notes(saver.take_news())
-    stop = stop if step.number < len(steps) else 0
-    recorder.finish(phases, saved, stop)
-    if stop:
-        say_stopped(folder, step.number, stop, engine.ranks)
+    stopped = None
+    if step.number < len(steps):
+        stopped = signal.Signals(stop).name if stop else "eval.patience"
+    recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
+    if stopped is not None:
+        say_stopped(folder, step.number, stopped, engine.ranks)
+    if stopped is not None and stop:
         raise StoppedError(stop)
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from weft.config.schema import OptimizerConfig
-from weft.models.facts import find_facts
 from weft.observe.flops import FlopFacts
 from weft.verification import reference
 from weft.verification.observed import Step, Tensors
+from weft.verification.peft_reference import PeftReference
+from weft.verification.reference_optimizer import Optimizer
 from weft.verification.routing import Recorder, Routes
 
 
@@ -43,20 +44,25 @@ class Expected:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains fresh references from the weights at `path`. freeze: patterns of parameters that are not trained.
+    """Trains fresh references from the weights at `path`. layers: name of the list of decoder layers.
 
-    balance: factor of the experts' auxiliary loss.
+    freeze: patterns of parameters that are not trained. balance: factor of the experts' auxiliary loss. adapter: a
+    folder for peft to load; then it is what is trained.
     """
 
     path: str
     lrs: Sequence[float]
     config: OptimizerConfig
     device: str
+    layers: str
     freeze: Sequence[str] = ()
     balance: float = 0.0
+    adapter: str | None = None
 
     def reference(self) -> reference.Reference:
         """A fresh one."""
+        if self.adapter is not None:
+            return PeftReference(self.path, self.adapter, self.device, self.balance)
         return reference.Reference(self.path, self.device, self.freeze, self.balance)
 
     def train(
@@ -66,9 +72,11 @@ class Trainer:
         plain, c = self.reference(), self.config
         start = _on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
-        plain.start(reference.Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.max_grad_norm, state))
+        groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
+        optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
+        plain.start(optimizer.over(plain.model), c.max_grad_norm, state)
         curve = []
-        with _recording(recorder, plain):
+        with _recording(recorder, plain, self.layers):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
                 if recorder is not None:
                     recorder.stage = number
@@ -81,7 +89,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()
-    with _recording(recorder, plain):
+    with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
         found = [plain.gradients(step) for step in steps]
     for step, (loss, gradients) in zip(steps, found, strict=True):
@@ -96,13 +104,12 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
 
 
 @contextmanager
-def _recording(recorder: Recorder | None, plain: reference.Reference) -> Iterator[None]:
+def _recording(recorder: Recorder | None, plain: reference.Reference, layers: str) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    model = plain.model
-    layers = model.get_submodule(find_facts(model).layers)
-    with recorder.watching(model, list(layers.children())):
+    model = plain.inner() if isinstance(plain, PeftReference) else plain.model
+    with recorder.watching(plain.model, list(model.get_submodule(layers).children())):
         yield
 
 

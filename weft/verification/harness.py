@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.verification.adapter import as_in_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
-from weft.verification.reference import Reference
 from weft.verification.routing import Differences, Routes
 
 GRADIENT = 1e-5
@@ -70,15 +70,19 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
         raise UserError(
             "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
         )
-    first, expected = engine.ranks.is_first, None
-    if first:
-        config = engine.config
-        trainer = Trainer(path, lrs, config.optimizer, str(engine.device), config.model.freeze, engine.balance)
-        expected = expect(trainer, steps, engine.built.flops)
+    expected = None
+    stir(engine)
+    with written(engine) as adapter:
+        if engine.ranks.is_first:
+            config, layers = engine.config, engine.module.facts.layers
+            trainer = Trainer(
+                path, lrs, config.optimizer, str(engine.device), layers, config.model.freeze, engine.balance, adapter
+            )
+            expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
         dist.broadcast_object_list(shared, src=0)
-    seen = observe(engine, steps, lrs, shared[0])
+    seen = renamed(engine, observe(engine, steps, lrs, shared[0]))
     return None if expected is None else judge(seen, expected, engine.config.optimizer.name)
 
 
@@ -220,12 +224,18 @@ def _worst(name: str, figures: Sequence[Figure]) -> Figure:
 def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     """In the engine's own dtype: loss and worst gradient in words, because they are rounding, and a figure for what
     rounding cannot touch: documents do not see each other through the kernels of this dtype either; collective."""
+    stir(engine)
     loss, gradients, _ = one_gradient(engine, step, None)
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)
-    if not engine.ranks.is_first:
-        return "", moved
-    plain = Reference(path, str(engine.device), engine.config.model.freeze, engine.balance)
-    expected_loss, expected = plain.gradients(step)
+    with written(engine) as adapter:
+        if not engine.ranks.is_first:
+            return "", moved
+        config = engine.config
+        trainer = Trainer(
+            path, (), config.optimizer, str(engine.device), "", config.model.freeze, engine.balance, adapter
+        )
+        expected_loss, expected = trainer.reference().gradients(step)
+    gradients = as_in_files(engine, gradients)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
     words = (
         f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; no verdict): "

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UserError
-from weft.verification.bugs import PLANTS, Bug, Plant, resuming, step, training  # noqa: F401  (they register their bugs)
+from weft.verification.bugs import (  # they register their bugs
+    PLANTS,
+    Bug,
+    Plant,
+    adapters,  # noqa: F401
+    evaluation,  # noqa: F401
+    resuming,  # noqa: F401
+    step,  # noqa: F401
+    training,  # noqa: F401
+)
 
 __all__ = ["PLANTS", "Bug", "Plant", "find", "planted", "table"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,19 +16,6 @@ import transformers
 from torch import Tensor, nn
 
 Document = tuple[list[int], list[float]]
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What torch's AdamW or SGD is given; decay falls on matrices and embeddings only."""
-
-    name: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.0
-    max_grad_norm: float | None = 1.0
-    state: torch.dtype = torch.float32  # after each step the optimizer's state is rounded to it
 
 
 class Reference:
@@ -110,18 +96,14 @@ class Reference:
         """A copy of every parameter."""
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
-    def start(self, optimizer: Optimizer) -> None:
-        """Begin training with a fresh optimizer."""
-        named = list(self.model.named_parameters())
-        groups = [
-            {"params": [p for n, p in named if decays(n, p)], "weight_decay": optimizer.weight_decay},
-            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-        ]
-        if optimizer.name == "sgd":
-            self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
-        else:
-            self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
-        self.clip, self.state = optimizer.max_grad_norm, optimizer.state
+    def start(
+        self, optimizer: torch.optim.Optimizer, clip: float | None = 1.0, state: torch.dtype = torch.float32
+    ) -> None:
+        """Begin training. optimizer: over the model, its groups with a `factor` of the rate (reference_optimizer.py).
+
+        clip: the largest gradient norm. state: after each step the optimizer's is rounded to it.
+        """
+        self.optimizer, self.clip, self.state = optimizer, clip, state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
         """One optimizer step: (loss, gradient norm before clipping); padded: see padded_gradients, loss is 0 then."""
@@ -133,17 +115,10 @@ class Reference:
                 if parameter.grad is not None:
                     parameter.grad.mul_(min(1.0, self.clip / (float(norm) + 1e-6)))
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         self.optimizer.step()
         for state in self.optimizer.state.values():
-            for key in state.keys() - {"step"}:
-                state[key].copy_(state[key].to(self.state))
+            for value in state.values():
+                if value.ndim:
+                    value.copy_(value.to(self.state))
         return loss, float(norm)
-
-
-def decays(name: str, parameter: Tensor) -> bool:
-    """Matrices and embeddings; not biases, norms, 1-d convolutions or A_log, whatever their shape."""
-    last, module = name.split(".")[-1], name.split(".")[-2:][0]
-    if parameter.ndim < 2 or "bias" in last or last == "A_log":
-        return False
-    return not ("norm" in module or module.startswith("ln_") or ("conv" in module and parameter.ndim == 3))

@@ -138,7 +138,8 @@ SAVE_MODE = "say `checkpoint.every` (optimizer steps) or `checkpoint.every_minut
 SAVE_FOLDER = "checkpoints are RUN/checkpoints: say `run.dir`."
 SAVE_FORMAT = "every checkpoint is a HuggingFace directory of safetensors, with no conversion: leave it out."
 KEEP = "say `checkpoint.keep` (null keeps all), and `checkpoint.keep_every` for those that stay."
-KEEP_BEST = "say `checkpoint.keep_best`."
+KEEP_BEST = "say `checkpoint.keep_best`; the lowest `eval.metric` is the best."
+AT_START = "say `eval.at_start`."
 ASYNC = "say `checkpoint.async`: true (the default) or false."
 WEIGHTS_ONLY = (
     "every checkpoint is a HuggingFace directory; say `checkpoint.trainer_state`: all, last, or none for weights alone."
@@ -148,7 +149,9 @@ RESUME = "resuming is no key: `weft sft --resume RUN`."
 FROM_WEIGHTS = "to start from the weights of a checkpoint, name its folder in `model.path`."
 EVAL_DATA = "say `eval.path`."
 EVAL = "say `eval.every` (optimizer steps; 0: only at the end)."
-PATIENCE = "say `eval.patience`."
+PATIENCE = "say `eval.patience` (evaluations), and `eval.min_delta`."
+
+PYTHON = "in Python sections are keywords of weft.sft, and on_step is called after each step: leave it out."
 
 # ranks
 SHARD = "say `mesh.dp_shard` (-1: all ranks)."

@@ -147,4 +147,5 @@ AUTOMODEL = Trainer(
             "fsdp2_forward_prefetch_depth": say.PREFETCH,
         },
     },
+    {},
 )

@@ -34,8 +34,6 @@ What is different:
 - Loss masks come from the rendering of the whole conversation, for any chat template; there is no
   `--loss-mask-type` to choose.
 - Every interval counts optimizer steps, where Miles counts rollouts.
-- Defaults differ: lr 1e-5 (Miles 2e-5), cosine (constant), weight decay 0.1 (0), warm-up 3% (none). Betas and clipping
-  are the same.
 """
 
 MILES = Trainer(
@@ -182,5 +180,12 @@ MILES = Trainer(
             "colocate": say.RL,
             "rm_type": say.REWARD,
         },
+    },
+    {
+        "optimizer.lr": 2.0e-5,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "constant",
+        "schedule.warmup_ratio": 0.0,
+        "schedule.min_lr_ratio": 0.0,
     },
 )

@@ -179,4 +179,15 @@ ROLL = Trainer(
             "reward_pretrain": say.REWARD,
         },
     },
+    {
+        "model.recompute": "full",
+        "optimizer.lr": 5.0e-5,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.betas": [0.9, 0.999],
+        "schedule.name": "linear",
+        "schedule.warmup_ratio": 0.0,
+        "schedule.min_lr_ratio": 0.0,
+        "data.shuffle": False,
+        "checkpoint.every": 500,
+    },
 )

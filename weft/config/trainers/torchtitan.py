@@ -146,4 +146,11 @@ TORCHTITAN = Trainer(
             "enable_compiled_autograd": say.COMPILE,
         },
     },
+    {
+        "optimizer.lr": 8.0e-4,
+        "schedule.name": "linear",
+        "schedule.warmup_steps": 200,
+        "schedule.min_lr_ratio": 0.0,
+        "checkpoint.every": 500,
+    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +13,15 @@ class Trainer:
 
     name: of its page, docs/coming-from/NAME.md. introduction: Markdown, below the title of that page. names: heading
     -> name -> what to say in weft. A name is the last part of theirs, or as many of the last parts as it takes to tell
-    it from another (`checkpoint.interval`); lower case, with underscores. Keys of weft stand in backquotes.
+    it from another (`checkpoint.interval`); lower case, with underscores; `wandb.*` is a section. Keys of weft stand in
+    backquotes. defaults: key of weft -> the value that the trainer has where nothing is said, and weft has not.
     """
 
     name: str
     title: str
     introduction: str
     names: Mapping[str, Mapping[str, str]]
+    defaults: Mapping[str, Any]
 
     def advice(self) -> Iterator[tuple[str, str]]:
         """(name, what to say in weft) of every name."""

@@ -29,8 +29,6 @@ What is different:
 - Chats of your own need no template with generation markers.
 - A document longer than `data.max_length` is an error, which counts them; TRL cuts them. `data.long_documents` decides.
 - Intervals count optimizer steps. The last step is always saved, as a HuggingFace directory.
-- Defaults differ: lr 1e-5 (TRL 2e-5), cosine to a tenth of the peak (TRL linear to 0), weight decay 0.1 (TRL 0), betas
-  0.9 and 0.95 (TRL 0.9 and 0.999), 3% warm-up (TRL none), recompute off (TRL on), data shuffled in both.
 """
 
 TRL = Trainer(
@@ -156,12 +154,26 @@ TRL = Trainer(
             "hub_strategy": say.HUB,
             "eval_steps": say.EVAL,
             "eval_strategy": say.EVAL,
-            "eval_on_start": say.EVAL,
+            "eval_on_start": say.AT_START,
             "eval_dataset": say.EVAL_DATA,
             "load_best_model_at_end": say.KEEP_BEST,
             "metric_for_best_model": say.KEEP_BEST,
             "greater_is_better": say.KEEP_BEST,
             "early_stopping_patience": say.PATIENCE,
+        },
+        "Arguments of SFTTrainer": {
+            "args": say.PYTHON,
+            "train_dataset": say.DATA,
+            "processing_class": say.TOKENIZER,
+            "tokenizer": say.TOKENIZER,
+            "data_collator": say.PACKED,
+            "compute_loss_func": say.OBJECTIVE,
+            "compute_metrics": say.EVAL_DATA,
+            "formatting_func": say.COLUMNS,
+            "callbacks": say.PYTHON,
+            "optimizers": say.OPTIMIZER,
+            "optimizer_cls_and_kwargs": say.OPTIMIZER_OPTIONS,
+            "peft_config.*": say.LORA,
         },
         "LoRA": {
             "use_peft": say.LORA,
@@ -216,5 +228,19 @@ TRL = Trainer(
             "beta": say.RL,
             "reward_funcs": say.REWARD,
         },
+    },
+    {
+        "data.train_on": "all",
+        "data.max_length": 1024,
+        "data.long_documents": "truncate",
+        "model.recompute": "full",
+        "optimizer.lr": 2.0e-5,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.betas": [0.9, 0.999],
+        "schedule.name": "linear",
+        "schedule.warmup_ratio": 0.0,
+        "schedule.min_lr_ratio": 0.0,
+        "train.epochs": 3,
+        "checkpoint.every": 500,
     },
 )

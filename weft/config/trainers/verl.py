@@ -33,8 +33,6 @@ What is different:
 - Loss falls on every assistant turn of `messages`, from the rendering of the whole conversation.
 - Sequence parallelism (`ulysses_sequence_parallel_size`) is not in this version; raise `step.max_tokens_per_device` and
   set `model.recompute: full` for long documents.
-- Defaults differ: weight decay 0.1 (verl 0.01), betas 0.9 and 0.95 (engine: 0.9 and 0.999), cosine to a tenth of the
-  peak, 3% warm-up.
 """
 
 VERL = Trainer(
@@ -140,7 +138,7 @@ VERL = Trainer(
             "logger": say.TRACKER,
             "save_freq": say.SAVE,
             "test_freq": say.EVAL,
-            "val_before_train": say.EVAL,
+            "val_before_train": say.AT_START,
             "max_ckpt_to_keep": say.KEEP,
             "max_actor_ckpt_to_keep": say.KEEP,
             "save_contents": say.WEIGHTS_ONLY,
@@ -203,5 +201,14 @@ VERL = Trainer(
             "gpu_memory_utilization": say.RL,
             "custom_reward_function.*": say.REWARD,
         },
+    },
+    {
+        "model.recompute": "full",
+        "optimizer.lr": 1.0e-3,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.betas": [0.9, 0.999],
+        "schedule.name": "constant",
+        "schedule.warmup_ratio": 0.0,
+        "schedule.min_lr_ratio": 0.0,
     },
 )

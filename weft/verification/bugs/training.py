@@ -131,7 +131,7 @@ def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, .
 
 
 @bug(
-    "B28", "weft.engine.optimizer:decays",
+    "B28", "weft.engine.groups:decays",
     "norms and biases are decayed too",
     caught_by="weights after 3 steps", seen="verl-project/verl#5070",
 )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Runs the fenced blocks of a page of the docs, in their order, in one folder.
+
+The words behind the language say what becomes of a block:
+
+    ```bash run            each command is run and must end well; `weft ...` runs in this process
+    ```python run          run in this process
+    ```python file=NAME    written to NAME, for later blocks
+    ```bash skip: REASON   shown only, and why
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft import cli
+
+_FENCE = re.compile(r"^```(\w*)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """language, words: of the opening fence."""
+
+    language: str
+    words: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2].strip(), found[3], text.count("\n", 0, found.start()) + 1)
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def run(block: Block, folder: Path) -> None:
+    """Do what the block's words say; folder is where this process stands."""
+    name = re.search(r"\bfile=(\S+)", block.words)
+    if name is not None:
+        (folder / name[1]).write_text(block.text, encoding="utf-8")
+    if re.match(r"run\b", block.words):
+        if block.language == "python":
+            exec(compile(block.text, f"block at line {block.line}", "exec"), {"__name__": "__main__"})
+        else:
+            for command in commands(block):
+                _command(command)
+
+
+def commands(block: Block) -> list[str]:
+    """The commands of a block: lines, with those that a backslash continues; comments are left out."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
+
+
+def _command(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "weft" and not set(words) & {"|", ">"}:
+        status = cli.main(words[1:])
+    else:
+        status = subprocess.run(["bash", "-c", command], check=False).returncode
+    assert status == 0, f"`{command}` ended with {status}"

@@ -1,0 +1,132 @@
+"""Every command of the docs is run, on models and data so small that it takes a second; what cannot run says why."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs_runner import Block, blocks, commands, run
+from tests.toy_tokenizers import byte_tokenizer, chat
+from tests.zoo import tiny_config
+from weft import cli
+from weft.config.load import load_config
+from weft.models import hf
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUNNABLE = [page for page in PAGES if any(block.words.startswith("run") for block in blocks(page))]
+MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")
+
+
+def label(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the docs call Qwen/Qwen3-0.6B, as a folder: a model of that name on the hub is never asked for."""
+    path = tmp_path_factory.mktemp("models")
+    byte_tokenizer().save_pretrained(path)
+    config = tiny_config("qwen3", vocab_size=264, max_position_embeddings=4096)
+    hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in MODELS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(models)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    rows = [chat(("user", f"{n} + {n}?"), ("assistant", str(2 * n))) for n in range(16)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNABLE, ids=label)
+def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
+    for block in blocks(page):
+        run(block, workplace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_every_block_of_commands_is_run_or_says_why_not(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "bash" or (block.language == "python" and page.parent.name == "how-to"):
+            assert re.match(r"run\b|skip: \w+|file=\S+", block.words), f"{label(page)}:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{label(page)}: {target}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    """Directly, or as one of a folder that it names."""
+    text = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        by_folder = page.parent.name != "docs" and f"({label(page.parent)})" in text
+        assert by_folder or f"({label(page)})" in text, label(page)
+
+
+# ---------------------------------------------------------------- the runner itself
+
+
+def block_of(text: str, tmp_path: Path) -> Block:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    (found,) = blocks(page)
+    return found
+
+
+def test_a_command_that_fails_fails_the_page(workplace: Path) -> None:
+    block = block_of("```bash run\nweft sft model.path=nowhere/at/all data.path=chat.jsonl\n```\n", workplace)
+    with pytest.raises(AssertionError, match="ended with 2"):
+        run(block, workplace)
+    with pytest.raises(AssertionError, match="ended with 1"):
+        run(block_of("```bash run\nls chat.jsonl\nfalse  # no\n```\n", workplace), workplace)
+
+
+def test_lines_are_joined_and_comments_left_out(workplace: Path) -> None:
+    block = block_of("\n```bash run\n# first\nls -l \\\n    chat.jsonl  # here\n\nls\n```\n", workplace)
+    assert block.line == 2
+    assert commands(block) == ["ls -l      chat.jsonl", "ls"]
+
+
+# ---------------------------------------------------------------- what weft makes of each page's configs
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/coming-from").glob("*.md")), ids=label)
+def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: Path) -> None:
+    """The comments of the example: keys as `section: {key: value}`, or section.key=value beside flags."""
+    example = blocks(page)[0]
+    found = re.findall(r"#.*?((?:\w+: \{[^{}]*\}(?:, )?)+)", example.text)
+    overrides = []
+    for text in found:
+        overrides += [f"{section}={{{inside}}}" for section, inside in re.findall(r"(\w+): \{([^{}]*)\}", text)]
+    overrides += re.findall(r"(?<![\w-])(\w+\.\w+=[^\s,]+)", example.text)
+    assert len(overrides) >= 5, page
+    overrides = [re.sub(r"(?<=model=\{)path: [\w./-]+", "recompute: none", text) for text in overrides]
+    overrides = [re.sub(r"(?<=data=\{)path: [\w./-]+", "shuffle: true", text) for text in overrides]
+    known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
+    config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known])
+    assert config.step.documents
+
+
+def test_the_commands_exist() -> None:
+    """A command that the docs name is one of weft's."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                for command in commands(block):
+                    name = re.match(r"weft (\w+)", command)
+                    assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"

@@ -1,0 +1,128 @@
+"""The embedded engine answers as transformers' own model does, and prompts are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.cases import open_engine, saved_model, world_of
+from tests.pool import run
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft.data.prompts import load_prompts
+from weft.errors import UserError
+from weft.rollout.embedded import Completion, EmbeddedEngine, Sampling, end_tokens
+
+PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
+ENDS = [2, 17, 40]
+
+
+def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
+    """Greedy, sampled twice with one seed and once with another; and whether nothing of it is left behind."""
+    engine = open_engine(path, mesh)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.01)  # not the weights of the files
+    before = torch.get_rng_state()
+    embedded = EmbeddedEngine(engine, ENDS)
+    embedded.wake(here=torch.distributed.get_rank() == engine.ranks.world - 1)
+    found = []
+    if embedded.model is not None:
+        for sampling in (Sampling(12), Sampling(12, 1.0, 1), Sampling(12, 1.0, 1), Sampling(12, 1.0, 2)):
+            found.append(embedded.generate(PROMPTS, sampling))
+    embedded.sleep()
+    return found, embedded.model is None and torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("llama_tied", "2"), ("qwen3_moe", "1"), ("lfm2", "2"), ("gpt_oss", "1"), ("phi3_longrope", "1")],
+)
+def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
+    path = saved_model(family)
+    by_rank = run(world_of(mesh), answers, path, mesh)
+    assert all(clean for _, clean in by_rank) and all(not found for found, _ in by_rank[:-1])
+    greedy, one, same, other = by_rank[-1][0]
+    assert one == same != other
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.01)
+    for prompt, completion in zip(PROMPTS, greedy, strict=True):
+        out = plain.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=12, do_sample=False, eos_token_id=ENDS, pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        ended = out[-1] in ENDS
+        assert completion == Completion(tuple(out[:-1] if ended else out), ended)
+
+
+def ends_of(path: str) -> list[int]:
+    return end_tokens(open_engine(path, "1"), byte_tokenizer())
+
+
+def test_answers_end_where_model_and_tokenizer_say(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved_model("llama"))
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[7, 9])
+    model.save_pretrained(path)
+    assert run(1, ends_of, str(path)) == [[2, 7, 9]]  # 2: of config.json, and of the tokenizer
+    (path / "generation_config.json").unlink()
+    assert run(1, ends_of, str(path)) == [[2]]
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_of_a_list_are_what_a_user_says_or_text_to_continue() -> None:
+    tokenizer = byte_tokenizer()
+    (prompt,) = load_prompts(["ab"], tokenizer)
+    rendered = tokenizer.decode(prompt.tokens)
+    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n"
+    (text,) = load_prompts(["ab"], byte_tokenizer(None, bos=True))
+    assert text.tokens == (1, *tokenizer("ab")["input_ids"])
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    """A file of training data serves: answers at the end are left out, and so is what follows a prompt."""
+    turns = chat(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    path = write_jsonl(
+        tmp_path / "p.jsonl", turns, "", {"prompt": "ab", "completion": "c"}, {"prompt": turns["messages"]}
+    )
+    first, second, third = load_prompts(path, byte_tokenizer())
+    assert first.text == "system: s\nuser: a\nassistant: b\nuser: c" and first == third
+    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n")
+    assert second.text == "ab" and byte_tokenizer().decode(second.tokens) == "ab"
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", r"p\.jsonl:2: is not valid JSON"),
+    "a list": ("[]", r"p\.jsonl:2: is not a JSON object"),
+    "another key": ({"question": "a"}, r"p\.jsonl:2: has `question`; it needs `messages`"),
+    "an empty text": ({"prompt": ""}, r"p\.jsonl:2: is empty"),
+    "no messages": ({"messages": []}, r"p\.jsonl:2: holds no message that could be answered"),
+    "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: holds no message that could be answered"),
+    "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: every message must be an object"),
+    "a role that the template does not know": (chat(("bot", "a")), r"p\.jsonl:2: .* refused this chat: no bots"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_is_named(name: str, tmp_path: Path) -> None:
+    value, expected = BAD[name]
+    path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, value)
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'bot' %}{{ raise_exception('no bots') }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=expected):
+        load_prompts(path, byte_tokenizer(template))
+
+
+def test_a_chat_without_a_template_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no chat template. Write `prompt`"):
+        load_prompts(write_jsonl(tmp_path / "p.jsonl", chat(("user", "a"))), byte_tokenizer(None))
+    with pytest.raises(UserError, match="holds no prompts"):
+        load_prompts(write_jsonl(tmp_path / "empty.jsonl"), byte_tokenizer())

@@ -1,0 +1,160 @@
+"""weft migrate: what a draft says of the configs of other trainers, and that it is a config of weft's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft import cli
+from weft.config import SftConfig, load_config
+from weft.config.aliases import ALIASES, entry_of, not_yet
+from weft.config.keys import schema_keys
+from weft.config.migrate import CONVERTED, MOVES, PER_DEVICE, migrate
+from weft.config.trainers import TRAINERS
+from weft.config.yaml12 import Node, read_file
+
+FOREIGN = Path(__file__).parent / "foreign"
+FILES = sorted(path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh"))
+
+
+def values(*files: str, ranks: int | None = None) -> dict[str, Any]:
+    """section.key -> value of the draft."""
+    draft = yaml.safe_load(migrate([str(FOREIGN / file) for file in files], ranks))
+    return {f"{section}.{leaf}": value for section, keys in draft.items() for leaf, value in keys.items()}
+
+
+def expect(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Keys that this version has not are left out of what is expected."""
+    known = {key: value for key, value in expected.items() if key in schema_keys(SftConfig)}
+    got = {key: float(value) if str(value).replace("e-", "").isdigit() else value for key, value in found.items()}
+    assert {key: got.get(key) for key in known} == known
+
+
+def test_trl() -> None:
+    found = values("trl.yaml", ranks=4)
+    expect(
+        found,
+        {
+            "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 4096,
+            "data.long_documents": "truncate", "data.train_on": "answers", "fsdp.param_dtype": "bf16",
+            "step.documents": 2 * 8 * 4, "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
+            "optimizer.betas": [0.9, 0.98], "schedule.name": "cosine", "schedule.warmup_ratio": 0.1,
+            "schedule.min_lr_ratio": 0.0, "train.epochs": 1, "train.seed": 42, "checkpoint.every": 100,
+            "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
+        },
+    )  # fmt: skip
+    assert "train.steps" not in found  # max_steps: -1
+
+
+def test_what_trl_leaves_unsaid() -> None:
+    """Two files, one of accelerate, which says how many processes there are; the rest are TRL's own defaults."""
+    expect(
+        values("trl_lora.yaml", "accelerate.yaml"),
+        {
+            "optimizer.name": "adamw", "optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.999],
+            "schedule.name": "linear", "schedule.warmup_steps": 20, "train.timeout": 1800, "train.epochs": 3,
+            "data.max_length": 1024, "model.recompute": "full", "checkpoint.every": 500, "lora.rank": 16,
+            "lora.alpha": 16, "lora.dropout": 0.05, "lora.rslora": True,
+        },
+    )  # fmt: skip
+
+
+def test_verl() -> None:
+    expect(
+        values("verl.yaml"),
+        {
+            "model.path": "org/base-7b", "model.recompute": "full", "data.path": "data/train.parquet",
+            "data.max_length": 2048, "data.long_documents": "error", "step.documents": 128, "optimizer.lr": 2e-5,
+            "optimizer.betas": [0.9, 0.95], "schedule.name": "cosine", "schedule.warmup_ratio": 0.1, "train.epochs": 3,
+            "checkpoint.every": 500, "checkpoint.keep": 2,
+        },
+    )  # fmt: skip
+    engine = values("verl_engine.yaml")
+    expect(engine, {"step.max_tokens_per_device": 16384, "optimizer.name": "adamw", "schedule.min_lr_ratio": 0.1})
+    assert "mesh.dp_shard" not in engine and "schedule.warmup_steps" not in engine  # -1: none
+
+
+def test_roll() -> None:
+    expect(
+        values("roll.yaml"),
+        {
+            "step.documents": 1 * 32 * 8, "mesh.dp_shard": 8, "fsdp.param_dtype": "bf16", "schedule.name": "constant",
+            "schedule.warmup_steps": 20, "optimizer.weight_decay": 0.0, "train.steps": 500, "data.shuffle": False,
+            "data.path": "data/train.json",
+        },
+    )  # fmt: skip
+
+
+def test_miles() -> None:
+    expect(
+        values("miles.sh"),
+        {
+            "model.path": "/models/base-7b", "data.path": "data/train.parquet", "step.documents": 128,
+            "step.max_tokens_per_device": 9216, "optimizer.name": "adamw", "optimizer.lr": 1e-5,
+            "schedule.min_lr_ratio": 0.1, "schedule.warmup_ratio": 0.1, "schedule.name": "cosine",
+            "model.recompute": "full", "fsdp.cpu_offload": True, "train.epochs": 3, "checkpoint.every": 500,
+        },
+    )  # fmt: skip
+
+
+def test_torchtitan() -> None:
+    expect(
+        values("torchtitan.yaml"),
+        {
+            "model.path": "./assets/hf/Qwen3-0.6B", "data.max_length": 8192, "step.documents": 64, "train.steps": 1000,
+            "optimizer.betas": [0.9, 0.95], "schedule.name": "wsd", "schedule.decay": "linear",
+            "schedule.decay_ratio": 0.8, "schedule.min_lr_ratio": 0.1, "checkpoint.dtype": "bf16",
+            "model.compile": True,
+        },
+    )  # fmt: skip
+
+
+def leaves(node: Node, name: str = "") -> list[tuple[str, Any]]:
+    if not node.is_section:
+        return [(name, node.value)]
+    return [leaf for key, child in node.value.items() for leaf in leaves(child, f"{name}.{key}".lstrip("."))]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model and data that are there, it loads as it stands: nothing unknown, nothing without effect."""
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text("")
+    Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
+    overrides = ["model.path=org/m", "data.path=d.jsonl"]
+    overrides += ["eval.path=d.jsonl"] if "eval.path" in schema_keys(SftConfig) else []
+    load_config(["mine.yaml"], overrides)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".yaml")])
+def test_nothing_is_lost_without_a_word(file: str) -> None:
+    """Every value is taken, or named below the draft; but for those that say nothing (null, -1, false)."""
+    draft = migrate([str(FOREIGN / file)])
+    below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    taken = draft.partition("# Not taken over:")[0]
+    for name, value in leaves(read_file(str(FOREIGN / file))):
+        key = MOVES.get(entry_of(name) or "", name)
+        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (*CONVERTED, *PER_DEVICE, "min_lr")
+        assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
+
+
+def test_the_rules_are_of_names_and_keys_that_exist() -> None:
+    assert set(MOVES) | set(CONVERTED) <= set(ALIASES)
+    for key in {*MOVES.values(), *(key for key, _ in CONVERTED.values())}:
+        assert key in schema_keys(SftConfig) or not_yet(key), key
+    for trainer in TRAINERS:
+        for key, value in trainer.defaults.items():
+            assert not_yet(key) or schema_keys(SftConfig)[key].default != value, (trainer.name, key)
+
+
+def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "ARGS=(\n   --hf-checkpoint models/a\n   --lr=1e-6 # low\n)\npython a.py \\\n --num-epoch 2 ${ARGS[@]}\n"
+    (tmp_path / "run.sh").write_text(script)
+    assert cli.main(["migrate", str(tmp_path / "run.sh")]) == 0
+    out = capsys.readouterr().out
+    assert "path: models/a  # hf_checkpoint" in out and "lr: 1e-06\n" in out and "epochs: 2  # num_epoch\n" in out
+    assert cli.main(["migrate", str(tmp_path / "run.sh"), str(tmp_path / "gone.yaml")]) == 2
+    assert "gone.yaml: no such config file" in capsys.readouterr().err

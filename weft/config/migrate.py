@@ -1,0 +1,303 @@
+"""`weft migrate`: a config of another trainer as a draft of weft's. Imports no torch.
+
+What has one meaning is taken over; of everything else the draft says what to do, in the words of aliases.py.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.config.aliases import advice_for, entry_of
+from weft.config.checks import EXCLUSIVE, inert_keys
+from weft.config.coerce import MismatchError, coerce
+from weft.config.keys import Key, schema_keys
+from weft.config.load import build, read_config_file
+from weft.config.schema import SftConfig
+from weft.config.trainers import Trainer
+from weft.config.trainers.values import weft_value
+from weft.config.unknown import likely_trainer
+from weft.config.yaml12 import Node, node_of, read_value, show
+from weft.errors import UserError
+
+_HEAD = """\
+# A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
+# Then look at it with `weft sft THIS --dry-run`. Every key is in docs/config.md.
+"""
+# weft's key <- the names of it whose values can be taken as they are.
+_SAME: dict[str, str] = {
+    "model.path": "model_name_or_path partial_pretrain pretrain hf_checkpoint hf_assets_path base_model "
+    "pretrained_model_name_or_path",
+    "model.attention": "attn_implementation",
+    "model.compile": "torch_compile use_torch_compile compile.enable training.compile compile.enabled",
+    "model.freeze": "freeze_modules frozen_modules freeze_params",
+    "data.path": "dataset_name train_files data_args.file_name prompt_data path_or_dataset_id path_or_dataset "
+    "dataset_path train_file",
+    "data.subset": "dataset_config",
+    "data.split": "dataset_train_split dataset.split",
+    "data.shuffle": "shuffle_dataset rollout_shuffle dataloader.shuffle",
+    "data.max_length": "max_length max_seq_length seq_length seq_len sequence_length cutoff_len max_seq_len",
+    "data.long_documents": "truncation truncation_mode",
+    "data.workers": "dataset_num_proc preprocessing_num_workers",
+    "mesh.dp_shard": "fsdp_size data_parallel_shard_degree",
+    "mesh.dp_replicate": "dp_replicate_size data_parallel_replicate_degree",
+    "fsdp.param_dtype": "mixed_precision mixed_precision_param param_dtype",
+    "fsdp.reduce_dtype": "reduce_dtype mixed_precision_reduce",
+    "fsdp.reshard_after_forward": "reshard_after_forward fsdp_reshard_after_forward",
+    "fsdp.cpu_offload": "fsdp_cpu_offload fsdp_offload_params offload_policy cpu_offload enable_cpu_offload",
+    "step.documents": "train_batch_size global_batch_size",
+    "step.max_tokens_per_device": "max_token_len_per_gpu max_tokens_per_gpu packed_sequence_size",
+    "optimizer.name": "optim optim.optimizer optimizer",
+    "optimizer.lr": "learning_rate lr",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.betas": "betas",
+    "optimizer.eps": "adam_epsilon adam_eps",
+    "optimizer.max_grad_norm": "max_grad_norm clip_grad grad_clip max_norm",
+    "schedule.name": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
+    "schedule.warmup_steps": "warmup_steps lr_warmup_steps lr_warmup_iters",
+    "schedule.warmup_ratio": "warmup_ratio lr_warmup_fraction lr_warmup_steps_ratio warmup_steps_ratio",
+    "schedule.min_lr_ratio": "min_lr_ratio min_lr_factor lr_min",
+    "schedule.decay_ratio": "decay_ratio",
+    "schedule.decay": "decay_type lr_wsd_decay_style",
+    "train.epochs": "num_train_epochs total_epochs num_epoch num_epochs",
+    "train.steps": "max_steps total_training_steps training.steps train_iters",
+    "train.seed": "seed",
+    "train.deterministic": "full_determinism deterministic deterministic_mode",
+    "train.timeout": "ddp_timeout nccl_timeout",
+    "checkpoint.every": "save_steps save_freq save_interval checkpoint.interval ckpt_every_steps",
+    "checkpoint.keep": "save_total_limit max_ckpt_to_keep keep_latest_k",
+    "checkpoint.dtype": "export_dtype",
+    "run.dir": "output_dir default_local_dir dump_folder save",
+    "eval.path": "val_files eval_prompt_data dataset_test_split",
+    "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
+    "lora.rank": "lora_r lora_rank peft.dim",
+    "lora.alpha": "lora_alpha peft.alpha",
+    "lora.dropout": "lora_dropout peft.dropout",
+    "lora.targets": "lora_target_modules target_modules lora_target peft.target_modules",
+    "lora.modules_to_save": "lora_modules_to_save additional_target",
+    "lora.rslora": "use_rslora",
+}
+MOVES: dict[str, str] = {name: key for key, names in _SAME.items() for name in names.split()}
+# Names whose value says the same in other words: -> (key, value in weft, or None where nothing is to be set).
+CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
+    "enable_gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
+    "disable_gradient_checkpointing": ("model.recompute", lambda v: None if v else "full"),
+    "activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
+    "fsdp_activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
+    "activation_checkpoint.mode": ("model.recompute", lambda v: None if v == "none" else "full"),
+    "assistant_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
+    "completion_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
+    "bf16": ("fsdp.param_dtype", lambda v: "bf16" if v else None),
+    "fp16": ("fsdp.param_dtype", lambda v: "fp16" if v else None),
+    "timeout_minutes": ("train.timeout", lambda v: v * 60),
+    "distributed_timeout_minutes": ("train.timeout", lambda v: v * 60),
+}
+_BETAS = {"adam_beta1": 0, "adam_beta2": 1, "beta1": 0, "beta2": 1}
+PER_DEVICE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "grad_acc_steps",
+    "accumulate_grad_batches",
+)
+# Where a trainer says "no limit", or "never".
+_UNSET = {"train.steps", "train.epochs", "schedule.warmup_steps", "mesh.dp_shard", "data.max_length", "eval.every"}
+
+
+# How many GPUs of a machine ranks ran on.
+_GPUS = ("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node")
+
+
+@dataclass
+class Draft:
+    """taken: key -> (value, where it comes from, their name). left: their name -> what to do about it."""
+
+    taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What has been taken for a key."""
+        return self.taken[key][0] if key in self.taken else default
+
+    def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
+        """Set a key, unless the schema does not have it or its value does not fit. name: theirs; origin: in words."""
+        spec = schema_keys(SftConfig).get(key)
+        fitting = None if spec is None else _fitting(spec, value)
+        if fitting is None:
+            self.left[name] = advice_for(name) or f"{show(value)} is no value of {key}."
+        else:
+            self.taken[key] = (fitting, origin or entry_of(name) or name, name)
+
+    def drop(self, key: str, because: str) -> None:
+        """Take a key back."""
+        _, _, name = self.taken.pop(key)
+        if name != key:
+            self.left[name] = because
+
+
+def migrate(files: Sequence[str], ranks: int | None = None) -> str:
+    """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: as many
+    as the files say."""
+    found = {name: value for path in files for name, value in _leaves(_read(path))}
+    draft = _draft(found, ranks or _ranks(found))
+    _add_defaults(draft, likely_trainer(found))
+    _drop_idle(draft)
+    return _HEAD.format(files=", ".join(files)) + _render(draft)
+
+
+def _ranks(found: Mapping[str, Any]) -> int:
+    """Processes of the old run, where its config says so; else 1."""
+    by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
+    if "num_processes" in by_entry:
+        return int(by_entry["num_processes"])
+    nodes = by_entry.get("nnodes") or by_entry.get("actor_num_nodes") or 1
+    each = next((by_entry[name] for name in _GPUS if by_entry.get(name)), 1)
+    return int(nodes) * int(each)
+
+
+def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
+    draft, batch = Draft(), {}
+    for name, value in found.items():
+        entry = entry_of(name) or ""
+        if name in schema_keys(SftConfig):
+            draft.take(name, value, name)
+        elif value is None:
+            continue
+        elif entry in PER_DEVICE:
+            batch[name.rpartition(".")[2]] = value
+        elif entry in _BETAS:
+            default = 0.95 if entry.startswith("beta") else 0.999
+            before = draft.value("optimizer.betas", [0.9, default])
+            both = [value if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
+            draft.take("optimizer.betas", both, name)
+        elif entry in MOVES:
+            _take_same(draft, MOVES[entry], value, name)
+        elif entry in CONVERTED:
+            key, convert = CONVERTED[entry]
+            if convert(value) is not None:
+                draft.take(key, convert(value), name)
+        else:
+            draft.left[name] = advice_for(name) or "weft does not know it."
+    if batch and "step.documents" not in draft.taken:
+        documents = math.prod(int(value) for value in batch.values()) * ranks
+        factors = " x ".join(str(value) for value in batch.values())
+        gpus = f"{ranks} GPUs" if ranks > 1 else "the number of GPUs: multiply by it, or say --nproc"
+        draft.take("step.documents", documents, next(iter(batch)), f"{factors} x {gpus}")
+    _settle(draft, found)
+    return draft
+
+
+def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and value <= 0 and key in _UNSET:
+        return  # no limit
+    draft.take(key, max(0, value) if number and key == "checkpoint.every" else value, name)
+
+
+def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
+    """What two keys say together."""
+    min_lr = next((name for name in found if entry_of(name) == "min_lr"), None)
+    if min_lr is not None and "optimizer.lr" in draft.taken:
+        draft.left.pop(min_lr, None)
+        ratio = float(f"{float(found[min_lr]) / float(draft.value('optimizer.lr')):.6g}")
+        draft.take("schedule.min_lr_ratio", ratio, min_lr, "min_lr / lr")
+    for loser, winner in EXCLUSIVE:
+        if winner in draft.taken and loser in draft.taken:
+            draft.drop(loser, f"{winner} replaces it.")
+    if "schedule.decay_ratio" in draft.taken:
+        draft.take("schedule.name", "wsd", "decay_ratio", "constant, then the decay of decay_ratio")
+    elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
+        shape, _, name = draft.taken.pop("schedule.decay")
+        draft.take("schedule.name", shape, name)
+    longest = draft.value("data.max_length", 0)
+    if longest > draft.value("step.max_tokens_per_device", 8192):
+        draft.take("step.max_tokens_per_device", longest, "", "a row holds the longest document")
+
+
+def _add_defaults(draft: Draft, trainer: Trainer | None) -> None:
+    """What nobody wrote down, because it was the other trainer's default and is not weft's."""
+    for key, value in ({} if trainer is None else trainer.defaults).items():
+        replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
+        if trainer is not None and key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
+            draft.take(key, value, key, f"{trainer.title}'s default")
+
+
+def _drop_idle(draft: Draft) -> None:
+    """Leave out what would be refused for having no effect."""
+    tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    for key, (value, _, _) in draft.taken.items():
+        section, _, leaf = key.partition(".")
+        tree.setdefault(section, {})[leaf] = value
+    for key in inert_keys(build(node_of(tree, ""), SftConfig)):
+        if key in draft.taken:
+            draft.drop(key, "it would have no effect beside the rest.")
+
+
+def _fitting(key: Key, value: Any) -> Any:
+    """The value as this key takes it, or None where it cannot."""
+    ours = weft_value(key.name, value)
+    for candidate in (value, None if ours is None else read_value(ours, "").value):
+        try:
+            if candidate is not None:
+                coerce(node_of(candidate, ""), key.type)
+                return candidate
+        except MismatchError:
+            continue
+    return None
+
+
+def _read(path: str) -> Node:
+    """A file of YAML or TOML, or a shell script of which the options are read."""
+    if not path.endswith(".sh"):
+        return read_config_file(path)
+    try:
+        words = shlex.split(Path(path).read_text(encoding="utf-8"), comments=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
+    options: dict[str, list[str]] = {}
+    last: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            last = options[name.replace("-", "_")] = [value] if value else []
+        elif not word.strip("()\n") or "=(" in word or word.startswith("${"):
+            last = []  # where an array of the shell ends, begins or is used
+        else:
+            last.append(word)
+    values = {name: [read_value(word, path).value for word in given] for name, given in options.items()}
+    return node_of({name: given[0] if len(given) == 1 else given or True for name, given in values.items()}, path)
+
+
+def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not node.is_section:
+        yield name, node.value
+        return
+    for key, child in node.value.items():
+        yield from _leaves(child, f"{name}.{key}".lstrip("."))
+
+
+def _render(draft: Draft) -> str:
+    lines: list[str] = []
+    for required in ("model.path", "data.path"):
+        if required not in draft.taken:
+            draft.taken[required] = (None, "set it", "")
+    for section in dict.fromkeys(name.partition(".")[0] for name in schema_keys(SftConfig)):
+        keys = [name for name in schema_keys(SftConfig) if name.startswith(f"{section}.") and name in draft.taken]
+        lines += [f"\n{section}:"] if keys else []
+        for name in keys:
+            value, origin, _ = draft.taken[name]
+            leaf = name.partition(".")[2]
+            lines.append(f"  {leaf}: {show(value)}" + (f"  # {origin}" if origin != leaf else ""))
+    by_advice: dict[str, list[str]] = {}
+    for name, advice in draft.left.items():
+        by_advice.setdefault(advice, []).append(name)
+    lines += ["\n# Not taken over:"] if by_advice else []
+    for advice, names in by_advice.items():
+        text = f"{', '.join(names)}: {advice}"
+        lines += textwrap.wrap(text, 116, initial_indent="#   ", subsequent_indent="#     ")
+    return "\n".join(lines) + "\n"

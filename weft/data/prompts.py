@@ -1,0 +1,114 @@
+"""Prompts that a model is to answer: from a JSONL file, or from a list of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from weft.errors import UserError
+
+_NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be continued)"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """text: as people read it. tokens: what the model is given."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+def load_prompts(source: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts of a JSONL file, or of a list of texts.
+
+    A text of the list is what a user says where the tokenizer has a chat template, else a text to be continued. In a
+    file, `messages` goes through the chat template, without the answers that end it, and `prompt` is continued as it
+    is, so that a file of training data serves too. Raises UserError, naming file and line.
+    """
+    if isinstance(source, str):
+        prompts = [_of_line(where, line, tokenizer) for where, line in _lines(source)]
+    else:
+        chat = bool(tokenizer.chat_template)
+        prompts = [
+            _of_chat(f"eval.prompts[{i}]", [{"role": "user", "content": text}], tokenizer)
+            if chat
+            else _of_text(f"eval.prompts[{i}]", text, tokenizer)
+            for i, text in enumerate(source)
+        ]
+    if not prompts:
+        raise UserError(f"eval.prompts: {source} holds no prompts: put one in each line, or leave eval.prompts out.")
+    return prompts
+
+
+def _lines(path: str) -> Iterator[tuple[str, str]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"eval.prompts: {path} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"eval.prompts: cannot read {path}: {error.strerror}.") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: is not valid JSON: {error.msg} at column {error.colno}. Each line must be one JSON object; "
+            f"{_NEEDED}."
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
+    given = value.get("messages") if value.get("messages") is not None else value.get("prompt")
+    if isinstance(given, str):
+        return _of_text(where, given, tokenizer)
+    if isinstance(given, list):
+        return _of_chat(where, given, tokenizer)
+    keys = ", ".join(f"`{key}`" for key in value) or "no keys"
+    raise UserError(f"{where}: has {keys}; {_NEEDED}.")
+
+
+def _of_text(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    if tokens[-1:] == [tokenizer.eos_token_id]:
+        tokens = tokens[:-1]  # some tokenizers end every text; this one is to be continued
+    if not tokens:
+        raise UserError(f"{where}: is empty: write what the model is to continue.")
+    return Prompt(text, tuple(tokens))
+
+
+def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise UserError(f"{where}: every message must be an object with `role` and `content`.")
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be continued, "
+            "or use the model's chat (instruct) variant."
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"{where}: the tokenizer's chat template refused this chat: {reason}.") from error
+    assert not isinstance(rendered, str | list)
+    return Prompt(_as_text(messages), tuple(rendered["input_ids"]))
+
+
+def _as_text(messages: Sequence[dict[str, Any]]) -> str:
+    """What one user said; of more messages, with who said it."""
+    if len(messages) == 1:
+        return str(messages[0].get("content"))
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)

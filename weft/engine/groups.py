@@ -1,0 +1,141 @@
+"""Which learning rate and which weight decay each parameter gets: the rule, and the groups of the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from weft.config.schema import OptimizerConfig, ParameterGroup
+from weft.errors import UserError
+from weft.models.patterns import names_it, nearest
+from weft.observe.tables import OptimizerGroupRow
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+_BIAS = re.compile(r"(^|_)bias$", re.IGNORECASE)
+_Row = tuple[int, str, float, float | None]  # (place, name, weight decay, peak learning rate)
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What an optimizer does with a parameter. group: its place in optimizer.groups, None where it is in none.
+
+    lr_scale: share of the step's learning rate.
+    """
+
+    group: int | None
+    lr_scale: float
+    weight_decay: float
+
+
+def decays(name: str, ndim: int) -> bool:
+    """Whether weight decay applies to the parameter `name` with `ndim` dimensions (the global ones of a DTensor).
+
+    Matrices, embeddings and fused experts decay. Vectors and scalars do not, nor do biases, norms, conv1d kernels and
+    A_log, whatever their shape: fused experts have biases of two dimensions, some norms have one row per head.
+    """
+    owner, leaf = (["", *name.split(".")])[-2:]
+    if ndim < 2 or leaf == "A_log" or _BIAS.search(leaf) or _NORM.search(owner):
+        return False
+    # A conv1d kernel has three dimensions; the word alone would catch GPT-2's Conv1D and the kernels of images.
+    return not ("conv" in owner.lower() and ndim == 3)
+
+
+def treatments(named_parameters: NamedParameters, config: OptimizerConfig) -> dict[nn.Parameter, Treatment]:
+    """The treatment of every parameter that requires a gradient, in their order.
+
+    named_parameters: a tied parameter may come several times; a pattern names it by any of its names.
+    """
+    return {
+        parameter: _treatment(names, parameter.ndim, config)
+        for parameter, names in _names(named_parameters).items()
+        if parameter.requires_grad
+    }
+
+
+def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters:
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> Treatment:
+    usual = config.weight_decay if decays(names[0], ndim) else 0.0
+    for number, group in enumerate(config.groups):
+        if any(names_it(pattern, name) for pattern in group.match for name in names):
+            return Treatment(
+                number, _lr_scale(group, config.lr), usual if group.weight_decay is None else group.weight_decay
+            )
+    return Treatment(None, 1.0, usual)
+
+
+def _lr_scale(group: ParameterGroup, lr: float) -> float:
+    if group.lr is not None:
+        return group.lr / lr
+    return 1.0 if group.lr_scale is None else group.lr_scale
+
+
+def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
+    """UserError where a pattern of optimizer.groups names nothing, or where a group gets no parameter."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    for number, group in enumerate(config.groups):
+        for pattern in group.match:
+            if not any(names_it(pattern, name) for name, _ in named):
+                raise UserError(
+                    f"optimizer.groups[{number}]: {pattern!r} matches no parameter"
+                    f"{nearest(pattern, [name for name, _ in named])}"
+                )
+    taken = {treatment.group for treatment in treatments(named, config).values()}
+    for number, group in enumerate(config.groups):
+        if number not in taken:
+            raise UserError(
+                f"optimizer.groups[{number}] has no parameter: all that {', '.join(group.match)} names is in an "
+                "earlier group, or frozen (model.freeze). Put it before that group, or leave it out."
+            )
+
+
+def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
+    """What is decayed, what is not, and what is frozen, for the table at start; elements are counted over all ranks."""
+    names = _names(named_parameters)
+    treated = treatments(((name, p) for p, several in names.items() for name in several), config)
+    rows: dict[_Row, list[nn.Parameter]] = {
+        (-1, "decayed", config.weight_decay, config.lr): [],
+        (-1, "not decayed", 0.0, config.lr): [],
+    }
+    for parameter, several in names.items():
+        rows.setdefault(_row(several[0], parameter, treated.get(parameter), config), []).append(parameter)
+    return [
+        OptimizerGroupRow(
+            name=row[1],
+            weight_decay=row[2],
+            parameters=len(rows[row]),
+            elements=sum(p.numel() for p in rows[row]),
+            examples=_kinds(names[p][0] for p in rows[row]),
+            lr=row[3],
+        )
+        for row in sorted(rows, key=lambda row: row[:2])
+    ]
+
+
+def _row(name: str, parameter: nn.Parameter, treated: Treatment | None, config: OptimizerConfig) -> _Row:
+    """The row of the table that counts this parameter."""
+    if treated is None:
+        return len(config.groups), "frozen", 0.0, None
+    kind = "decayed" if decays(name, parameter.ndim) else "not decayed"
+    if treated.group is None:
+        return -1, kind, treated.weight_decay, config.lr
+    title = f"groups[{treated.group}]"
+    if config.groups[treated.group].weight_decay is None:
+        title += f", {kind}"
+    return treated.group, title, treated.weight_decay, config.lr * treated.lr_scale
+
+
+def _kinds(names: Iterable[str]) -> tuple[str, ...]:
+    """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work."""
+    short = (".".join(name.split(".")[-2:]) for name in names)
+    return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))

@@ -1,0 +1,282 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): which parts of a model are adapted, and the adapters themselves.
+
+An adapter is a child module `lora` of the layer it adapts, so that names, layout and loading of the base stay what they
+are without it. Its matrices have peft's shapes, so that checkpoint/adapters.py has only names to change:
+
+    linear layer          y = W x + s B A x              lora.A [r, in], lora.B [out, r]
+    embedding             y = W[i] + s B A[:, i]         lora_embedding.A [r, V], lora_embedding.B [H, r]
+    fused experts         y = W_e x + s B_e A_e x        lora_NAME.A [E r, in], lora_NAME.B [out, r E]; NAME: of W
+
+s is alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.low_rank import LowRank, Switch, embedding_hook, experts_forward, linear_hook
+from weft.models.patterns import nearest
+from weft.models.train_module import Head, TrainModule
+
+Kind = Literal["linear", "embedding", "experts"]
+ALL_LINEAR = "all-linear"
+EMBEDDING = "lora_embedding"  # name of an embedding's adapter in its module
+# Mixers whose kernels read the weight of out_proj and never call it: an adapter would be idle, and peft refuses it.
+_READ_ONLY = (("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is adapted: the weight of a layer, or a parameter of fused experts. inputs, outputs: widths of a matrix;
+    transposed: whether it is kept as [inputs, outputs]."""
+
+    module: str
+    kind: Kind
+    inputs: int
+    outputs: int
+    parameter: str = "weight"
+    experts: int = 1
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the layer; of the parameter where it is one of several."""
+        return f"{self.module}.{self.parameter}" if self.kind == "experts" else self.module
+
+    @property
+    def weight(self) -> str:
+        """The base's parameter."""
+        return f"{self.module}.{self.parameter}"
+
+    @property
+    def child(self) -> str:
+        """Name of the adapter in the module."""
+        return {"linear": "lora", "embedding": EMBEDDING, "experts": f"lora_{self.parameter}"}[self.kind]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of A and B among the parameters of the adapted model."""
+        return f"{self.module}.{self.child}.A", f"{self.module}.{self.child}.B"
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of A and B."""
+        return (rank * self.experts, self.inputs), (self.outputs, rank * self.experts)
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Adapters of a model. trained: modules that are trained whole. path: the adapter whose values they begin with."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    dropout: float
+    targets: tuple[Target, ...]
+    trained: tuple[str, ...]
+    path: Path | None = None
+    switch: Switch = field(default_factory=Switch)
+
+    @property
+    def scale(self) -> float:
+        return scaling(self.alpha, self.rank, self.rslora)
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter of the adapted model, by its name, is trained."""
+        return is_adapters(name) or any(name.startswith(f"{module}.") for module in self.trained)
+
+
+def scaling(alpha: float, rank: int, rslora: bool) -> float:
+    """s: alpha / rank, or alpha / sqrt(rank)."""
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter is an adapter's, by its name."""
+    holder = (["", *name.split(".")])[-2]
+    return name.endswith((".A", ".B")) and (holder == "lora" or holder.startswith("lora_"))
+
+
+def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
+    """What lora.rank, lora.targets and lora.modules_to_save ask for. UserError where they name nothing."""
+    assert config.rank is not None
+    trained = find_trained(model, config.modules_to_save)
+    patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
+    targets = find_targets(model, patterns, trained)
+    if config.dropout and any(target.kind == "experts" for target in targets):
+        raise UserError(
+            "lora.dropout does not go with fused experts in lora.targets, because peft could not load the adapter: set "
+            "lora.dropout=0."
+        )
+    alpha = 2.0 * config.rank if config.alpha is None else config.alpha
+    return LoraPlan(config.rank, alpha, config.rslora, config.dropout, targets, trained)
+
+
+# ---------------------------------------------------------------- what is adapted
+
+
+def adaptable(model: PreTrainedModel) -> dict[str, Target]:
+    """Name -> everything that can have an adapter, in the order of the model's modules."""
+    found = {}
+    for name, module in model.named_modules():
+        for target in _targets_of(name, module, model):
+            found[target.name] = target
+    return found
+
+
+def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterator[Target]:
+    if module is model.get_input_embeddings():
+        vocabulary, width = module.weight.shape
+        yield Target(name, "embedding", vocabulary, width, transposed=True)
+    elif hf.is_plain_linear(module):
+        if model.config.get_text_config().model_type in _READ_ONLY[0] and name.endswith(_READ_ONLY[1]):
+            return
+        inputs, outputs = hf.linear_widths(module)
+        yield Target(name, "linear", inputs, outputs, transposed=hf.is_transposed(module))
+    elif hf.is_fused_experts(module):
+        for parameter, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and parameter in hf.EXPERT_WEIGHTS:
+                experts, outputs, inputs = weight.shape
+                if module.is_transposed:
+                    inputs, outputs = outputs, inputs
+                yield Target(name, "experts", inputs, outputs, parameter, experts, module.is_transposed)
+
+
+def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Sequence[str] = ()) -> tuple[Target, ...]:
+    """The targets that the patterns name, in the order of the model, without what is trained whole.
+
+    UserError where a pattern names nothing, or nothing that can be adapted.
+    """
+    candidates = adaptable(model)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern == ALL_LINEAR:
+            head = model.get_output_embeddings()
+            names = {n for n, t in candidates.items() if t.kind == "linear" and model.get_submodule(n) is not head}
+        else:
+            names = {name for name in candidates if ends_like(name, pattern)}
+        if not names:
+            raise UserError(_nothing_named(model, pattern, candidates))
+        chosen |= names
+    whole = tuple(f"{module}." for module in trained)
+    return tuple(t for n, t in candidates.items() if n in chosen and not f"{t.weight}".startswith(whole or ("\0",)))
+
+
+def ends_like(name: str, pattern: str) -> bool:
+    """Whether a glob names this, or its last parts: `q_proj`, `mlp.*`."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str, Target]) -> str:
+    there = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if ends_like(name, pattern)]
+    if not there:
+        near = candidates if "." in pattern else {name.rpartition(".")[2] for name in candidates}
+        return f"lora.targets: {pattern!r} matches nothing in this model{nearest(pattern, near)}"
+    inside = [name for name in candidates if name.startswith(f"{there[0]}.")]
+    if inside:
+        return f"lora.targets: {there[0]} is no layer but holds some: write {pattern}.*, or name them."
+    return (
+        f"lora.targets: {there[0]} cannot be adapted: adapters are for linear layers, the token embedding, and the "
+        "weights of fused experts. lora.modules_to_save trains a module whole."
+    )
+
+
+def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]:
+    """Names of the modules with parameters that have these ends, in order. UserError where an end names none."""
+    found: dict[str, None] = {}
+    for end in ends:
+        names = [
+            name
+            for name, module in model.named_modules()
+            if name and ends_like(name, end) and any(True for _ in module.parameters())
+        ]
+        if not names:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise UserError(f"lora.modules_to_save: {end!r} matches no module with parameters{nearest(end, modules)}")
+        found |= dict.fromkeys(names)
+    return tuple(found)
+
+
+def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
+    """Tied names that become tensors of their own, because they, or what they are tied to, are trained whole.
+
+    merged: in the merged model those that were adapted are no longer alike either.
+    """
+    inside = tuple(f"{module}." for module in plan.trained)
+    if merged:
+        inside += tuple(target.weight for target in plan.targets)
+    return tuple(
+        name for name, owner in hf.tied_parameters(model).items() if name.startswith(inside) or owner.startswith(inside)
+    )
+
+
+# ---------------------------------------------------------------- in the model
+
+
+def attach(module: TrainModule, plan: LoraPlan) -> None:
+    """Add the adapters, on the device of what they adapt, not yet filled."""
+    for target in plan.targets:
+        owner = module.get_submodule(target.module)
+        weight = module.get_parameter(target.weight)
+        adapter = LowRank(*target.shapes(plan.rank), plan.scale, plan.dropout, plan.switch, weight)
+        setattr(owner, target.child, adapter)
+        if target.kind == "experts":
+            hf.set_experts_function(owner, experts_forward)
+        elif not isinstance(owner, Head):  # the head computes its adapter's part itself
+            owner.register_forward_hook(linear_hook if target.kind == "linear" else embedding_hook)
+
+
+def freeze_base(module: nn.Module, plan: LoraPlan) -> None:
+    """Leave adapters, and what is trained whole, alone to be trained."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(plan.trains(name))
+
+
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """What an adapter's parameter begins with: as in peft, drawn from the seed and the name alone, fp32.
+
+    A is drawn uniformly within 1 / sqrt(in) and B is 0; of an embedding A is 0 and B is normal.
+    """
+    *_, holder, matrix = name.split(".")
+    drawn = "B" if holder == EMBEDDING else "A"
+    if matrix != drawn:
+        return torch.zeros(shape)
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    if drawn == "B":
+        return torch.randn(shape, generator=generator)
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def describe(plan: LoraPlan, module: nn.Module) -> list[str]:
+    """What there is to say of the adapters at start, in lines."""
+    parameters: list[tuple[str, Any]] = list(module.named_parameters())
+    trained = sum(p.numel() for name, p in parameters if plan.trains(name))
+    every = sum(p.numel() for _, p in parameters)
+    kinds = list(dict.fromkeys(target.name.rpartition(".")[2] for target in plan.targets))
+    formula = "alpha / sqrt(rank)" if plan.rslora else "alpha / rank"
+    begun = f", from {plan.path}" if plan.path is not None else ""
+    lines = [
+        f"rank {plan.rank}, {formula} = {plan.scale:g}, on {len(plan.targets)} weights ({', '.join(kinds) or 'none'})"
+        f"{begun}; {trained:,} of {every:,} parameters are trained ({trained / every:.2%})"
+    ]
+    if plan.trained:
+        lines.append(f"trained whole: {', '.join(plan.trained)}")
+    if plan.dropout:
+        lines.append(
+            f"dropout {plan.dropout:g}: each rank draws masks for its own rows, so that results depend on the cut"
+        )
+    return lines

@@ -1,0 +1,72 @@
+"""Which evaluation of a run was the best, and for how many there was no improvement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.schema import EvalConfig
+
+
+@dataclass
+class Best:
+    """The lowest value of a figure so far.
+
+    of: digest of what is evaluated. value, step: the best evaluation and its step, 0 before the first. mark: the last
+    value that was lower than the mark before by more than min_delta, so that many small improvements count together.
+    waited: evaluations since then.
+    """
+
+    config: EvalConfig
+    of: str = ""
+    value: float | None = None
+    step: int = 0
+    mark: float | None = None
+    waited: int = 0
+
+    def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
+        """Take in the evaluation of a step; whether it is the best so far.
+
+        One that is not finite is no improvement. That of step 0 is what later ones must improve on, and never the
+        best: nothing is saved there.
+        """
+        value = figures.get(self.config.metric)
+        if value is None or not math.isfinite(value):
+            self.waited += 1
+            return False
+        if self.mark is None or value < self.mark - self.config.min_delta:
+            self.mark, self.waited = value, 0
+        else:
+            self.waited += 1
+        if not step or (self.value is not None and value >= self.value):
+            return False
+        self.value, self.step = value, step
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether eval.patience has been waited in vain."""
+        return self.config.patience is not None and self.waited >= self.config.patience
+
+    def state(self, kept: bool) -> dict[str, Any]:
+        """For a checkpoint; `go_on` takes it up again. kept: whether the best one is saved."""
+        return {
+            "kept": kept,
+            "metric": self.config.metric,
+            "of": self.of,
+            "value": self.value,
+            "step": self.step,
+            "mark": self.mark,
+            "waited": self.waited,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a checkpoint's; what there is to say of it. Other documents, or another figure, begin anew."""
+        if not state:
+            return []
+        if (state["metric"], state["of"]) != (self.config.metric, self.of):
+            return ["eval     other held-out documents, or another eval.metric, than before: its best is forgotten"]
+        self.value, self.step, self.mark, self.waited = (state[name] for name in ("value", "step", "mark", "waited"))
+        return []

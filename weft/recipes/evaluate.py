@@ -1,0 +1,248 @@
+"""Evaluation while training: the held-out loss, the best step so far, answers to prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.checkpoint.retention import step_folder
+from weft.config.schema import DataConfig, SftConfig
+from weft.data.documents import DataReport
+from weft.data.prompts import load_prompts
+from weft.engine.document import Document, DocumentMeta
+from weft.engine.engine import Engine
+from weft.engine.plan import StepPlan
+from weft.objectives.base import Objective
+from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.observe import flight
+from weft.observe.metrics import Sums
+from weft.observe.summary import Phases
+from weft.recipes.best import Best
+from weft.recipes.sampling import Questions, Sampler
+
+PREFIX = "eval/"
+_UNNAMED = ""
+_ROWS = 16  # of a rank in one plan: planning costs more than in proportion, and keeps what it plans at hand
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run is evaluated on. documents, reports: by the names of eval.path; one file alone has none."""
+
+    documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
+    reports: Mapping[str, DataReport] = field(default_factory=dict)
+    questions: Questions | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of all documents and their names."""
+        named = [f"{name} {report.digest}" for name, report in self.reports.items()]
+        return hashlib.blake2b("\n".join(named).encode(), digest_size=8).hexdigest()
+
+    def lines(self) -> list[str]:
+        """What a run says of it before it trains."""
+        found = [f"held out {name + ': ' if name else ''}{report}" for name, report in self.reports.items()]
+        if self.questions is not None:
+            found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
+        return found
+
+
+NOTHING = HeldOut()
+Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
+
+
+def read_held_out(
+    config: SftConfig, read: Read, tokenizer: PreTrainedTokenizerBase, trained: Sequence[Document]
+) -> HeldOut:
+    """Documents and prompts of `eval`, whose files have the form of `data`. trained: the training documents, of which
+    only the tokens that end their answers are of interest."""
+    path = config.eval.path
+    paths = path if isinstance(path, dict) else {} if path is None else {_UNNAMED: path}
+    found = {name: read(replace(config.data, path=file, sources=None)) for name, file in paths.items()}
+    questions = None
+    if config.eval.prompts is not None:
+        prompts = load_prompts(config.eval.prompts, tokenizer)
+        questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer))
+    return HeldOut(
+        {name: documents for name, (documents, _) in found.items()},
+        {name: report for name, (_, report) in found.items()},
+        questions,
+    )
+
+
+def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Special tokens that are the last that some document trains: with them the model learns to end its answers."""
+    last = {int(document.tokens[document.weights.nonzero()[-1]]) for document in documents if document.weights.any()}
+    return sorted(last & set(tokenizer.added_tokens_decoder))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some documents of one name, as they are dealt to the ranks; with those that this rank needs."""
+
+    name: str
+    plan: StepPlan
+    documents: Mapping[int, Document]
+
+
+def patience_is_out(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> bool:
+    """Whether the run ended with the checkpoint of this state, and would not go on as it is configured now."""
+    best = Best(config.eval, held_out.digest)
+    best.go_on(state)
+    return best.exhausted
+
+
+class Evaluator:
+    """Evaluates where it is due. Every method is called by all ranks, and finds the same on each."""
+
+    def __init__(
+        self,
+        config: SftConfig,
+        engine: Engine,
+        held_out: HeldOut,
+        state: Mapping[str, Any],
+        folder: Path,
+        phases: Phases,
+        objective: Objective,
+    ) -> None:
+        """state: of the checkpoint that the run goes on from. objective: what the run trains."""
+        self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
+        self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
+        self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
+        self._news = self.best.go_on(state)
+        self.sampler = None
+        if held_out.questions is not None:
+            self.sampler = Sampler(config, engine, held_out.questions, folder)
+        self.is_best = False
+        self._parts: list[_Part] | None = None
+
+    def at(self, step: int, steps: int) -> dict[str, float | None]:
+        """What the line of this step says of its evaluation; nothing where none is due. step 0: before the first."""
+        self.is_best = False
+        if not self._due(step, steps):
+            return {}
+        with self.phases("eval"):
+            figures = self._measure(step) if self.held_out.documents else {}
+            if self.sampler is not None:
+                self._news += self.sampler(step)
+        flight.at("record")
+        return figures
+
+    @property
+    def is_to_keep(self) -> bool:
+        """Whether what stands after this step is to be saved, as the best so far."""
+        return self.keep_best and self.is_best
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {"evaluation": self.best.state(kept=self.keep_best)}
+
+    def summary(self, checkpoints: Path) -> dict[str, Any] | None:
+        """What summary.json says of the best evaluation; None where there was none."""
+        best = self.best
+        if not best.step:
+            return None
+        kept = str(step_folder(checkpoints, best.step)) if self.keep_best else None
+        return {"step": best.step, self.config.metric: best.value, "checkpoint": kept}
+
+    def take_news(self) -> list[str]:
+        """What there is to print since it was last asked."""
+        news, self._news = self._news, []
+        return news
+
+    def _due(self, step: int, steps: int) -> bool:
+        if not self.held_out.documents and self.sampler is None:
+            return False
+        if step == 0:
+            return self.config.at_start
+        return step == steps or (self.config.every > 0 and step % self.config.every == 0)
+
+    def _measure(self, step: int) -> dict[str, float | None]:
+        began = time.perf_counter()
+        figures: dict[str, float | None] = {}
+        for name, mean in sorted(self._means().items(), key=lambda item: "/" in item[0]):
+            figures[PREFIX + name] = mean
+            if name.endswith("loss") and isinstance(self.objective, CrossEntropy):
+                figures[PREFIX + name.removesuffix("loss") + "perplexity"] = _exp(mean)
+        figures[f"{PREFIX}seconds"] = time.perf_counter() - began
+        self.is_best = self.best.see(step, figures)
+        self._news.append(self._line(step, figures))
+        return figures
+
+    def _means(self) -> dict[str, float | None]:
+        """What the objective measures over all documents, and over those of each name; each document counts once."""
+        if self._parts is None:
+            self._parts = list(_deal(self.engine, self.held_out.documents))
+        total = Sums()
+        for part in self._parts:
+            sums = self.engine.evaluate(part.plan, part.documents, self.objective)
+            total.add_all(sums)
+            if part.name:
+                total.add_all(sums, f"{part.name}/")
+        plans = " ".join(part.plan.fingerprint() for part in self._parts)
+        return total.reduce(self.engine.mesh.data_group, alike={"the plans of the evaluation": plans})
+
+    def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
+        """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%; the best so far (0.8 s)`."""
+        said = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
+        named = [f"{name} {_number(figures[f'{PREFIX}{name}/loss'])}" for name in self.held_out.documents if name]
+        if named:
+            said.append(", ".join(named))
+        if not _is_finite(figures.get(self.config.metric)):
+            said.append(f"{self.config.metric} is not finite, which is no improvement")
+        elif self.is_best and not self.best.waited and (self.keep_best or self.config.patience is not None):
+            said.append("the best so far")
+        if self.config.patience is not None and self.best.waited:
+            said.append(f"no improvement for {self.best.waited} of {self.config.patience} evaluations")
+        return f"eval     step {step}: {'; '.join(said)} ({figures[PREFIX + 'seconds']:.1f} s)"
+
+
+def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_Part]:
+    """All documents in plans of bounded size; where documents run out, rows are empty."""
+    most = _ROWS * engine.mesh.data_ranks * engine.config.step.max_tokens_per_device
+    for name, documents in named.items():
+        metas = [engine.meta(document) for document in documents]
+        for first, last in _stretches(metas, most):
+            plan = engine.plan(metas[first:last])
+            yield _Part(name, plan, {i: documents[first + i] for i in engine.needs(plan)})
+
+
+def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of documents in a row that have at most so many tokens together; of one, if it has more."""
+    first, tokens = 0, 0
+    for i, meta in enumerate(metas):
+        if i > first and tokens + meta.length > most:
+            yield first, i
+            first, tokens = i, 0
+        tokens += meta.length
+    yield first, len(metas)
+
+
+def _words(figures: Mapping[str, float | None]) -> str:
+    words = [f"loss {_number(figures['loss'])}"]
+    perplexity, accuracy = figures.get("perplexity"), figures.get("accuracy")
+    if perplexity is not None and accuracy is not None:
+        words.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}")
+    return ", ".join(words)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _exp(loss: float | None) -> float | None:
+    """e^loss, infinite where that is too large for a number."""
+    if loss is None:
+        return None
+    return math.inf if loss > 700 else math.exp(loss)

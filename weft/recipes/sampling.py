@@ -1,0 +1,100 @@
+"""Answers to eval.prompts while training, in RUN/samples.jsonl."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.schema import SftConfig
+from weft.data.prompts import Prompt
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.observe import flight
+from weft.observe.tables import byte_count
+from weft.rollout.embedded import EmbeddedEngine, Sampling, end_tokens
+
+SAMPLES = "samples.jsonl"
+_PRINTED = 3  # answers of an evaluation
+_WIDTH = 100  # characters of a prompt, and of an answer, that are printed
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What eval.prompts asks. ends: tokens that the training data puts behind every answer."""
+
+    prompts: Sequence[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    ends: Sequence[int] = ()
+
+
+class Sampler:
+    """Lets the model answer. Prompts are dealt to the ranks in turn; one without prompts holds no model."""
+
+    def __init__(self, config: SftConfig, engine: Engine, questions: Questions, folder: Path) -> None:
+        """UserError where a copy of the model does not fit beside what is trained."""
+        self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
+        self.seed, self.path = config.train.seed, folder / SAMPLES
+        self.embedded = EmbeddedEngine(engine, [*questions.ends, *end_tokens(engine, questions.tokenizer)])
+        needed, room = self.embedded.bytes, engine.room - engine.memory.resident
+        if needed > room:
+            raise UserError(
+                f"eval.prompts: each rank that answers holds the whole model in {engine.precision.compute} for the "
+                f"time, {byte_count(needed)}, and only {byte_count(max(0, room))} are left beside what is trained. "
+                "Leave eval.prompts out."
+            )
+
+    def __call__(self, step: int) -> list[str]:
+        """Answer all prompts, and write the answers; lines to print. Collective."""
+        flight.at("sample")
+        mine = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
+        self.embedded.wake(here=bool(mine))
+        answered = self._answer(mine, step) if mine else {}
+        self.embedded.sleep()
+        parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.ranks.world)]
+        dist.all_gather_object(parts, answered)
+        lines = [line for _, line in sorted(item for part in parts for item in part.items())]
+        if self.ranks.is_first:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(line) + "\n" for line in lines)
+        return list(_shown(lines))
+
+    def _answer(self, mine: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
+        """Number of each prompt -> its line."""
+        prompts = [self.questions.prompts[number] for number in mine]
+        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, self._seed(step))
+        completions = self.embedded.generate([prompt.tokens for prompt in prompts], sampling)
+        return {
+            number: {
+                "step": step,
+                "prompt": prompt.text,
+                "answer": self.questions.tokenizer.decode(completion.tokens, skip_special_tokens=True),
+                "tokens": len(completion.tokens),
+                "finished": completion.finished,
+            }
+            for number, prompt, completion in zip(mine, prompts, completions, strict=True)
+        }
+
+    def _seed(self, step: int) -> int:
+        digest = hashlib.sha256(f"{self.seed}:{step}:{self.ranks.rank}:samples".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _shown(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for line in lines[:_PRINTED]:
+        end = "" if line["finished"] else " ..."
+        yield f"sample   {_short(line['prompt'])} -> {_short(line['answer'])}{end}"
+    if len(lines) > _PRINTED:
+        yield f"sample   {len(lines) - _PRINTED} more in {SAMPLES}"
+
+
+def _short(text: str) -> str:
+    """On one line, not too long, and without what would move a terminal's cursor."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

@@ -1,0 +1,64 @@
+"""What the parity harness needs of adapters: random ones, on disk for peft to load, under the names that it uses."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.adapters import save_adapter
+from weft.checkpoint.boxes import Box, shard_of
+from weft.engine.engine import Engine
+from weft.models.adapter_files import PREFIX, names_of
+from weft.models.lora import is_adapters
+from weft.verification.observed import Observed, Tensors
+
+
+@torch.no_grad()
+def stir(engine: Engine) -> None:
+    """Give new adapters random values: where B is 0, A has no gradient, and nothing of A could be seen to be wrong."""
+    if engine.lora is None or engine.lora.path is not None:
+        return
+    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        if is_adapters(name):
+            shard, shape = shard_of(parameter), tuple(parameter.shape)
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # a tenth of what would make a model chaotic
+            shard.values.copy_(values[shard.box.within(Box.whole(shape))])
+
+
+@contextmanager
+def written(engine: Engine) -> Iterator[str | None]:
+    """A folder with the engine's adapter as it is now, for the body; None where it has none. Collective."""
+    if engine.lora is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="weft-adapter-") as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        folder = f"{shared[0]}/adapter"
+        save_adapter(engine, folder)
+        yield folder
+        dist.barrier()
+
+
+def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
+    """Tensors by the names of the reference: those of the adapter's file without its prefix."""
+    if engine.lora is None:
+        return tensors
+    names = {ours: stored.removeprefix(PREFIX) for ours, stored in names_of(engine.lora, engine.module).items()}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def renamed(engine: Engine, seen: Observed) -> Observed:
+    """What was observed, by those names."""
+    return replace(
+        seen,
+        gradients=[as_in_files(engine, gradients) for gradients in seen.gradients],
+        micro_gradients=as_in_files(engine, seen.micro_gradients),
+        weights=as_in_files(engine, seen.weights),
+    )

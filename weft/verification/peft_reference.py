@@ -1,0 +1,57 @@
+"""The reference for adapters: peft's own model, one plain process. Of weft it imports the plain reference alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.verification.reference import Reference
+
+
+class PeftReference(Reference):
+    """A plain model with the adapter of a folder, in fp32, its base too unless another dtype is given.
+
+    Names are those of the adapter's file without its prefix; of the frozen base, its own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        adapter: str,
+        device: str = "cpu",
+        balance: float = 0.0,
+        base: torch.dtype = torch.float32,
+    ) -> None:
+        from peft import PeftModel
+
+        super().__init__(path, device, (), balance)
+        self.model = PeftModel.from_pretrained(self.model.to(base), adapter, is_trainable=True).eval().to(device)
+
+    def inner(self) -> Any:
+        """transformers' model inside peft's."""
+        return self.model.get_base_model()
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every parameter but what peft keeps of modules that are trained whole."""
+        return {name: parameter.detach().clone() for name, parameter in self._named()}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: parameter.grad.clone() for name, parameter in self._named() if parameter.grad is not None}
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
+
+    def _balance_sum(self, out: Any, lengths: list[int]) -> Tensor:
+        wrapped, self.model = self.model, self.inner()
+        try:
+            return super()._balance_sum(out, lengths)
+        finally:
+            self.model = wrapped
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
+    return name.replace(".default", "") if ".lora_" in name else re.sub(r"(\.base_layer)+\.", ".", name)

@@ -1,0 +1,57 @@
+"""The reference's optimizer: torch's own over plain parameters, with a group for each. Imports nothing of weft."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, SGD or the class at an import path; decay falls on matrices and embeddings only.
+
+    groups: (patterns of names, factor of the learning rate, decay or None); the first that names a parameter counts.
+    """
+
+    name: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[tuple[Sequence[str], float, float | None]] = ()
+
+    def over(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A fresh one."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        groups = [self._group(parameter, several) for parameter, several in names.items()]
+        if self.name == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+        if self.name == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps)
+        module, _, kind = self.name.replace(":", ".").rpartition(".")
+        built: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(groups, lr=1.0, **self.options)
+        return built
+
+    def _group(self, parameter: nn.Parameter, names: Sequence[str]) -> dict[str, Any]:
+        decay = self.weight_decay if decays(names[0], parameter) else 0.0
+        for patterns, factor, own in self.groups:
+            if any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns for name in names):
+                return {"params": [parameter], "factor": factor, "weight_decay": decay if own is None else own}
+        return {"params": [parameter], "factor": 1.0, "weight_decay": decay}
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Matrices and embeddings; not biases, norms, 1-d convolutions or A_log, whatever their shape."""
+    last, module = name.split(".")[-1], name.split(".")[-2:][0]
+    if parameter.ndim < 2 or "bias" in last or last == "A_log":
+        return False
+    return not ("norm" in module or module.startswith("ln_") or ("conv" in module and parameter.ndim == 3))
