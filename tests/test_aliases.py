@@ -103,7 +103,7 @@ def test_what_is_planned_is_said() -> None:
     assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
 
 
-@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("key", [key for key in VALUES if key != "optimizer.name"])  # which takes any import path
 def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
     kind = schema_keys(SftConfig)[key].type
     for foreign, ours in VALUES[key].items():
@@ -116,8 +116,8 @@ def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optimizer.name=adamw_torch_fused", "one of adamw, sgd, not adamw_torch_fused: write adamw."),
-        ("optimizer.name=AdamW", "one of adamw, sgd, not AdamW: write adamw."),
+        ("optimizer.name=adamw_torch_fused", "optimizer.name is adamw_torch_fused: write adamw."),
+        ("optimizer.name=AdamW", "optimizer.name is AdamW: write adamw."),
         ("schedule.name=cosine_with_min_lr", ": write cosine."),
         ("fsdp.param_dtype=bfloat16", ": write bf16."),
         ("model.attention=flash_attention_2", ": write auto."),
