@@ -109,15 +109,16 @@ def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None
     for foreign, ours in VALUES[key].items():
         assert foreign == foreign.lower()
         coerce(read_value(ours, ""), kind)
-        with pytest.raises(MismatchError):
-            coerce(read_value(foreign, ""), kind)
+        if kind is not str:  # optimizer.name may be an import path; weft/config/checks.py says what is none
+            with pytest.raises(MismatchError):
+                coerce(read_value(foreign, ""), kind)
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optimizer.name=adamw_torch_fused", "one of adamw, sgd, not adamw_torch_fused: write adamw."),
-        ("optimizer.name=AdamW", "one of adamw, sgd, not AdamW: write adamw."),
+        ("optimizer.name=adamw_torch_fused", "optimizer.name is adamw_torch_fused: write adamw."),
+        ("optimizer.name=AdamW", "optimizer.name is AdamW: write adamw."),
         ("schedule.name=cosine_with_min_lr", ": write cosine."),
         ("fsdp.param_dtype=bfloat16", ": write bf16."),
         ("model.attention=flash_attention_2", ": write auto."),

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
+from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
@@ -275,6 +276,9 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
 def _no_such_optimizer(name: str) -> str:
     if ("optimizer.name", name) in NOT_YET_VALUES:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
+    ours = weft_value("optimizer.name", name)
+    if ours is not None:
+        return f"optimizer.name is {name}: write {ours}."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
     meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
     return (

@@ -241,7 +241,7 @@ def _drop_idle(draft: Draft) -> None:
 def _fitting(key: Key, value: Any) -> Any:
     """The value as this key takes it, or None where it cannot."""
     ours = weft_value(key.name, value)
-    for candidate in (value, None if ours is None else read_value(ours, "").value):
+    for candidate in (None if ours is None else read_value(ours, "").value, value):
         try:
             if candidate is not None:
                 coerce(node_of(candidate, ""), key.type)
