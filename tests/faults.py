@@ -264,16 +264,18 @@ def _plan(change: Callable[[list[Any]], list[Any]]) -> Callable[[Fault], None]:
 
 
 def _other_data(fault: Fault) -> None:
-    """One rank reads a document less than the others."""
-    from weft.data import documents
+    """One rank trains a token less than the others."""
+    from weft.data import table
 
-    original = documents.read_records
+    original = table.Chunk.of
 
-    def spoilt(path: str) -> Any:
-        records = original(path)
-        return records[:-1] if os.environ.get("RANK") == str(fault.rank) else records
+    def spoilt(numbers: Any, records: Any, encoded: Any) -> Any:
+        if os.environ.get("RANK") == str(fault.rank):
+            last = encoded[-1]
+            encoded = [*encoded[:-1], replace(last, trained=[*last.trained[:-1], 1 - last.trained[-1]])]
+        return original(numbers, records, encoded)
 
-    documents.read_records = spoilt
+    table.Chunk.of = spoilt  # type: ignore[method-assign]
 
 
 def _other_code(fault: Fault) -> None:

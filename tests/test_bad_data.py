@@ -1,10 +1,13 @@
-"""Each mistake a user can make in a data file, and what the message must say: where, what is wrong, what to do."""
+"""Each mistake a user can make in data, through `weft sft`: where it is, what is wrong, and what to change."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,149 +15,181 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, lossy_tokenizer, write_jsonl
-from weft.data.documents import load_documents
+from weft import cli
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))
 PAIR = {"prompt": "a", "completion": "b"}
-UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+UNENDED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
+_folder = tempfile.TemporaryDirectory(prefix="weft-bad-data-")
 
 
 @dataclass(frozen=True)
 class Case:
-    """These lines must be refused at `line` (0: the whole file) in a message that holds each of `says`."""
+    """A file of these lines, or what `write` makes of its path, must be refused in a message that begins with the
+    file's name and `where` and holds each of `says`. keys: of the config."""
 
     name: str
-    lines: list[Any]
-    line: int
+    data: list[Any] | Callable[[Path], object]
+    where: str
     says: list[str]
+    keys: list[str] = field(default_factory=list)
+    file: str = "d.jsonl"
     tokenizer: Callable[[], PreTrainedTokenizerFast] = byte_tokenizer
-    options: dict[str, Any] = field(default_factory=dict)
-    short: bool = False  # documents may have 10 tokens, else 1000
+    vocabulary: int = 300
+
+
+def message(**values: Any) -> dict[str, Any]:
+    """A chat whose only message has these keys."""
+    return {"messages": [values]}
+
+
+def text(content: str | bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def parquet(*rows: dict[str, Any]) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+    return write
 
 
 LONG = [{"text": "a" * 5}, {"text": "a" * 30}, {"text": "a" * 20}]
+SHORT = ["data.max_length=10"]
 
 CASES = [
-    Case("bad json", [GOOD, '{"text": "a"'], 2, ["not valid JSON", "column 13", "one JSON object"]),
-    Case("a list of documents", ["[", GOOD], 1, ["not valid JSON", "no list around"]),
-    Case("a list on one line", [json.dumps([GOOD])], 1, ["holds a list, not an object", "no list around"]),
-    Case("an object over several lines", ["{", '"text": "a"', "}"], 1, ["one whole object per line"]),
-    Case("a number", [GOOD, "", "17"], 3, ["holds a number, not an object"]),
-    Case("half a surrogate pair", [GOOD, '{"text": "a\\ud83d"}'], 2, ["surrogate", "Remove it"]),
-    Case("empty file", [], 0, ["no documents", "data.path"]),
-    Case("only blank lines", ["", " "], 0, ["no documents"]),
-    Case("no format", [GOOD, {"id": 1}], 2, ["has `id`", "`messages`", "`prompt` and `completion`", "`text`"]),
-    Case("nothing", [{}], 1, ["has no keys"]),
-    Case("sharegpt", [{"conversations": []}], 1, ["`conversations`", "`role` and `content`"]),
-    Case("alpaca", [{"instruction": "a", "output": "b"}], 1, ["write `prompt`"]),
-    Case("preference pair", [{"chosen": "a", "rejected": "b"}], 1, ["chosen answer as `completion`"]),
-    Case("two formats", [{"text": "a", **GOOD}], 1, ["more than one format (`messages` and `text`)", "Keep one"]),
-    Case("tools", [{**GOOD, "tools": [{}]}], 1, ["`tools` is not yet"]),
-    Case("no completion", [PAIR, {"prompt": "a"}], 2, ["has `prompt` but no `completion`"]),
-    Case("no prompt", [{"completion": "a"}], 1, ["has `completion` but no `prompt`", "`text`"]),
-    Case("prompt of messages", [{"prompt": [], "completion": "a"}], 1, ["`prompt` must be a string, not a list"]),
-    Case("text of a number", [{"text": 3}], 1, ["`text` must be a string, not a number"]),
-    Case("messages of text", [{"messages": "hi"}], 1, ["must be a list of objects", "not a string"]),
-    Case("empty messages", [GOOD, {"messages": []}], 2, ["`messages` is empty"]),
-    Case("message of text", [{"messages": ["hi"]}], 1, ["message 1 must be an object", "not a string"]),
-    Case("no role", [{"messages": [{"content": "a"}]}], 1, ["message 1: `role` must be a string", "null"]),
-    Case("from and value", [{"messages": [{"from": "human", "value": "a"}]}], 1, ["`from` and `value` are called"]),
-    Case(
-        "content of parts",
-        [{"messages": [GOOD["messages"][0], {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}],
-        1,
-        ["message 2: `content` must be a string, not a list", "Join"],
-    ),
-    Case("no content", [{"messages": [{"role": "user"}]}], 1, ["message 1: `content` must be a string, not null"]),
-    Case(
-        "weight of a message",
-        [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}],
-        1,
-        ["message 1: `weight` is not yet"],
-    ),
-    Case(
-        "no answer",
-        [GOOD, chat(("user", "a")), GOOD, chat(("user", "b"))],
-        2,
-        ["no token", "1 more", ":4", "message of the assistant"],
-    ),
-    Case("one token without bos", [{"text": "</s>"}], 1, ["no token of this document is trained"]),
-    Case(
-        "no chat template", [PAIR, GOOD], 2, ["no chat template", "chat_template.jinja"], lambda: byte_tokenizer(None)
-    ),
-    Case(
-        "no generation markers",
-        [GOOD],
-        1,
-        ["{% generation %}", "{% endgeneration %}", "chat_template.jinja"],
-        lambda: byte_tokenizer(UNMARKED),
-    ),
-    Case(
-        "refused by the template",
-        [GOOD, chat(("assistant", "b")), GOOD],
-        2,
-        ["chat template refused", "begin with the user"],
-        lambda: byte_tokenizer(STRICT),
-    ),
-    Case("tokenizer that drops spaces", [GOOD], 1, ["drops characters"], lossy_tokenizer),
-    Case("no eos", [GOOD, {"text": "a"}], 2, ["eos_token", "tokenizer_config.json"], lambda: byte_tokenizer(eos=None)),
-    Case(
-        "too long", LONG, 2, ["2 of 3", "longer than 10", "with 31", "data.max_length", "truncate or drop"], short=True
-    ),
-    Case(
-        "too long for a row",
-        LONG,
-        2,
-        ["step.max_tokens_per_device to at least 31", "data.long_documents"],
-        options={"max_length_key": "step.max_tokens_per_device"},
-        short=True,
-    ),
-    Case(
-        "nothing trained after truncation",
-        [{"text": "a"}, {"prompt": "a" * 10, "completion": "b"}],
-        2,
-        ["no trained token is left", "10 tokens", "data.long_documents: drop"],
-        options={"long_documents": "truncate"},
-        short=True,
-    ),
-    Case("all dropped", LONG[1:], 0, ["leaves no document", "all 2"], options={"long_documents": "drop"}, short=True),
-    Case(
-        "ids beyond the vocabulary",
-        [{"text": "!"}, {"text": "z"}],
-        2,
-        ["vocabulary has 64", "ids 0 to 63", "model.path"],
-        options={"vocab_size": 64},
-    ),
-]
+    # files
+    Case("bad json", [GOOD, '{"text": "a"'], ":2: ", ["not valid JSON", "column 13", "one JSON object"]),
+    Case("a list of documents", ["[", GOOD], ":1: ", ["not valid JSON", "no list around", "called .json"]),
+    Case("a list on one line", [json.dumps([GOOD])], ":1: ", ["holds a list, not an object", "no list around"]),
+    Case("an object over several lines", ["{", '"text": "a"', "}"], ":1: ", ["one whole object per line"]),
+    Case("a number", [GOOD, "", "17"], ":3: ", ["holds a number, not an object"]),
+    Case("half a surrogate pair", [GOOD, '{"text": "a\\ud83d"}'], ":2: ", ["surrogate", "Remove it"]),
+    Case("not utf-8", text(b'{"text": "a"}\n{"text": "caf\xe9"}\n'), ":2: ",
+         ["is not UTF-8", "Save the file as UTF-8"]),
+    Case("empty file", [], ": ", ["no documents", "data.path"]),
+    Case("only blank lines", ["", " "], ": ", ["no documents"]),
+    Case("a broken list", text('[{"text": "a"},\n {"text": }]'), ":2: ",
+         ["not valid JSON", "column 11"], file="d.json"),
+    Case("a list of lists", text('[{"text": "a"}, ["b"]]'), "[1]: ", ["is no object"], file="d.json"),
+    Case("half a gzip file", lambda p: p.write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), ": ",
+         ["not a whole gzip file"], file="d.jsonl.gz"),
+    Case("no gzip file", text('{"text": "a"}\n'), ": ", ["not a whole gzip file"], file="d.jsonl.gz"),
+    Case("csv with a comma too many", text('text,id\na,1\n"b\n",2\nc,d,3\n'), ":5: ",
+         ["has 3 fields, and the header has 2", "double quotes"], file="d.csv"),
+    Case("csv with one name twice", text("text,text\na,b\n"), ":1: ", ["two columns are called `text`"], file="d.csv"),
+    Case("no parquet file", text("PAR1 and nothing"), ": ", ["is not a Parquet file"], file="d.parquet"),
+    Case("parquet with another column", parquet({"body": "a"}), "[0]: ", ["has `body`"], file="d.parquet"),
+    # formats
+    Case("no format", [GOOD, {"id": 1}], ":2: ", ["has `id`", "`messages`", "`prompt` and `completion`", "`text`"]),
+    Case("nothing", [{}], ":1: ", ["has no columns"]),
+    Case("sharegpt", [{"conversations": []}], ":1: ", ["Set data.columns={messages: conversations}"]),
+    Case("question and answer", [{"question": "a", "answer": "b"}], ":1: ",
+         ["Set data.columns={prompt: question, completion: answer}"]),
+    Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ", ["completion: chosen"]),
+    Case("two formats", [{"text": "a", **GOOD}], ":1: ",
+         ["(`messages` and `text`)", "data.columns={messages: messages}"]),
+    Case("images", [{**GOOD, "images": ["a.png"]}], ":1: ", ["`images` is not in this version"]),
+    Case("no completion", [PAIR, {"prompt": "a"}], ":2: ", ["has `prompt` but no `completion`", "Add `completion`"]),
+    Case("label for completion", [{"prompt": "a", "label": "b"}], ":1: ", ["Set data.columns={completion: label}"]),
+    Case("no prompt", [{"completion": "a"}], ":1: ", ["has `completion` but no `prompt`", "`text`"]),
+    Case("prompt text, completion messages", [{"prompt": "a", "completion": GOOD["messages"]}], ":1: ",
+         ["both as text, or both as messages"]),
+    Case("prompt of a number", [{"prompt": 3, "completion": "a"}], ":1: ", ["`prompt` must be a string, not a number"]),
+    Case("text of a number", [{"text": 3}], ":1: ", ["`text` must be a string, not a number"]),
+    Case("tools beside text", [{**PAIR, "tools": [{}]}], ":1: ", ["has `tools`", "plain text", "as `messages`"]),
+    Case("no output", [{"instruction": "a"}], ":1: ", ["has `instruction` but no `output`"]),
+    Case("history of text", [{"instruction": "a", "output": "b", "history": ["c"]}], ":1: ", ["list of pairs"]),
+    Case("system without a chat template", [{"instruction": "a", "output": "b", "system": "c"}], ":1: ",
+         ["has `system`", "no chat template"], tokenizer=lambda: byte_tokenizer(None)),
+    # messages
+    Case("messages of text", [{"messages": "hi"}], ":1: ", ["must be a list of objects", "not a string"]),
+    Case("messages of broken json", [{"messages": "[{"}], ":1: ", ["begins like a JSON list", "json.dumps"]),
+    Case("empty messages", [GOOD, {"messages": []}], ":2: ", ["`messages` is empty"]),
+    Case("message of text", [{"messages": ["hi"]}], ":1: ", ["message 1 must be an object", "not a string"]),
+    Case("no role", [message(content="a")], ":1: ", ["message 1: `role` must be a string", "null"]),
+    Case("an unknown speaker", [{"messages": [{"from": "bing", "value": "a"}]}], ":1: ",
+         ["`from` is \"bing\"", "human"]),
+    Case("an image in the content", [message(role="user", content=[{"type": "image", "url": "a"}])], ":1: ",
+         ["part 1 of `content` is of type \"image\"", "Remove it"]),
+    Case("no content", [message(role="user")], ":1: ", ["message 1: `content` must be a string", "null"]),
+    Case("a weight of a half", [message(role="assistant", content="a", weight=0.5)], ":1: ",
+         ["`weight` is 0.5", "0 (not"]),
+    Case("train of text", [message(role="assistant", content="a", train="no")], ":1: ",
+         ["`train` must be true or false"]),
+    Case("a tool call without a name", [message(role="assistant", tool_calls=[{"function": {}}])], ":1: ",
+         ["call 1 of `tool_calls` has no name"]),
+    Case("tools of text", [{**GOOD, "tools": "search"}], ":1: ", ["`tools` must be a list of objects, not a string"]),
+    Case("two systems", [{"system": "a", **message(role="system", content="b")}], ":1: ", ["`system`", "Keep one"]),
+    # columns, splits
+    Case("a column that is not there", [{"q": "a", "a": "b"}], ":1: ", ["`question`", "among `q`, `a`"],
+         keys=["data.columns={prompt: question, completion: a}"]),
+    Case("a path into text", [{"q": "a", "a": "b"}], ":1: ", ["`truth` would be inside a str"],
+         keys=["data.columns={prompt: q, completion: a.truth}"]),
+    Case("a place beyond the list", [{"turns": ["a"]}], ":1: ", ["`1` is no place in a list of 1"],
+         keys=["data.columns={prompt: turns.0, completion: turns.1}"]),
+    # training
+    Case("no answer", [GOOD, chat(("user", "a")), GOOD, chat(("user", "b"))], ":2: ",
+         ["no token", "1 more", ":4", "message of the assistant"]),
+    Case("one token without bos", [{"text": "</s>"}], ":1: ", ["no token of this document is trained"]),
+    Case("no chat template", [PAIR, GOOD], ":2: ", ["no chat template"], tokenizer=lambda: byte_tokenizer(None)),
+    Case("no end of turn", [GOOD], ":1: ",
+         ["no special token ends message 2", "{% generation %}", "data.chat_template"],
+         tokenizer=lambda: byte_tokenizer(UNENDED)),
+    Case("refused by the template", [GOOD, chat(("assistant", "b")), GOOD], ":2: ",
+         ["chat template refused", "begin with the user"], tokenizer=lambda: byte_tokenizer(STRICT)),
+    Case("tokenizer that drops spaces", [GOOD], ":1: ", ["drops characters"], tokenizer=lossy_tokenizer),
+    Case("no eos", [GOOD, {"text": "a"}], ":2: ", ["eos_token", "tokenizer_config.json"],
+         tokenizer=lambda: byte_tokenizer(eos=None)),
+    Case("too long", LONG, ":2: ",
+         ["2 of 3", "longer than 10", "with 31", "data.max_length", "truncate or drop"], SHORT),
+    Case("too long for a row", LONG, ":2: ", ["step.max_tokens_per_device to at least 31", "data.long_documents"],
+         ["step.max_tokens_per_device=10"]),
+    Case("nothing trained after truncation", [{"text": "a"}, {"prompt": "a" * 10, "completion": "b"}], ":2: ",
+         ["no trained token is left", "10 tokens", "data.long_documents: drop"],
+         [*SHORT, "data.long_documents=truncate"]),
+    Case("all dropped", LONG[1:], ": ", ["leaves no document", "all 2"], [*SHORT, "data.long_documents=drop"]),
+    Case("ids beyond the vocabulary", [{"text": "!"}, {"text": "z"}], ":2: ", ["vocabulary has 64", "ids 0 to 63"],
+         vocabulary=64),
+]  # fmt: skip
+
+
+@cache
+def model(tokenizer: Callable[[], PreTrainedTokenizerFast], vocabulary: int) -> str:
+    """A folder with a config and this tokenizer, and no weights."""
+    path = tempfile.mkdtemp(dir=_folder.name)
+    tokenizer().save_pretrained(path)
+    Qwen3Config(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=1).save_pretrained(path)
+    return path
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_bad_data(case: Case, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", *case.lines)
-    with pytest.raises(UserError) as caught:
-        load_documents(path, case.tokenizer(), **{"max_length": 10 if case.short else 1000, **case.options})
-    message = str(caught.value)
-    assert message.startswith(f"{path}:{case.line}: " if case.line else f"{path}: "), message
-    for text in case.says:
-        assert text in message
-    assert len(message.replace(path, "")) < 400
-    assert message.endswith(".")
+def test_bad_data(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if callable(case.data):
+        case.data(Path(case.file))
+    else:
+        write_jsonl(Path(case.file), *case.data)
+    words = [f"model.path={model(case.tokenizer, case.vocabulary)}", "model.init=random", f"data.path={case.file}"]
+    assert cli.main(["sft", *words, *case.keys, "--device", "cpu"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"error: {case.file}{case.where}"), said
+    for piece in case.says:
+        assert piece in said
+    assert len(said) < 500 and said.endswith(".") and "Traceback" not in said
+    assert not Path("runs").exists()
 
 
-def test_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
-    with pytest.raises(UserError, match=r"data.jsonl:2: is not UTF-8 .* Save the file as UTF-8"):
-        load_documents(str(path), byte_tokenizer(), max_length=10)
-
-
-@pytest.mark.parametrize(("name", "says"), [("missing.jsonl", "there is no file"), (".", "is a folder")])
-def test_no_file(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.path: .*{says}"):
-        load_documents(str(tmp_path / name), byte_tokenizer(), max_length=10)
+def test_there_are_forty_cases() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 40
 
 
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:

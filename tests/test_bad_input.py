@@ -118,9 +118,9 @@ CASES += [
     ),
     Case("no documents", TRAIN, ["bad.jsonl: holds no documents", "data.path"], {**TINY, "bad.jsonl": "\n"}),
     Case(
-        "no generation markers",
+        "a template that leaves the answer out",
         TRAIN,
-        ["bad.jsonl:1", "{% generation %}", "chat_template.jinja"],
+        ["bad.jsonl:1", "cannot tell which tokens are the assistant's", "data.chat_template"],
         {**TINY, "bad.jsonl": PAIR, "tiny/chat_template.jinja": "{{ messages[0]['content'] }}"},
     ),
     Case(

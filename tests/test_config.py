@@ -225,7 +225,7 @@ def test_a_default_yields_to_its_partner() -> None:
     assert config.schedule.warmup_steps == 2
 
 
-@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE)
+@pytest.mark.parametrize(("key", "partner"), EXCLUSIVE[1:])  # data.path: in tests/test_sources.py
 def test_both_partners_are_refused(key: str, partner: str) -> None:
     value = "0.5" if key.endswith("ratio") else "5"
     message = refused(f"{partner}=5", a=f"{key}: {value}\n")
@@ -274,6 +274,10 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),
         ("eval.temperature", "2", ["eval.path=d.jsonl"]),
+        ("track.project", "mine", []),
+        ("track.name", "first", []),
+        ("profile.ranks", "[1]", []),
+        ("profile.memory", "true", []),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -290,6 +294,8 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
+    tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -320,6 +326,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "data.workers": "0",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -330,6 +337,7 @@ OUT_OF_RANGE = {
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
     "fsdp.overrides": "{lm_head: 1}",
+    "data.template_kwargs": "{messages: no}",
     "fsdp.prefetch": "[1, 0]",
     "data.max_length": "1",
     "step.documents": "0",
@@ -361,6 +369,8 @@ OUT_OF_RANGE = {
     "eval.min_delta": "-0.1",
     "eval.max_new_tokens": "0",
     "eval.temperature": "-1",
+    "profile.steps": "[3, 0]",
+    "profile.ranks": "[]",
 }
 
 
@@ -377,11 +387,17 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     }
     extra = needed.get(key, [])
     extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
+    extra += ["profile.steps=[1]"] if key == "profile.ranks" else []
     extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
     assert f"command line: {key} is " in message
     assert RANGES[key][1] in message
+
+
+@pytest.mark.parametrize("day", ["2025-13-01", "20250301", "today"])
+def test_template_date_is_a_day(day: str) -> None:
+    assert "data.template_date is" in refused(f"data.template_date={day}") and load("data.template_date=2025-03-01")
 
 
 def test_every_number_has_a_range() -> None:
@@ -422,9 +438,10 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    assert "data.path dd.jsonl does not exist; it must be a local JSONL file. Did you mean d.jsonl?" in refused(
-        "data.path=dd.jsonl"
-    )
+    said = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
+    assert said.endswith("Did you mean d.jsonl?")
+    assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")
@@ -536,6 +553,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
+    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

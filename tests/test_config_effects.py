@@ -49,12 +49,34 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",
     ),
     "data.path": ("which documents are trained", "test_data.py::test_formats_mix_in_any_order"),
+    "data.split": ("which split of a dataset, or part of a file", "test_sources.py::test_a_part_of_a_source"),
+    "data.subset": (
+        "which subset of a dataset on the hub",
+        "test_sources.py::test_a_dataset_on_the_hub_is_asked_of_datasets",
+    ),
+    "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
+    "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
+    "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
+    "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
+    "data.template_kwargs": (
+        "what templates are told besides",
+        "test_masks_templates.py::test_kwargs_of_the_config_and_of_a_document",
+    ),
+    "data.template_date": (
+        "the day that templates write",
+        "test_masks_templates.py::test_the_day_that_templates_write",
+    ),
     "data.shuffle": (
         "the order of the documents",
         "test_order.py::test_seed_changes_the_order_and_no_shuffle_keeps_the_files",
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "data.workers": (
+        "how many processes tokenise",
+        "test_tokenise.py::test_processes_give_what_one_process_gives",
+    ),
+    "data.cache": ("where tokens are kept", "test_tokenise.py::test_what_is_kept_is_not_tokenised_again"),
     "mesh.dp_replicate": (
         "copies of the sharded model",
         "test_engine.py::test_hsdp_shards_within_a_replica_and_copies_over_replicas",
@@ -200,6 +222,22 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
     ),
     "eval.temperature": ("whether tokens are drawn", "test_embedded.py::test_answers_are_those_of_a_plain_model"),
+    "track.to": (
+        "which trackers get the metrics",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.project": (
+        "the project that trackers file the run under",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.name": (
+        "the name of the run in trackers",
+        "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
+    ),
+    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
+    "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
 }
 

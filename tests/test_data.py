@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.toy_tokenizers import CHATML, CHATML_WITH_BREAK, byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
-from weft.data import documents as documents_module
+from weft.data import sources as sources_module
 from weft.data.documents import DataReport, load_documents
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
@@ -153,7 +153,7 @@ def test_text_trains_all_but_the_first_token(tmp_path: Path) -> None:
 
 
 def test_formats_mix_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents_module, "_BATCH", 2)
+    monkeypatch.setattr(sources_module, "BLOCK_BYTES", 100)
     tokenizer = byte_tokenizer()
     values = [
         {"text": "one"},

@@ -207,7 +207,7 @@ CASES = {
     ),
     "other data": Case(
         Fault(do="other data", rank=1), 2, 15,
-        [r"^error: ranks disagree:\n  documents of data\.path: 19 \(\w+\) on rank 1; 20"], saved=0,
+        [r"^error: ranks disagree:\n  documents of the data: 20 \(\w+\) on rank 1; 20"], saved=0,
     ),
     "other code": Case(
         Fault(do="other code", rank=1), 2, 15, [r"^error: ranks disagree:\n  weft's files: 0+ on rank 1"], saved=0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.data.order import Step, Steps, epoch_order
+from weft.data.order import Share, Step, Steps, epoch_order
 
 LENGTHS = [random.Random(1).randint(1, 40) for _ in range(23)]
 RUNS: list[dict[str, Any]] = [
@@ -98,3 +98,50 @@ def test_seed_changes_the_order_and_no_shuffle_keeps_the_files() -> None:
         Step(3, 2, [0, 1]),
         Step(4, 2, [2]),
     ]
+
+
+# ---------------------------------------------------------------- sources with weights
+
+
+@pytest.mark.parametrize(("weight", "n", "expected"), [(1, 7, 7), (0.5, 7, 4), (0.5, 8, 4), (2.5, 3, 8), (0.01, 9, 1)])
+def test_documents_of_a_source_in_an_epoch_by_hand(weight: float, n: int, expected: int) -> None:
+    assert Share(n, weight).in_epoch == expected
+    assert len(make([1] * n, documents=1, epochs=3, shares=[Share(n, weight)])) == 3 * expected
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5, 0.7, 1.0, 1.3, 2.0, 3.5])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_document_comes_again_before_all_have_come(weight: float, shuffle: bool) -> None:
+    """After any number of epochs, two documents of a source differ by at most one in how often they came."""
+    shares, seen = [Share(11, weight), Share(12)], [0] * 23
+    steps = make(documents=4, epochs=9, shares=shares, shuffle=shuffle)
+    epochs = itertools.groupby(steps, key=lambda step: step.epoch)
+    for number, (epoch, group) in enumerate(epochs, start=1):
+        dealt = [i for step in group for i in step.documents]
+        assert epoch == number and len(dealt) == shares[0].in_epoch + 12
+        for i in dealt:
+            seen[i] += 1
+        assert sum(seen[:11]) == number * shares[0].in_epoch and max(seen[:11]) - min(seen[:11]) <= 1
+        assert seen[11:] == [number] * 12
+
+
+def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
+    def epoch(seed: int, number: int) -> set[int]:
+        steps = make([1] * 12, documents=12, epochs=4, seed=seed, shares=[Share(12, 0.5)])
+        return set(list(steps)[number - 1].documents)
+
+    assert epoch(0, 1) | epoch(0, 2) == set(range(12)) == epoch(0, 3) | epoch(0, 4)
+    assert len({frozenset(epoch(seed, number)) for seed in range(3) for number in (1, 3)}) == 6
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_runs_with_weights_can_be_taken_up_anywhere(options: dict[str, Any]) -> None:
+    shares = [Share(9, 0.6), Share(14, 1.7)]
+    unbroken = list(make(**options, shares=shares))
+    assert [step.number for step in unbroken] == list(range(1, len(make(**options, shares=shares)) + 1))
+    for number in range(1, len(unbroken) + 2):
+        assert list(make(**options, shares=shares).starting_at(number)) == unbroken[number - 1 :]
+
+
+def test_sources_of_weight_1_are_dealt_as_one() -> None:
+    assert list(make(documents=5, epochs=2, shares=[Share(10), Share(13)])) == list(make(documents=5, epochs=2))

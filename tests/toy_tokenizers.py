@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,73 @@ def lossy_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate((*SPECIAL, *letters))}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(backend, CHATML, "</s>")
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's tokenizer adds to its vocabulary: special tokens, and others that decoding shows."""
+
+    special: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    bos: str | None = None
+    eos: str | None = None
+
+
+_QWEN_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_GLM_TAGS = (*_QWEN_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def _deepseek(*names: str) -> tuple[str, ...]:
+    return tuple(f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>" for name in names)
+
+
+_DEEPSEEK_TAGS = ("<think>", "</think>", *_deepseek(
+    "User", "Assistant", "tool sep", "tool calls begin", "tool calls end", "tool call begin", "tool call end",
+    "tool outputs begin", "tool outputs end", "tool output begin", "tool output end"),
+)  # fmt: skip
+_BOS, _EOS = _deepseek("begin of sentence", "end of sentence")
+FAMILIES = {
+    "qwen": Family(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), _QWEN_TAGS, eos="<|im_end|>"),
+    "llama": Family(
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+        bos="<|begin_of_text|>", eos="<|eot_id|>",
+    ),
+    "gemma": Family(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>"),
+    "gptoss": Family(
+        ("<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
+        eos="<|return|>",
+    ),
+    "glm": Family(
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"), _GLM_TAGS,
+        eos="<|endoftext|>",
+    ),
+    "deepseek": Family((_BOS, _EOS), _DEEPSEEK_TAGS, bos=_BOS, eos=_EOS),
+    "phi": Family(("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), eos="<|endoftext|>"),
+    "phi4": Family(("<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"), eos="<|im_end|>"),
+    "mistral": Family(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+         "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[CALL_ID]", "[ARGS]",
+         "[TOOL_CONTENT]"),
+        bos="<s>", eos="</s>",
+    ),
+}  # fmt: skip
+
+
+def family_tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """Byte by byte, with the family's added tokens and a template of tests/templates."""
+    own = FAMILIES[family]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own.special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in own.added])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=own.bos, eos_token=own.eos)
+    fast.chat_template = None if template is None else (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return fast
 
 
 def _wrap(backend: Tokenizer, template: str | None, eos: str | None) -> PreTrainedTokenizerFast:

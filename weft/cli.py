@@ -20,7 +20,15 @@ from weft import __version__
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import ExportOptions, MergeOptions, SftOptions, VerifyOptions
+from weft.cluster.options import (
+    ChatOptions,
+    ExportOptions,
+    MergeOptions,
+    PreviewOptions,
+    ReportOptions,
+    SftOptions,
+    VerifyOptions,
+)
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
@@ -30,9 +38,11 @@ from weft.config.keys import schema_keys
 from weft.config.migrate import migrate
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
+from weft.observe.profiling import check_profile
+from weft.observe.trackers import check_installed
 
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "chat", "data", "rollouts", "report")
+NOT_YET = ("rl", "plan", "bench", "rollouts")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -138,6 +148,8 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     world = _world(arguments, config)
+    check_installed(config.track)
+    check_profile(config.profile, world=world)
     options = SftOptions(
         device=arguments.device,
         world=world,
@@ -197,8 +209,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    if joined():
-        raise UserError("weft export is one process: start it without torchrun.")
+    _alone("export")
     options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output, ema=arguments.ema)
 
     def body() -> None:
@@ -214,9 +225,27 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(lambda: print(draft, end=""), 1, words)
 
 
+def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("data")
+    files_and_keys = arguments.config
+    if files_and_keys[:1] != ["preview"]:
+        raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
+    arguments.config = files_and_keys[1:]
+    config = _load(arguments)
+    least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
+    ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
+    options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
+
+    def body() -> None:
+        from weft.recipes import preview
+
+        preview.run(config, options)
+
+    return Job(body, 1, words)
+
+
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    if joined():
-        raise UserError("weft merge is one process: start it without torchrun.")
+    _alone("merge")
     options = MergeOptions(path=arguments.path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
 
     def body() -> None:
@@ -225,6 +254,42 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         print(f"merged {merge.run(options)}")
 
     return Job(body, 1, words)
+
+
+def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("chat")
+    options = ChatOptions(
+        path=arguments.path,
+        step=arguments.step,
+        system=arguments.system,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        device=arguments.device,
+    )
+
+    def body() -> None:
+        from weft.recipes import chat
+
+        chat.run(options)
+
+    return Job(body, 1, words)
+
+
+def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("report")
+    options = ReportOptions(runs=tuple(arguments.runs), output=arguments.output)
+
+    def body() -> None:
+        from weft.observe import report
+
+        print(f"wrote {report.run(options)}")
+
+    return Job(body, 1, words)
+
+
+def _alone(command: str) -> None:
+    if joined():
+        raise UserError(f"weft {command} is one process: start it without torchrun.")
 
 
 def _load(arguments: argparse.Namespace) -> SftConfig:
@@ -289,7 +354,23 @@ def _rank() -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of processes: 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 or more")
+    return value
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
     return int(text)
 
 
@@ -333,6 +414,16 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _data_parser() -> argparse.ArgumentParser:
+    parser = _parser("data", COMMANDS["data"].summary)
+    parser.usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser.add_argument(
+        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
+    return parser
+
+
 def _export_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
@@ -372,8 +463,36 @@ def _migrate_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _chat_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft chat", description=COMMANDS["chat"].summary, allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--max-new-tokens", type=_count, default=512, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, metavar="T",
+        help="0: always the likeliest token (default: as generation_config.json says)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def _report_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft report", description=COMMANDS["report"].summary, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "chat": Command("Talk to a run's last checkpoint, or to any model.", _chat_parser, _chat),
+    "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
+    "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),

@@ -59,3 +59,38 @@ class MergeOptions:
     base: str | None = None
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; null for the newest.
+
+    temperature: 0 for the likeliest token each time; null for what the model's generation_config says.
+    """
+
+    path: str
+    step: int | None = None
+    system: str | None = None
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """`weft report`. runs: run folders. output: the page; null for RUN/report.html, of several runs report.html."""
+
+    runs: tuple[str, ...]
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewOptions:
+    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown whole.
+
+    all: read everything, for exact numbers.
+    """
+
+    world: int = 1
+    samples: int = 3
+    all: bool = False

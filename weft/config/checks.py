@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,11 +11,13 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
+from weft.config.sources import column_problems, source_problems, split_problems
 from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
 EXCLUSIVE = (
+    ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
     ("train.epochs", "train.steps"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -35,7 +38,12 @@ class Inert:
 
 
 _NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
+_SOURCES = "data.sources is set: set it for each source"
+
 INERT = (
+    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
+    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
     Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
@@ -93,10 +101,16 @@ INERT = (
     Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
+    Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
+    Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
 UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
 _IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
+# What weft itself tells a chat template.
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 Test = Callable[[Any], bool]
 _POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -127,6 +141,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "lora.alpha": _POSITIVE,
     "lora.dropout": _BELOW_1,
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
+    "data.workers": _AT_LEAST_1,
+    "data.template_kwargs": (
+        lambda v: not set(v) & set(RESERVED_KWARGS),
+        f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
+    ),
     "step.documents": _AT_LEAST_1,
     "step.tokens": _AT_LEAST_2,
     "step.max_tokens_per_device": _AT_LEAST_2,
@@ -155,6 +174,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "eval.min_delta": _NOT_NEGATIVE,
     "eval.max_new_tokens": _AT_LEAST_1,
     "eval.temperature": _NOT_NEGATIVE,
+    "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
+    "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
 
 
@@ -205,6 +226,7 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
+    yield from _source_problems(config.data)
     longest, row = config.data.max_length, config.step.max_tokens_per_device
     if longest is not None and longest > row:
         yield (
@@ -212,6 +234,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
             f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
         )
+    day = config.data.template_date
+    if day is not None and not _is_day(day):
+        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
     tokens = config.step.tokens
     if tokens is not None and longest is not None and longest > tokens:
         yield (
@@ -302,6 +327,14 @@ def _group_problems(group: Any) -> Iterator[str]:
         yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
 
 
+def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+    if data.sources is not None:
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        return
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
+
+
 def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[str, str]]:
     warmup = schedule.warmup_steps
     if warmup is not None and steps is not None and warmup > steps:
@@ -316,6 +349,13 @@ def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[s
             "schedule.decay_ratio",
             f"schedule.warmup_ratio + schedule.decay_ratio is {shares:g}, more than all steps: lower one.",
         )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _show(value: Any) -> str:

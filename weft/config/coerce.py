@@ -58,7 +58,10 @@ def describe(hint: Any) -> str:
 def _describe_tuple(members: tuple[Any, ...]) -> str:
     if members[-1] is not ...:
         return f"a list of {len(members)} numbers"
-    return "a list of strings" if members[0] is str else f"a list, each {describe(members[0])}"
+    if get_origin(members[0]) is Literal:
+        return f"a list of {', '.join(get_args(members[0]))}"
+    plural = {str: "a list of strings", int: "a list of integers"}
+    return plural.get(members[0]) or f"a list, each {describe(members[0])}"
 
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
@@ -83,7 +86,7 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
-        several = members[-1] is ... and isinstance(node.value, str)
+        several = members[-1] is ... and isinstance(node.value, str | int)
         raise MismatchError(f"write [{node.value}]" if several else "")
     if members[-1] is ...:
         return tuple(coerce(Node(value, node.where), members[0]) for value in node.value)

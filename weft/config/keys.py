@@ -39,7 +39,7 @@ def schema_keys(schema: type) -> dict[str, Key]:
         hints = typing.get_type_hints(section_type)
         for spec in fields(section_type):
             name = f"{section}.{spec.name.removesuffix('_')}"
-            table[name] = Key(name, hints[spec.name], _default(spec), str(spec.metadata.get("help", "")))
+            table[name] = Key(name, hints[spec.name], default_of(spec), str(spec.metadata.get("help", "")))
     return table
 
 
@@ -55,5 +55,6 @@ def attribute(leaf: str) -> str:
     return f"{leaf}_" if keyword.iskeyword(leaf) else leaf
 
 
-def _default(spec: Field[Any]) -> Any:
+def default_of(spec: Field[Any]) -> Any:
+    """The default of a dataclass field, or MISSING."""
     return spec.default_factory() if spec.default_factory is not MISSING else spec.default

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
+
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
     """The problems of model.path, lora.path and of the data's paths, each a message.
@@ -15,8 +17,9 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     weights: whether model.path must hold them already.
     """
     where = explicit or {}
-    found = [("data.path", _data_problem("data.path", config.data.path))]
-    found += [("eval.path", _data_problem(name, path)) for name, path in _held_out(config.eval.path).items()]
+    data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
+    found = [(key, data_problem(key, path)) for key, path in data if path is not None]
+    found += [("eval.path", data_problem(name, path)) for name, path in _held_out(config.eval.path).items()]
     if isinstance(config.eval.prompts, str):
         found.append(("eval.prompts", _prompts_problem(config.eval.prompts)))
     found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
@@ -48,19 +51,31 @@ def _held_out(paths: str | dict[str, str] | None) -> dict[str, str]:
 
 
 def _prompts_problem(path: str) -> str:
-    problem = _data_problem("eval.prompts", path)
+    problem = data_problem("eval.prompts", path)
     return f"{problem} Prompts in the config itself are a list: eval.prompts=[{path!r}]." if problem else ""
 
 
-def _data_problem(key: str, path: str) -> str:
-    file = Path(path)
-    if file.is_file():
+def data_problem(key: str, path: str) -> str:
+    """What is wrong with a path of data that the config names under this key, or nothing."""
+    file = Path(path).expanduser()
+    if is_pattern(path):
+        return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."
+    if file.is_file() or is_saved_dataset(file) or looks_like_hub_dataset(path):
         return ""
     if file.is_dir():
-        inside = sorted(entry.name for entry in file.iterdir() if entry.suffix in (".jsonl", ".json"))[:3]
+        endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
+        inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]
         hint = f": name one of {', '.join(str(file / name) for name in inside)}" if inside else ""
-        return f"{key} {path} is a folder; it must be one JSONL file{hint}."
-    return f"{key} {path} does not exist; it must be a local JSONL file.{near_names(file)}"
+        hint += f", or all as {file / ('*' + Path(inside[0]).suffix)}" if len(inside) > 1 else ""
+        return f"{key} {path} is a folder, and none that datasets' save_to_disk wrote; it must be a file{hint}."
+    return (
+        f"{key} {path} does not exist; it must be a local file, or a dataset on the hub (owner/name).{near_names(file)}"
+    )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether datasets' save_to_disk has written this folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _model_problem(config: Any, weights: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from weft.config.checks import inert_keys
-from weft.config.keys import get, schema_keys
+from weft.config.keys import default_of, get, schema_keys
 from weft.config.yaml12 import Dumper
 
 
@@ -19,14 +19,16 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
     for name in schema_keys(type(config)):
         section, _, leaf = name.partition(".")
         if name not in unread:
-            rendered.setdefault(section, {})[leaf] = _plain(get(config, name))
+            value = get(config, name)
+            rendered.setdefault(section, {})[leaf] = _plain(value)
     return rendered
 
 
 def _plain(value: Any) -> Any:
-    """Lists and mappings all the way down; a record without its fields that are null."""
+    """Lists and mappings all the way down; of a record (a source, a group) what differs from its defaults."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) is not None}
+        given = {spec: getattr(value, spec.name) for spec in fields(value)}
+        return {spec.name: _plain(item) for spec, item in given.items() if item != default_of(spec)}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

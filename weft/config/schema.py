@@ -136,10 +136,63 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The training documents."""
+class SourceConfig:
+    """One of the sources that `data.sources` lists: where its documents are, and how many of them an epoch takes."""
 
-    path: str = key("A JSONL file with `messages`, `prompt` and `completion`, or `text` in each line.")
+    path: str = key("As data.path.")
+    name: str | None = key("What it is called in reports and metrics; null: the file's name without its ending.", None)
+    weight: float = key(
+        "Documents of an epoch, as a multiple of the source's: 0.5 deals half of them, the other half in the next "
+        "epoch; 2 deals each twice.",
+        1.0,
+    )
+    split: str | None = key("As data.split.", None)
+    subset: str | None = key("As data.subset.", None)
+    columns: dict[str, str] = key("As data.columns.", default_factory=dict)  # noqa: RUF009 - it is dataclasses.field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The training documents. docs/data.md tells more."""
+
+    path: str | None = key(
+        "A file (.jsonl, .json, .csv, .tsv, .parquet; text also as .gz), a pattern of several such as "
+        "data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name)."
+    )
+    split: str | None = key(
+        "Split of a dataset on the hub or of a saved one (null: train, or the only one); with `[from:to]` behind it, "
+        "in rows or in percent, a part: `train[:1000]`. Of a file, `[:1000]` alone.",
+        None,
+    )
+    subset: str | None = key("Subset (configuration) of a dataset on the hub.", None)
+    columns: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Which of weft's columns lies where in the data, names and list indices joined by dots where it is nested, as "
+        "in {prompt: question, completion: reward_model.ground_truth} or {messages: extra_info.turns}.",
+        default_factory=dict,
+    )
+    sources: tuple[SourceConfig, ...] | None = key(
+        "In place of data.path: several sources, each with its own path, name, weight, split, subset and columns, as "
+        "in [{path: a.jsonl, weight: 2}, {path: b.parquet, columns: {text: body}}].",
+        None,
+    )
+    train_on: Literal["answers", "last", "all"] = key(
+        "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
+        "completion; `last`, the last of them; `all`, every token.",
+        "answers",
+    )
+    chat_template: str | None = key(
+        "Chat template in place of the tokenizer's: a Jinja file, or `chatml`. It is saved with every checkpoint.", None
+    )
+    template_kwargs: dict[str, bool | int | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "What the chat template is told besides the messages, as in {enable_thinking: false}; a document's "
+        "`chat_template_kwargs` come on top.",
+        default_factory=dict,
+    )
+    template_date: str | None = key(
+        "The day that some chat templates write (gpt-oss, Llama 3.2), as YYYY-MM-DD; null: the day on which the run "
+        "begins.",
+        None,
+    )
     shuffle: bool = key(
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )
@@ -147,6 +200,12 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+    workers: int | None = key("Processes that tokenise large data; null: one per core. 1: the rank itself.", None)
+    cache: str | None = key(
+        "Folder that keeps the tokens of large data for later runs and other ranks, by content; null: nothing is kept, "
+        "and every rank tokenises for itself.",
+        "~/.cache/weft",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +416,35 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go beside RUN/metrics.jsonl; docs/observing.md tells more."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
+        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
+    )
+    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
+    name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)
+    timing: bool = key(
+        "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
+        "`time/communication` and `time/optimizer` in every line.",
+        True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Traces of chosen steps, in RUN/profile; docs/observing.md tells how to read them."""
+
+    steps: tuple[int, ...] = key(
+        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()
+    )
+    ranks: tuple[int, ...] = key("Ranks that write a trace.", (0,))
+    memory: bool = key(
+        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run writes."""
 
@@ -378,4 +466,6 @@ class SftConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -108,6 +108,7 @@ def _nearest(name: str, schema: type) -> str:
     keys = schema_keys(schema)
     section, _, leaf = name.rpartition(".")
     candidates = [key.name for key in keys.values() if key.leaf == leaf]
+    candidates = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75) or candidates
     if not candidates and not section:
         candidates = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
     if not candidates and section in sections(schema):

@@ -1,31 +1,34 @@
-"""A JSONL file -> Documents: which tokens are trained, what happens to long ones, and a report of what was read."""
+"""Sources -> Documents, found by index, and a report of what was read."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import overload
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.records import Record, read_records
-from weft.data.tokenizer import Encoded, Encoder
+from weft.data.encode import Encoding, has_template
+from weft.data.limits import Limits, LongDocuments, Piece
+from weft.data.opened import Data, Source, open_data
+from weft.data.order import Share
+from weft.data.records import ALL_FORMATS, NEEDED
+from weft.data.table import Table
+from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document
 from weft.errors import UserError
-from weft.observe import flight
-
-LongDocuments = Literal["error", "truncate", "drop"]
-
-_BATCH = 1000  # records tokenised at once: enough to keep a fast tokenizer busy, few enough to keep memory flat
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What a data file gave. Counts are of documents or tokens; longest is in tokens, after truncation.
+    """What data gave. Counts are of documents or tokens; longest is in tokens, after truncation.
 
-    digest: hexadecimal, of all tokens and loss weights in their order.
+    path: of one source; the names of several. digest: hexadecimal, of all tokens and loss weights in their order, and
+    of the weights of sources. formats: documents by format. in_epoch: documents that an epoch takes.
+    sources: a report of each, where data.sources lists them.
     """
 
     path: str
@@ -36,132 +39,168 @@ class DataReport:
     digest: str
     dropped: int = 0
     truncated: int = 0
+    formats: tuple[tuple[str, int], ...] = ()
+    in_epoch: int | None = None
+    sources: tuple[DataReport, ...] = ()
 
     def __str__(self) -> str:
+        formats = ", ".join(name if len(self.formats) == 1 else f"{count:,} {name}" for name, count in self.formats)
         text = (
-            f"{self.path}: {self.documents:,} documents, {self.tokens:,} tokens, of which {self.loss_tokens:,} trained"
-            f"; the longest has {self.longest:,}"
+            f"{self.path}: {self.documents:,} documents{f' ({formats})' * bool(formats)}, {self.tokens:,} tokens, of "
+            f"which {self.loss_tokens:,} trained; the longest has {self.longest:,}"
         )
         for count, what in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {what}" if count else ""
-        return text
+        if self.in_epoch not in (None, self.documents):
+            text += f"; an epoch takes {self.in_epoch:,} documents"
+        return "\n".join([text, *(f"         {source}" for source in self.sources)])
 
 
-def fingerprint(documents: Sequence[Document]) -> str:
-    """16 hexadecimal digits of all tokens and loss weights, in their order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for document in documents:
-        digest.update(b"%d," % len(document))
-        digest.update(document.tokens.numpy())
-        digest.update(document.weights.numpy())
-    return digest.hexdigest()
+class Documents(Sequence[Document]):
+    """Documents, made of flat arrays when they are asked for. shares: the sources they are of, for the order."""
+
+    def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share]) -> None:
+        self._pieces, self.shares = pieces, shares
+        self._ends = np.cumsum([len(piece.kept) for piece in pieces])
+        self.lengths: list[int] = [int(length) for piece in pieces for length in piece.lengths]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        piece = self._pieces[number]
+        row = place - int(self._ends[number]) + len(piece.kept)
+        kept = int(piece.kept[row])
+        ids, trained = piece.table.tokens(kept, int(piece.lengths[row]))
+        return Document(
+            tokens=torch.from_numpy(ids.astype(np.int64)),
+            weights=torch.from_numpy(trained.astype(np.float32)),
+            source=piece.table.where(kept),
+            dataset=piece.source,
+        )
+
+
+def lengths_of(documents: Sequence[Document]) -> list[int]:
+    """Tokens of each document, without making it where they are known."""
+    return documents.lengths if isinstance(documents, Documents) else [len(document) for document in documents]
+
+
+def shares_of(documents: Sequence[Document]) -> Sequence[Share] | None:
+    """The sources that documents are of, where they are known."""
+    return documents.shares if isinstance(documents, Documents) else None
 
 
 def load_documents(
-    path: str,
+    data: Data,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
     long_documents: LongDocuments = "error",
     max_length_key: str = "data.max_length",
     vocab_size: int | None = None,
-) -> tuple[list[Document], DataReport]:
-    """Reads, checks and tokenises a JSONL file.
+    encoding: Encoding | None = None,
+    how: Tokenising | None = None,
+) -> tuple[Documents, DataReport]:
+    """Reads, checks and tokenises data; docs/data.md says which forms it may have.
 
-    A `messages` document trains exactly the tokens inside its chat template's generation markers; `prompt` and
-    `completion` the completion and the end-of-text token; `text` everything. weights[i] is 1.0 where token i is
-    trained as a target, else 0.0. Documents keep the order of the file.
+    A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
+    end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained
+    as a target, else 0.0. Documents keep the order of their sources, whatever the number of processes.
 
     max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
     whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
+    encoding: what is trained, and the chat template. how: processes and cache; by default neither.
 
     Raises UserError with file and line for whatever the user has to mend in the data.
     """
-    records = read_records(path)
-    encoded = list(_encode(Encoder(tokenizer), records))
-    _check_ids(records, encoded, vocab_size)
-    _check_trained(records, encoded)
-    long = {i for i, item in enumerate(encoded) if len(item.ids) > max_length}
-    if long and long_documents == "error":
-        raise UserError(_too_long(records, encoded, long, max_length, max_length_key))
-    if long_documents == "truncate":
-        encoded = [Encoded(item.ids[:max_length], item.trained[:max_length]) for item in encoded]
-        _check_truncated(records, encoded, long, max_length_key)
-    kept = [i for i in range(len(records)) if long_documents != "drop" or i not in long]
-    if not kept:
+    sources = open_data(data)
+    jobs = [
+        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding))))
+        for source in sources
+        for part in source.parts
+    ]
+    found = iter(tokenise(jobs, how or Tokenising()))
+    tables = [[next(found) for _ in source.parts] for source in sources]
+    for source, own in zip(sources, tables, strict=True):
+        _check_not_empty(source, own)
+    limits = Limits(max_length, max_length_key, long_documents, vocab_size)
+    limits.check([table for own in tables for table in own])
+    loaded = [
+        _Loaded(source, [limits.piece(table, source.name) for table in own])
+        for source, own in zip(sources, tables, strict=True)
+    ]
+    return _join(loaded)
+
+
+def _check_not_empty(source: Source, tables: Sequence[Table]) -> None:
+    if not any(len(table) for table in tables):
         raise UserError(
-            f"{path}: data.long_documents: drop leaves no document: all {len(records)} are longer than {max_length} "
-            f"tokens ({max_length_key}). Raise {max_length_key}, or set data.long_documents: truncate."
+            f"{source.parts[0].origin}: holds no documents. data.path must name data with {NEEDED} in each row."
         )
-    documents = [_document(records[i], encoded[i]) for i in kept]
-    report = DataReport(
-        path=path,
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    source: Source
+    pieces: list[Piece]
+
+    @property
+    def share(self) -> Share:
+        return Share(sum(len(piece.kept) for piece in self.pieces), self.source.weight)
+
+    def report(self) -> DataReport:
+        counts = np.bincount(np.concatenate([piece.table.formats[piece.kept] for piece in self.pieces]))
+        digests = [piece.digest() for piece in self.pieces]
+        return DataReport(
+            path=self.source.label,
+            documents=self.share.documents,
+            tokens=sum(int(piece.lengths.sum()) for piece in self.pieces),
+            loss_tokens=sum(int(piece.losses().sum()) for piece in self.pieces),
+            longest=max(int(piece.lengths.max(initial=0)) for piece in self.pieces),
+            digest=digests[0] if len(digests) == 1 else _digest(digests),
+            dropped=sum(len(piece.table) - len(piece.kept) for piece in self.pieces),
+            truncated=sum(piece.truncated for piece in self.pieces),
+            formats=tuple((name, int(count)) for name, count in zip(ALL_FORMATS, counts, strict=False) if count),
+            in_epoch=self.share.in_epoch,
+        )
+
+
+def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
+    emptied = [one.source.label for one in loaded if not one.share.documents]
+    if emptied:
+        raise UserError(
+            f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
+            "data.max_length, or set data.long_documents: truncate."
+        )
+    documents = Documents([piece for one in loaded for piece in one.pieces], [one.share for one in loaded])
+    reports = [one.report() for one in loaded]
+    if not loaded[0].source.name:
+        return documents, reports[0]
+    formats = {name: sum(dict(report.formats).get(name, 0) for report in reports) for name in ALL_FORMATS}
+    weights = [f"{one.source.weight:.17g}" for one in loaded]
+    whole = DataReport(
+        path=f"{len(reports)} sources",
         documents=len(documents),
-        tokens=sum(len(encoded[i].ids) for i in kept),
-        loss_tokens=sum(sum(encoded[i].trained[1:]) for i in kept),
-        longest=max(len(encoded[i].ids) for i in kept),
-        digest=fingerprint(documents),
-        dropped=len(records) - len(kept),
-        truncated=len(long) if long_documents == "truncate" else 0,
+        tokens=sum(report.tokens for report in reports),
+        loss_tokens=sum(report.loss_tokens for report in reports),
+        longest=max(report.longest for report in reports),
+        digest=_digest([*(report.digest for report in reports), *weights]),
+        dropped=sum(report.dropped for report in reports),
+        truncated=sum(report.truncated for report in reports),
+        formats=tuple((name, count) for name, count in formats.items() if count),
+        in_epoch=sum(one.share.in_epoch for one in loaded),
+        sources=tuple(reports),
     )
-    return documents, report
+    return documents, whole
 
 
-def _encode(encoder: Encoder, records: Sequence[Record]) -> Iterator[Encoded]:
-    for start in range(0, len(records), _BATCH):
-        flight.beat()
-        yield from encoder.encode(records[start : start + _BATCH])
-
-
-def _document(record: Record, encoded: Encoded) -> Document:
-    return Document(
-        tokens=torch.tensor(encoded.ids, dtype=torch.int64),
-        weights=torch.tensor(encoded.trained, dtype=torch.float32),
-        source=record.where,
-    )
-
-
-def _check_ids(records: Sequence[Record], encoded: Sequence[Encoded], vocab_size: int | None) -> None:
-    for record, item in zip(records, encoded, strict=True):
-        if vocab_size is not None and item.ids and max(item.ids) >= vocab_size:
-            raise UserError(
-                f"{record.where}: the tokenizer gives id {max(item.ids)}, but the model's vocabulary has {vocab_size} "
-                f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
-                "model's own tokenizer, or resize the model's embeddings."
-            )
-
-
-def _check_trained(records: Sequence[Record], encoded: Sequence[Encoded]) -> None:
-    """The first token is predicted from nothing, so it does not count as trained."""
-    empty = [record for record, item in zip(records, encoded, strict=True) if not any(item.trained[1:])]
-    if not empty:
-        return
-    others = f" So it is with {len(empty) - 1:,} more, the last at {empty[-1].where}." if len(empty) > 1 else ""
-    if empty[0].format == "messages":
-        advice = "Give it a message of the assistant (what the chat template puts between its generation markers)"
-    else:
-        advice = "Give it more text"
-    raise UserError(f"{empty[0].where}: no token of this document is trained.{others} {advice}, or remove the line.")
-
-
-def _check_truncated(records: Sequence[Record], encoded: Sequence[Encoded], long: set[int], key: str) -> None:
-    empty = [i for i in sorted(long) if not any(encoded[i].trained[1:])]
-    if empty:
-        length = len(encoded[empty[0]].ids)
-        raise UserError(
-            f"{records[empty[0]].where}: no trained token is left after truncation to {length} tokens "
-            f"({len(empty):,} such documents). Raise {key}, or set data.long_documents: drop."
-        )
-
-
-def _too_long(records: Sequence[Record], encoded: Sequence[Encoded], long: set[int], max_length: int, key: str) -> str:
-    longest = max(sorted(long), key=lambda i: len(encoded[i].ids))
-    length = len(encoded[longest].ids)
-    if key == "step.max_tokens_per_device":
-        fix = f"Set step.max_tokens_per_device to at least {length} if memory allows"
-    else:
-        fix = f"Set {key} to at least {length} (step.max_tokens_per_device must be as large)"
-    return (
-        f"{records[longest].where}: {len(long):,} of {len(records):,} documents are longer than {max_length} tokens "
-        f"({key}); this is the longest, with {length}. {fix}, or set data.long_documents to truncate or drop."
-    )
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

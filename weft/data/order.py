@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,45 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """
     if not shuffle:
         return list(range(n))
-    digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
-    draw = random.Random(int.from_bytes(digest, "big")).random
+    return _permutation(n, f"{seed}:{epoch}")
+
+
+def _permutation(n: int, words: str) -> list[int]:
+    draw = random.Random(int.from_bytes(hashlib.sha256(words.encode()).digest(), "big")).random
     keys = [draw() for _ in range(n)]
     return sorted(range(n), key=keys.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of the sources that the documents are of, in their order. weight: as in data.sources."""
+
+    documents: int
+    weight: float = 1.0
+
+    @property
+    def in_epoch(self) -> int:
+        """Documents that an epoch takes: weight x documents, rounded half up, and at least one."""
+        return max(1, math.floor(self.weight * self.documents + 0.5))
+
+    def chosen(self, source: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+        """Which of the source's documents epoch 1, 2, ... takes; one may be there twice.
+
+        The source is passed over again and again, each time in an order of its own drawn from the seed, and each epoch
+        takes what follows in that sequence. So no document comes a second time before all have come once: at weight
+        0.5, two epochs see every document, and at weight 1 each of them does.
+        """
+        first = (epoch - 1) * self.in_epoch
+        out: list[int] = []
+        while len(out) < self.in_epoch:
+            number, place = divmod(first + len(out), self.documents)
+            wanted = self.in_epoch - len(out)
+            if place == 0 and wanted >= self.documents:
+                out += range(self.documents)
+                continue
+            order = _permutation(self.documents, f"{seed}:{source}:{number}") if shuffle else range(self.documents)
+            out += order[place : place + wanted]
+        return sorted(out) if shuffle else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +72,7 @@ class Steps:
 
     lengths: tokens of each document. Exactly one of documents (in a step) and tokens (a step takes documents until one
     more would exceed so many; a longer document is a step of its own), and exactly one of epochs and steps (epochs
-    repeat as needed), is not None.
+    repeat as needed), is not None. shares: the sources that the documents are of; None for one that is taken whole.
     """
 
     def __init__(
@@ -49,11 +85,15 @@ class Steps:
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        shares: Sequence[Share] | None = None,
     ) -> None:
-        assert lengths, "no documents"
+        assert len(lengths), "no documents"
         assert (documents is None) != (tokens is None) and (epochs is None) != (steps is None)
         assert all(value is None or value >= 1 for value in (documents, tokens, epochs, steps))
         self._lengths = lengths
+        self._shares = shares or [Share(len(lengths))]
+        assert sum(share.documents for share in self._shares) == len(lengths)
+        self._in_epoch = sum(share.in_epoch for share in self._shares)
         self._documents = documents
         self._tokens = tokens
         self._seed = seed
@@ -83,13 +123,23 @@ class Steps:
 
     def _count(self, epoch: int) -> int:
         if self._documents is not None:
-            return -(-len(self._lengths) // self._documents)
+            return -(-self._in_epoch // self._documents)
         while len(self._counts) < epoch:
             self._counts.append(sum(1 for _ in self._deal(len(self._counts) + 1)))
         return self._counts[epoch - 1]
 
+    def _chosen(self, epoch: int) -> list[int]:
+        """The documents of an epoch, in the order of the data."""
+        out: list[int] = []
+        begin = 0
+        for number, share in enumerate(self._shares):
+            out += [begin + place for place in share.chosen(number, self._seed, epoch, self._shuffle)]
+            begin += share.documents
+        return out
+
     def _deal(self, epoch: int) -> Iterator[list[int]]:
-        order = epoch_order(len(self._lengths), self._seed, epoch, self._shuffle)
+        chosen = self._chosen(epoch)
+        order = [chosen[place] for place in epoch_order(len(chosen), self._seed, epoch, self._shuffle)]
         if self._documents is not None:
             for start in range(0, len(order), self._documents):
                 yield order[start : start + self._documents]

@@ -1,182 +1,107 @@
-"""Reading JSONL: each line is one document in one of three formats, checked before anything is tokenised.
+"""Rows -> Records: each row is one document in one of four formats, checked before anything is tokenised.
 
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-{"prompt": "...", "completion": "..."}
+{"prompt": "...", "completion": "..."}    both strings, or both messages
 {"text": "..."}
+{"instruction": "...", "input": "...", "output": "..."}
+
+Beside them: `tools`, `system`, `chat_template_kwargs`, and `history` of an instruction.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from weft.config.sources import FORMATS
+from weft.data.columns import renamed
+from weft.data.messages import Message, kind, read_messages, read_tools
 from weft.errors import UserError
-from weft.observe import flight
-
-_BEAT = 1000  # lines between two signs of life
 
 Format = Literal["messages", "prompt", "text"]
 ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text")
-FORMATS = "`messages`, `prompt` and `completion`, or `text`"
+NEEDED = "`messages`, `prompt` and `completion`, `text`, or `instruction` and `output`"
 
-# Keys that change what a document means: ignoring them would train on something else than the user wrote.
-UNREAD_KEYS = ("tools", "images", "videos", "audios", "documents")
-UNREAD_MESSAGE_KEYS = ("weight",)
+# Columns that change what a document means: ignoring them would train on something else than the user wrote.
+UNREAD_COLUMNS = ("images", "videos", "audios", "documents")
 
-# What users bring from other libraries, and what to write instead.
-FOREIGN_KEYS = {
-    "conversations": "write `messages` with `role` and `content` instead of `conversations` with `from` and `value`",
-    "instruction": "write `prompt` (instruction and input) and `completion` (output)",
-    "question": "write `prompt` (question) and `completion` (answer)",
-    "response": "write `completion` instead of `response`",
-    "output": "write `completion` instead of `output`",
-    "content": "write `text` instead of `content`",
-    "chosen": "preference pairs are not for supervised fine-tuning: write the chosen answer as `completion`",
+# What users bring from other libraries, and what to set.
+FOREIGN = {
+    "conversations": "data.columns={messages: conversations}",
+    "conversation": "data.columns={messages: conversation}",
+    "question": "data.columns={prompt: question, completion: answer}",
+    "problem": "data.columns={prompt: problem, completion: solution}",
+    "query": "data.columns={prompt: query, completion: response}",
+    "output": "data.columns={prompt: input, completion: output}",
+    "chosen": "data.columns={completion: chosen}, which trains the chosen answers",
+    "content": "data.columns={text: content}",
 }
+# Columns that hold the answers to `prompt` where there is no `completion`.
+ANSWERS = {
+    "response": "response", "answer": "answer", "label": "label", "output": "output", "solution": "solution",
+    "reward_model": "reward_model.ground_truth", "chosen": "chosen",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One checked line. where: "file:line", for messages."""
+    """One checked document.
+
+    where: "file:line" or "file[row]", for messages. value, by format: `messages` (dicts with `role` and more), with
+    `tools` and `chat_template_kwargs` where the document has them; `prompt` and `completion`, both strings, or both
+    lists of messages, then with the same two; `text`.
+    """
 
     where: str
     format: Format
     value: dict[str, Any]
 
 
-def read_records(path: str) -> list[Record]:
-    """Every document of a JSONL file, in the order of its lines; blank lines are skipped.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read. columns: as data.columns. chat: whether instructions become chats, else plain text."""
 
-    Raises UserError, naming file and line, for anything that is not one document in one format.
-    """
-    records = [parse_line(where, line) for where, line in _lines(path)]
-    if not records:
-        raise UserError(f"{path}: holds no documents. data.path must name a JSONL file with {FORMATS} in each line.")
-    return records
+    columns: Mapping[str, str] = field(default_factory=dict)
+    chat: bool = True
 
 
-def parse_line(where: str, line: bytes) -> Record:
+def parse_line(where: str, line: bytes, reading: Reading) -> Record:
     """The document that one line of JSON holds; where ("file:line") goes into the errors."""
     try:
-        value = json.loads(line.strip())
+        row = json.loads(line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{where}: is not valid JSON: {error.msg} at column {error.colno}.{_json_advice(line)}"
         ) from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: holds {_kind(value)}, not an object.{_json_advice(line)}")
-    record = Record(where, _format(where, value), value)
-    _CHECKS[record.format](record)
-    _check_unicode(record, line)
+    except RecursionError:
+        raise UserError(f"{where}: is JSON nested too deeply to be a document. Remove the line.") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: holds {kind(row)}, not an object.{_json_advice(line)}")
+    record = parse_row(where, row, reading)
+    if b"\\ud" in line or b"\\uD" in line:
+        check_unicode(record)
     return record
 
 
-def _lines(path: str) -> Iterator[tuple[str, bytes]]:
-    if Path(path).is_dir():
-        raise UserError(f"data.path: {path} is a folder. Name one JSONL file in it.")
-    try:
-        # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number % _BEAT == 0:
-                    flight.beat()
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except FileNotFoundError:
-        raise UserError(f"data.path: there is no file {path} (looked from {Path.cwd()}).") from None
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {path}: {error.strerror}.") from None
-
-
-def _json_advice(line: bytes) -> str:
-    if line.lstrip().startswith(b"["):
-        return " JSONL has one object per line and no list around them."
-    if line.strip() in (b"{", b"}", b"},"):
-        return " JSONL has one whole object per line; this one spreads over several."
-    return " Each line must be one JSON object."
-
-
-def _format(where: str, value: dict[str, Any]) -> Format:
-    """The one format a line is in. Null counts as absent: exported tables hold every column in every line."""
-    present = {key for key, item in value.items() if item is not None}
-    if unread := [key for key in UNREAD_KEYS if key in present]:
+def parse_row(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    """The document that a row of a table holds."""
+    named = renamed(where, row, reading.columns) if reading.columns else row
+    # Null counts as absent: exported tables hold every column in every row.
+    present = {name: value for name, value in named.items() if value is not None}
+    if unread := [name for name in UNREAD_COLUMNS if present.get(name)]:
         raise UserError(
-            f"{where}: `{unread[0]}` is not yet in this version. Remove it if the document is right without it."
+            f"{where}: `{unread[0]}` is not in this version, which trains on text. Remove the column if the document "
+            "is right without it."
         )
-    found: list[Format] = [name for name in ALL_FORMATS if name in present]
-    if "completion" in present and "prompt" not in present:
-        found.append("prompt")
-    if len(found) > 1:
-        names = " and ".join(f"`{name}`" for name in found)
-        raise UserError(f"{where}: is in more than one format ({names}). Keep one of {FORMATS}.")
-    if not found:
-        hints = [hint for key, hint in FOREIGN_KEYS.items() if key in present]
-        keys = ", ".join(f"`{key}`" for key in value) or "no keys"
-        raise UserError(f"{where}: has {keys}; it needs {FORMATS}." + (f" To mend it, {hints[0]}." if hints else ""))
-    return found[0]
+    return _READERS[_format(where, row, present)](where, present, reading)
 
 
-def _check_text(record: Record) -> None:
-    _check_string(record, "text")
-
-
-def _check_prompt(record: Record) -> None:
-    for name, other in (("prompt", "completion"), ("completion", "prompt")):
-        if record.value.get(name) is None:
-            advice = " A document without a prompt is written as `text`." if name == "prompt" else ""
-            raise UserError(f"{record.where}: has `{other}` but no `{name}`. Add `{name}`.{advice}")
-        _check_string(record, name)
-
-
-def _check_string(record: Record, name: str) -> None:
-    value = record.value[name]
-    if not isinstance(value, str):
-        advice = " A list of messages goes under `messages`." if isinstance(value, list) else ""
-        raise UserError(f"{record.where}: `{name}` must be a string, not {_kind(value)}.{advice}")
-
-
-def _check_messages(record: Record) -> None:
-    messages = record.value["messages"]
-    if not isinstance(messages, list):
-        raise UserError(
-            f"{record.where}: `messages` must be a list of objects with `role` and `content`, not {_kind(messages)}."
-        )
-    if not messages:
-        raise UserError(
-            f"{record.where}: `messages` is empty. Add at least one message of the assistant, or remove the line."
-        )
-    for number, message in enumerate(messages, start=1):
-        _check_message(f"{record.where}: message {number}", message)
-
-
-def _check_message(where: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise UserError(f"{where} must be an object with `role` and `content`, not {_kind(message)}.")
-    if not isinstance(message.get("role"), str):
-        advice = " `from` and `value` are called `role` and `content` here." if "from" in message else ""
-        raise UserError(f'{where}: `role` must be a string such as "user", not {_kind(message.get("role"))}.{advice}')
-    if unread := [key for key in UNREAD_MESSAGE_KEYS if key in message]:
-        raise UserError(f"{where}: `{unread[0]}` is not yet in this version (all answers are trained). Remove it.")
-    content = message.get("content")
-    # A message that only calls tools has no content; its template knows what to do.
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        advice = " Join its parts into one string." if isinstance(content, list) else ""
-        raise UserError(f"{where}: `content` must be a string, not {_kind(content)}.{advice}")
-
-
-_CHECKS = {"messages": _check_messages, "prompt": _check_prompt, "text": _check_text}
-
-
-def _check_unicode(record: Record, line: bytes) -> None:
+def check_unicode(record: Record) -> None:
     """JSON can write half of a surrogate pair, which is no text: tokenizers fail on it without naming the line."""
-    if b"\\ud" not in line and b"\\uD" not in line:
-        return
     try:
         json.dumps(record.value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -186,6 +111,160 @@ def _check_unicode(record: Record, line: bytes) -> None:
         ) from None
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return names.get(type(value), "an object")
+def _json_advice(line: bytes) -> str:
+    if line.lstrip().startswith(b"["):
+        return " JSONL has one object per line and no list around them; a file with one list is called .json."
+    if line.strip() in (b"{", b"}", b"},"):
+        return " JSONL has one whole object per line; this one spreads over several."
+    return " Each line must be one JSON object."
+
+
+def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """The one format a row is in."""
+    found = [name for name in ("messages", "text") if name in present]
+    found += ["prompt"] if "prompt" in present or "completion" in present else []
+    found += ["instruction"] if "instruction" in present else []
+    if len(found) > 1:
+        names = " and ".join(f"`{name}`" for name in found)
+        raise UserError(
+            f"{where}: is in more than one format ({names}). Remove all but one, or name the one to train in "
+            f"data.columns, as in data.columns={{{found[0]}: {found[0]}}}."
+        )
+    if found:
+        return found[0]
+    hints = [hint for name, hint in FOREIGN.items() if row.get(name) is not None]
+    names = ", ".join(f"`{name}`" for name in row) or "no columns"
+    raise UserError(f"{where}: has {names}; it needs {NEEDED}." + (f" Set {hints[0]}." if hints else ""))
+
+
+# ---------------------------------------------------------------- one reader for each format
+
+
+def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    messages = _with_system(where, row, read_messages(where, "messages", row["messages"]))
+    return Record(where, "messages", {"messages": messages, **_beside(where, row)})
+
+
+def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
+    return Record(where, "text", {"text": _string(where, row, "text")})
+
+
+def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+        if name not in row:
+            raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row)}")
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str) and not _is_json_list(prompt):
+        _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`prompt` and `completion` are plain text")
+        return Record(where, "prompt", {"prompt": prompt, "completion": completion})
+    if isinstance(prompt, str) and not _is_json_list(prompt):
+        if isinstance(completion, list | dict):
+            raise UserError(
+                f"{where}: `prompt` is text and `completion` {kind(completion)}: write both as text, or both as "
+                "messages."
+            )
+        _string(where, row, "completion")
+    if not isinstance(prompt, list | str):
+        _string(where, row, "prompt")
+    if isinstance(completion, str) and not _is_json_list(completion):
+        completion = [{"role": "assistant", "content": completion}]
+    elif isinstance(completion, dict):
+        completion = [completion]
+    value = {
+        "prompt": _with_system(where, row, read_messages(where, "prompt", prompt)),
+        "completion": read_messages(where, "completion", completion),
+    }
+    return Record(where, "prompt", {**value, **_beside(where, row)})
+
+
+def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    """Alpaca's columns. As plain text an empty line ends the question; as a chat it is one message of the user."""
+    if "output" not in row:
+        raise UserError(f"{where}: has `instruction` but no `output`. Add `output`, the answer.")
+    names = [name for name in ("instruction", "input") if row.get(name) not in (None, "")]
+    question = "\n".join(_string(where, row, name) for name in names or ("instruction",))
+    answer = _string(where, row, "output")
+    if not reading.chat:
+        _refuse(
+            where, row, ("system", "tools", "history", "chat_template_kwargs"), "the tokenizer has no chat template"
+        )
+        return Record(where, "prompt", {"prompt": f"{question}\n\n", "completion": answer})
+    turns = [*_history(where, row), (question, answer)]
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    return Record(where, "messages", {"messages": _with_system(where, row, messages), **_beside(where, row)})
+
+
+_READERS = {
+    "messages": _read_messages,
+    "text": _read_text,
+    "prompt": _read_prompt,
+    "instruction": _read_instruction,
+}
+assert set(_READERS) == set(FORMATS)
+
+
+# ---------------------------------------------------------------- columns beside
+
+
+def _beside(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """tools and chat_template_kwargs, where a document has them."""
+    beside: dict[str, Any] = {}
+    if row.get("tools"):
+        beside["tools"] = read_tools(where, row["tools"])
+    kwargs = row.get("chat_template_kwargs")
+    if kwargs:
+        if not isinstance(kwargs, dict):
+            raise UserError(f"{where}: `chat_template_kwargs` must be an object, not {kind(kwargs)}.")
+        beside["chat_template_kwargs"] = kwargs
+    return beside
+
+
+def _with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    if not row.get("system"):
+        return messages
+    if messages[0].get("role") == "system":
+        raise UserError(f"{where}: has a column `system`, and its messages begin with one of the system. Keep one.")
+    return [{"role": "system", "content": _string(where, row, "system")}, *messages]
+
+
+def _history(where: str, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    turns = row.get("history") or []
+    pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
+    if not pairs or not all(isinstance(text, str) for turn in turns for text in turn):
+        raise UserError(f"{where}: `history` must be a list of pairs of strings: [[question, answer], ...].")
+    return [(question, answer) for question, answer in turns]
+
+
+def _refuse(where: str, row: Mapping[str, Any], names: tuple[str, ...], because: str) -> None:
+    if unread := [name for name in names if row.get(name)]:
+        raise UserError(
+            f"{where}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}`."
+        )
+
+
+def _string(where: str, row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        advice = " A list of messages goes under `messages`." if isinstance(value, list) and name == "text" else ""
+        raise UserError(f"{where}: `{name}` must be a string, not {kind(value)}.{advice}")
+    return value
+
+
+def _is_json_list(text: str) -> bool:
+    """Whether a string of a table holds messages: a list of objects with `role`."""
+    if text[:1] != "[" or text[1:].lstrip()[:1] != "{":
+        return False
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value)
+
+
+def _prompt_advice(missing: str, row: Mapping[str, Any]) -> str:
+    if missing == "prompt":
+        return " Add `prompt`. A document without a prompt is written as `text`."
+    answers = [path for name, path in ANSWERS.items() if name in row]
+    return f" Set data.columns={{completion: {answers[0]}}}." if answers else " Add `completion`, the answer."

@@ -34,7 +34,7 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first token has no
     prediction, so its weight is never used. positions: [T] or [3, T] int64, default 0..T-1.
     arrays: further per-token values [T] (old logprobs, advantages), aligned with tokens.
-    source: where it came from, for messages ("chat.jsonl:12").
+    source: where it came from, for messages ("chat.jsonl:12"). dataset: the name of its source, where several have one.
     """
 
     tokens: Tensor
@@ -43,6 +43,7 @@ class Document:
     arrays: dict[str, Tensor] = field(default_factory=dict)
     group: int | None = None
     source: str = ""
+    dataset: str = ""
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])

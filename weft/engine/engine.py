@@ -231,8 +231,9 @@ class Engine:
         flight.planned(plan.fingerprint())
         rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
         for micro in range(plan.micro_batches):
-            flight.at("forward", micro + 1, rows[micro])
+            flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
+            flight.at("forward", micro + 1)
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
                 terms = self._forward(row, objective)
                 flight.at("backward", micro + 1)

@@ -19,6 +19,7 @@ from weft.config.schema import OptimizerConfig
 from weft.engine.foreign import ForeignRule, OnShards
 from weft.engine.groups import NamedParameters, Treatment, treatments
 from weft.engine.rounded import RoundedAdamW, RoundedSGD
+from weft.observe.timing import waiting
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.mesh import own_part
 
@@ -140,7 +141,8 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> float:
     for group in dict.fromkeys(group for key in keys for group in key):
         index = [i for i, key in enumerate(keys) if group in key]
         part = squares[index]
-        dist.all_reduce(part, group=group)
+        with waiting():
+            dist.all_reduce(part, group=group)
         squares[index] = part
     return float(squares.sum().sqrt().item())
 

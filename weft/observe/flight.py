@@ -4,6 +4,7 @@ Recipes and the engine say `flight.at("forward", 2, documents)`; that costs some
 of fixed width, each with a check sum, written in turns: whoever reads after a kill -9 finds one of them whole.
 It is the launcher's, in its scratch folder, or where a rank has no launcher of weft, RUN/flight/rank-00000.live; what
 is kept of a failed run is RUN/flight/rank-00000.json.
+`listeners` are told of every phase that begins: timing.py and profiling.py follow the same marks.
 Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
 """
 
@@ -14,7 +15,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ _TRAIL = 32
 _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
 # Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
-PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0}
+PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
 FIRST_STEP_PATIENCE = 10.0  # compilation
 
 _WORDS = {
@@ -34,6 +35,7 @@ _WORDS = {
     "data": "reading the data",
     "load": "loading the model",
     "plan": "planning the step",
+    "rows": "laying out micro-batch {micro_batch}",
     "forward": "forward of micro-batch {micro_batch}",
     "backward": "backward of micro-batch {micro_batch}",
     "reduce": "reducing the metrics",
@@ -41,9 +43,10 @@ _WORDS = {
     "evaluate": "evaluating, forward of micro-batch {micro_batch}",
     "sample": "answering eval.prompts",
     "record": "writing the metrics",
+    "profile": "writing the profile",
     "save": "saving",
 }
-_ABOUT_DOCUMENTS = ("plan", "forward", "backward", "reduce", "evaluate")
+_ABOUT_DOCUMENTS = ("plan", "rows", "forward", "backward", "reduce", "evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class Flight:
         self.phase, self.micro_batch, self.changes = "start", 0, 0
         self.since = time.monotonic()
         self.limit: float | None = None
+        self.listeners: list[Callable[[str, int], None]] = []
 
     # ------------------------------------------------------------ what the rank says
 
@@ -147,6 +151,8 @@ class Flight:
         self.phase, self.micro_batch = phase, micro_batch
         self.since = time.monotonic()
         self.changes += 1
+        for listener in self.listeners:
+            listener(phase, micro_batch)
         if self._timeout is not None:
             first = self._first_step and self._step["step"] == self._first_step
             slow = FIRST_STEP_PATIENCE if first else 1.0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster.alike import require_agreement
+from weft.observe.timing import waiting
 
 # The keys that other programs may rely on, in the order of every line; the recipe's own follow.
 CORE_KEYS = (
@@ -59,7 +60,8 @@ class Sums:
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
         ranks = 1
         if dist.is_initialized():
-            dist.all_reduce(vector, group=group)
+            with waiting():
+                dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
         values = vector.tolist()
         _check_alike(same, values[-2:], ranks, group)

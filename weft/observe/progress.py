@@ -97,12 +97,14 @@ class Progress:
 
 
 @contextmanager
-def loading(show: bool = True, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes that fill the model, on a terminal only; call what it yields with (done, total) of this rank."""
+def loading(
+    show: bool = True, what: str = "loading", console: Console | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes that are read, on a terminal only; call what it yields with (done, total) of this rank."""
     console = console or Console(highlight=False)
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
-        task = bar.add_task("loading", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -116,6 +118,10 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
         f"lr {_number(line.get('lr'), '.2e')}",
         f"{_number(line.get('tokens_per_second'), ',.0f')} tokens/s",
     ]
+    if line.get("mfu") is not None:
+        words.append(f"mfu {_number(line.get('mfu'), '.1%')}")
+    if line.get("memory_gib") is not None:
+        words.append(f"{_number(line.get('memory_gib'), '.2f')} GiB")
     return words + [f"{key} {_number(line.get(key), '.4g')}" for key in extra]
 
 

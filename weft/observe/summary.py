@@ -100,12 +100,25 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write summary.json whole or not at all. saved: the HuggingFace directory of the last weights.
+        """Write summary.json whole or not at all; see `content`."""
+        partial = path.with_name(path.name + ".partial")
+        text = json.dumps(self.content(phases, saved, stopped, best), indent=2, allow_nan=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    def content(
+        self,
+        phases: Phases,
+        saved: Path | None,
+        stopped: str | None = None,
+        best: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What summary.json says. saved: the HuggingFace directory of the last weights.
+
 
         stopped: what ended the run before its last step: a signal, or eval.patience. best: the best evaluation, with
         its checkpoint where it is kept.
         """
-        total = sum(phases.seconds.values())
         content = {
             "model": self.model,
             "data": self.data,
@@ -119,13 +132,11 @@ class RunSummary:
             "first_losses": self.first_losses,
             "last_losses": list(self.last_losses),
             "evaluation": self._evaluation(best),
-            "seconds": {**phases.seconds, "total": total},
+            "seconds": {**phases.seconds, "total": sum(phases.seconds.values())},
             "peak_memory_gib": self.peak_memory_gib,
             "versions": versions(),
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        return dict(plain(content))
 
     def _evaluation(self, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if self.last_evaluation is None:

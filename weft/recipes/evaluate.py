@@ -6,14 +6,14 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.retention import step_folder
-from weft.config.schema import SftConfig
+from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document, DocumentMeta
@@ -55,17 +55,17 @@ class HeldOut:
 
 
 NOTHING = HeldOut()
-Read = Callable[[str], tuple[list[Document], DataReport]]
+Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
 
 
 def read_held_out(
     config: SftConfig, read: Read, tokenizer: PreTrainedTokenizerBase, trained: Sequence[Document]
 ) -> HeldOut:
-    """Documents and prompts of `eval`. read: a file by the rules of `data`. trained: the training documents, of which
+    """Documents and prompts of `eval`, whose files have the form of `data`. trained: the training documents, of which
     only the tokens that end their answers are of interest."""
     path = config.eval.path
     paths = path if isinstance(path, dict) else {} if path is None else {_UNNAMED: path}
-    found = {name: read(file) for name, file in paths.items()}
+    found = {name: read(replace(config.data, path=file, sources=None)) for name, file in paths.items()}
     questions = None
     if config.eval.prompts is not None:
         prompts = load_prompts(config.eval.prompts, tokenizer)

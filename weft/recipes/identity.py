@@ -14,17 +14,20 @@ from weft.data.documents import DataReport
 from weft.models import hf
 from weft.observe.summary import versions as package_versions
 
+# Keys that need not be the same on every rank: what the data is, is compared by content.
+MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "data.workers", "data.cache")
+
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
     """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
-    keys = {name: value for name, value in keys.items() if name not in ("run.dir", "data.path", "eval.path")}
+    keys = {name: value for name, value in keys.items() if name not in MAY_DIFFER}
     packages = {name: str(version) for name, version in package_versions().items()}
     model = hf.read_config(config.model.path).to_json_string()
     return {
         **keys, **packages, **versions(),
         "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
-        "documents of data.path": f"{data.documents} ({data.digest})",
+        "documents of the data": f"{data.documents} ({data.digest})",
     }  # fmt: skip
 
 

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from weft.config.schema import SftConfig
+from rich.console import Console
+
+from weft.config import to_dict
+from weft.config.schema import SftConfig, TrackConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine, StepResult
 from weft.engine.plan import StepPlan
 from weft.errors import UserError
+from weft.observe.closing import print_closing
 from weft.observe.flops import Throughput
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
+from weft.observe.timing import StepTimes
+from weft.observe.trackers import Trackers
+from weft.parallel.timed import time_collectives
 from weft.recipes.resume import Start
 
 
 @dataclass
 class Recorder:
-    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json."""
+    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json.
+
+    As a context manager it measures the phases of the steps inside, and tells the trackers when the run has ended.
+    """
 
     config: SftConfig
     engine: Engine
@@ -33,6 +44,25 @@ class Recorder:
         self.throughput = Throughput.of(self.engine)
         self.bad_in_a_row = self.start.bad_in_a_row
         self.summary.go_on(self.start.summary)
+        self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
+        track = self.config.track if self.engine.ranks.is_first else TrackConfig()
+        self.trackers = Trackers(to_dict(self.config), track, self.folder, self.start.step)
+
+    def __enter__(self) -> Recorder:
+        for note in self.trackers.notes:
+            Console(highlight=False, soft_wrap=True).print(note, markup=False)
+        if self.times is not None:
+            self.times.open()
+            if self.engine.device.type == "cpu":
+                time_collectives(self.engine.module)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.times is not None:
+            self.times.close()
+        self.trackers.finish(failed=error is not None)
 
     def record(
         self,
@@ -72,8 +102,13 @@ class Recorder:
         else:
             line |= metrics
         line |= evaluation
+        if self.times is not None:
+            line |= self.times.take()
+        if step.number in self.config.profile.steps:
+            line["profiled"] = True
         if self.file is not None:
             self.file.write(line)
+        self.trackers.log(line)
         self.summary.add(line)
         return line
 
@@ -117,6 +152,8 @@ class Recorder:
         }
 
     def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
-        """Write summary.json beside the resolved config. stopped: what ended the run early; best: the evaluation."""
+        """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
+            if stopped is None:
+                print_closing(self.summary.content(phases, saved, best=best), self.folder)

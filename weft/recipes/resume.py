@@ -32,9 +32,10 @@ T = TypeVar("T")
 
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
-    "mesh", "fsdp", "checkpoint", "run", "data.path", "data.max_length", "data.long_documents", "model.path",
-    "model.attention", "model.recompute", "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout",
-    "train.max_nonfinite", "train.deterministic", "eval",
+    "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
+    "data.subset", "data.columns", "data.max_length", "data.long_documents", "data.workers", "data.cache",
+    "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
+    "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.max_nonfinite", "train.deterministic",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
@@ -255,7 +256,7 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
     if state.content["data"]["digest"] != data.digest:
         before = state.content["data"]["documents"]
         problems.append(
-            f"data.path: {config.data.path} gives other documents than before ({data.documents:,}; {before:,} before): "
+            f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
             "the place in the data would mean nothing"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config.model.path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +18,11 @@ from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
-from weft.config.schema import SftConfig
-from weft.data.documents import DataReport, load_documents
+from weft.config.schema import DataConfig, SftConfig
+from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
+from weft.data.encode import read_encoding
 from weft.data.order import Steps
+from weft.data.tokenise import Tokenising
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
@@ -30,6 +35,7 @@ from weft.objectives.load import choose_objective
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
+from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
@@ -50,19 +56,21 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             engine = Engine(engine_config(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
+    config = dated(config)
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
         if config.optimizer.name not in BUILT_IN:
             find_class(config.optimizer)  # an error need not wait for the data
         flight.at("data")
-        with phases("data"):
+        with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             tokenizer = load_tokenizer(config.model.path)
-            documents, report = read_data(config, config.data.path, tokenizer)
-            held_out = read_held_out(config, lambda path: read_data(config, path, tokenizer), tokenizer, documents)
+            documents, report = read_data(config, config.data, tokenizer, shown)
+            held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
         require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, documents))
+            check_profile(config.profile, steps=steps)
             start = find_start(config, folder, report, steps, ranks) if resume else FRESH
             if start.step == steps or patience_is_out(config, held_out, start.evaluation):
                 say_finished(folder, start.step, steps, ranks)
@@ -91,37 +99,51 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
-def read_data(config: SftConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], DataReport]:
-    """Every document of a file, tokenised; every rank reads all of it."""
+def dated(config: SftConfig) -> SftConfig:
+    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    day = config.data.template_date or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, template_date=day))
+
+
+def read_data(
+    config: SftConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Callable[[int, int], None] | None = None,
+) -> tuple[Documents, DataReport]:
+    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
     budget = config.step.max_tokens_per_device
     key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
     return load_documents(
-        path,
+        data,
         tokenizer,
         max_length=min(config.data.max_length or budget, budget),
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        encoding=read_encoding(config.data, tokenizer),
+        how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 
 
-def deal(config: SftConfig, documents: list[Document]) -> Steps:
+def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
     """Which documents each optimizer step takes."""
     return Steps(
-        [len(document) for document in documents],
+        lengths_of(documents),
         documents=config.step.documents,
         tokens=config.step.tokens,
         epochs=config.train.epochs,
         steps=config.train.steps,
         seed=config.train.seed,
         shuffle=config.data.shuffle,
+        shares=shares_of(documents),
     )
 
 
 def train(
     config: SftConfig,
     engine: Engine,
-    documents: list[Document],
+    documents: Sequence[Document],
     report: DataReport,
     folder: Path,
     phases: Phases,
@@ -137,12 +159,12 @@ def train(
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
     saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
     progress = Progress(len(steps), show=engine.ranks.is_first)
-    with saver, StopSignals() as signals, progress:
+    with recorder, saver, StopSignals() as signals, progress:
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
         progress.notes(evaluator.take_news())
         for step in steps.starting_at(start.step + 1):
-            with phases("train"):
+            with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 began = time.perf_counter()
                 chosen = [documents[index] for index in step.documents]
                 flight.step(step.number, len(steps), [document.source for document in chosen])

@@ -256,7 +256,7 @@ def first_token_lost(plant: Plant, original: Original, documents: Sequence[Docum
 
 
 @bug(
-    "B9", "weft.data.tokenizer:Encoder._prompts",
+    "B9", "weft.data.encode:Encoder._prompts",
     "the first token of a completion counts as prompt",
     caught_by="tests/test_data.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip

@@ -1,0 +1,132 @@
+"""What seeing a run costs: steps with everything on beside the same steps with everything off.
+
+    python benchmarks/observe.py                              # about two minutes, one rank
+    torchrun --nproc-per-node 2 benchmarks/observe.py         # two ranks
+
+On: the recipe's Recorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a terminal that nobody sees.
+Off: the Engine alone. One process and one engine take blocks of steps in turns (off, on, on, off, ...), over the same
+documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from inputs import make
+
+from weft.cluster.process import Ranks, join
+from weft.config import load_config
+from weft.config.schema import SftConfig
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe import flight
+from weft.observe.memory import own_peak_memory_gib
+from weft.observe.progress import Progress
+from weft.observe.summary import RunSummary
+from weft.recipes.recorder import Recorder
+from weft.recipes.resume import Start
+from weft.recipes.sft import deal, engine_config, read_data
+
+
+class Bench:
+    """An engine and the documents of one step, which every step takes again."""
+
+    def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
+        documents, _ = read_data(config)
+        self.step = next(iter(deal(config, documents).starting_at(1)))
+        self.documents: list[Document] = [documents[index] for index in self.step.documents]
+        self.engine = Engine(engine_config(config), ranks)
+        self.recorder = Recorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
+        self.console = Console(file=terminal, force_terminal=True, width=160)
+
+    def take(self, progress: Progress | None) -> float:
+        """Seconds of one step and, with `progress`, of all that is made of it."""
+        began = time.perf_counter()
+        flight.step(1, 1, [document.source for document in self.documents])
+        plan = self.engine.plan([self.engine.meta(document) for document in self.documents])
+        metrics = self.engine.accumulate(plan, dict(enumerate(self.documents)), CrossEntropy())
+        result = self.engine.apply(1e-5)
+        seconds = time.perf_counter() - began
+        flight.at("record")
+        if progress is not None:
+            memory = own_peak_memory_gib(self.engine.device)
+            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory))
+        return time.perf_counter() - began
+
+    @contextmanager
+    def on(self) -> Iterator[Progress]:
+        """Everything on inside."""
+        assert self.recorder.times is not None
+        self.recorder.times.open()
+        with Progress(1000, show=self.engine.ranks.is_first, console=self.console) as progress:
+            yield progress
+        self.recorder.times.close()
+
+
+def measure(bench: Bench, blocks: int, size: int) -> dict[str, list[float]]:
+    """Seconds of every step, by kind."""
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    with bench.recorder:
+        for block in range(-2, blocks):  # two to warm up
+            kind = "on" if block % 4 in (1, 2) else "off"
+            dist.barrier()
+            if kind == "on":
+                with bench.on() as progress:
+                    seconds = [bench.take(progress) for _ in range(size)]
+            else:
+                bench.recorder.times.close()  # type: ignore[union-attr]
+                seconds = [bench.take(None) for _ in range(size)]
+            if block >= 0:
+                found[kind] += seconds
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--size", type=int, default=6, help="steps in a block")
+    parser.add_argument("--documents", type=int, default=16, help="documents in a step")
+    options = parser.parse_args()
+    with join("cpu") as ranks:
+        folder: list[Any] = [tempfile.mkdtemp(prefix="weft-observe-") if ranks.is_first else None]
+        dist.broadcast_object_list(folder, src=0)
+        out = Path(folder[0])
+        if ranks.is_first:
+            make(out)
+            (out / "run").mkdir()
+        dist.barrier()
+        keys = [f"model.path={out / 'model'}", f"data.path={out / 'chat.jsonl'}", f"step.documents={options.documents}"]
+        config = load_config([], [*keys, "step.max_tokens_per_device=2048", "track.to=[tensorboard]"])
+        with Path(os.devnull).open("w") as terminal:
+            found = measure(Bench(config, ranks, out / "run", terminal), options.blocks, options.size)
+        if ranks.is_first:
+            report(found, ranks.world)
+
+
+def report(found: dict[str, list[float]], ranks: int) -> None:
+    middle = {kind: median(seconds) for kind, seconds in found.items()}
+    mean = {kind: sum(seconds) / len(seconds) for kind, seconds in found.items()}
+    for kind, seconds in found.items():
+        print(f"{kind:>4}  {len(seconds)} steps, median {1000 * middle[kind]:.1f} ms, mean {1000 * mean[kind]:.1f} ms")
+    shares = [figure["on"] / figure["off"] for figure in (middle, mean)]
+    print(f"{ranks} rank(s): on / off {shares[0]:.4f} by medians, {shares[1]:.4f} by means")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""`weft report`: what the page says of a run, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft import cli
+from weft.observe import charts
+from weft.observe.charts import Chart, Series, draw, number, ticks
+from weft.observe.report import charts as charts_of
+from weft.observe.report import page, read_run
+
+STEPS = 120
+
+
+def make_run(folder: Path, lr: float = 1e-3, finished: bool = True, steps: int = STEPS) -> Path:
+    """A run folder as `weft sft` leaves it: step 7 is skipped, every 40th is evaluated, one checkpoint is there."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, steps + 1):
+        bad = step == 7
+        line: dict[str, Any] = {
+            "step": step, "loss": None if bad else 100.0 / step, "grad_norm": None if bad else 1.0, "lr": lr,
+            "documents": 4, "tokens": 100, "loss_tokens": 60, "micro_batches": 1, "fill": 0.9, "utilisation": 1.0,
+            "seconds": 0.5, "tokens_per_second": 200.0, "mfu": None, "memory_gib": 1.5, "epoch": 1,
+            "time/data": 0.1, "time/forward": 0.2, "time/backward": 0.2, "time/communication": None,
+        }  # fmt: skip
+        lines.append(line | ({"skipped": True, "reason": "loss is not <finite>"} if bad else {"accuracy": 0.5}))
+        if step % 40 == 0:
+            lines[-1] |= {"eval/loss": 3.0 - step / 100, "eval/math/loss": 2.0, "eval/code/loss": 1.0}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 121, "lo')  # as a kill leaves it
+    config = {"model": {"path": "some/model"}, "data": {"path": "chat.jsonl"}, "optimizer": {"lr": lr}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    samples = [{"step": 40 * n, "prompt": "2 & 2?", "answer": f"<b>{n}</b>"} for n in (1, 2, 3)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    checkpoint = folder / "checkpoints" / "step-000120"
+    (checkpoint / "trainer_state").mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"0" * 2048)
+    (folder / "checkpoints" / "latest").symlink_to("step-000120")
+    if finished:
+        seconds = {"data": 1.0, "load": 9.0, "train": 90.0, "total": 100.0}
+        (folder / "summary.json").write_text(json.dumps({"seconds": seconds, "stopped": None, "data": "chat.jsonl"}))
+    return folder
+
+
+class Text(HTMLParser):
+    """The words that a reader sees, and everything that is referred to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "line", "path", "circle", "polygon", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("line", "path", "circle", "polygon"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "one")
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
+    text = (run / "report.html").read_text()
+    seen = Text(text)
+    assert seen.open == [] and seen.references == [] and "http" not in re.sub(r"\{.*?\}", "", seen.text)
+    assert not re.search(r"@import|url\(|https?://", text)
+    for words in (
+        "finished after 120 steps", "some/model", "12K", "7.2K of them trained on", "1.50 GiB", "Tokens/s 200 median",
+        "1.8000 best, at step 120", "1 skipped; epoch 1", "mean of the last 10; first 10:", "1:40",
+        "▲ 1 skipped", "loss is not <finite>", "2 & 2?", "<b>3</b>", "2 earlier", "step-000120", "2 KiB", "latest",
+        "optimizer step", "nats per trained token, log scale", "accuracy", "eval/*/loss math code",
+        "held out (eval/loss)", f"weft chat {run}", "train 1:30 (90%)", "lr: 0.001",
+    ):  # fmt: skip
+        assert words in seen.text, words
+    assert "<b>3</b>" not in text  # it is shown, not obeyed
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=5e-4, finished=False)
+    target = tmp_path / "both.html"
+    assert cli.main(["report", str(first), str(second), "--output", str(target)]) == 0
+    seen = Text(target.read_text())
+    assert "2 runs compared" in seen.text and "not finished: 120 steps so far" in seen.text
+    assert "optimizer.lr 0.001 0.0005" in seen.text and "model.path" not in seen.text.split("Curves")[0]
+    runs = [read_run(first), read_run(second)]
+    main, _ = charts_of(runs)
+    assert [series.name for series in main[0].series] == ["a", "b", "a, held out", "b, held out"]
+    assert [series.colour for series in main[0].series] == [0, 1, 0, 1]
+    same = read_run(make_run(tmp_path / "c" / "a"))
+    assert page([runs[0], same]).count(str(same.folder)) > 1
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert "it does not exist. Name the folder that run.dir named." in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "it holds no metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no step has ended yet" in capsys.readouterr().err
+
+
+def test_torch_is_not_needed(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    run = make_run(tmp_path / "one")
+    code = "import sys; from weft.cli import main; status = main(['report', sys.argv[1]])\n"
+    code += "print(status, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("0 False\n"), done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- charts
+
+
+def test_where_a_line_is_drawn() -> None:
+    """Steps 1 to 3 span the width between the margins; 0 to 10, with 5% above, the height."""
+    svg, data = draw(Chart("t", "u", [Series("s", [1, 2, 3], [10.0, None, 5.0])], zero=True, marks=[2]))
+    top, bottom = charts.TOP, charts.HEIGHT - charts.BOTTOM
+    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
+    y = [bottom + (top - bottom) * value / 10.5 for value in (10.0, 5.0)]
+    assert f'd="M{left:.1f} {y[0]:.1f}M{right:.1f} {y[1]:.1f}"' in svg  # a gap, no line over the missing step
+    assert f"M{(left + right) / 2:.1f} {bottom - 8}" in svg  # the mark
+    assert data["series"][0]["y"] == [10.0, None, 5.0] and data["x"] == [1.0, 3.0]
+
+
+def test_stacked_areas_stand_on_each_other() -> None:
+    chart = Chart("t", "u", [Series("a", [1, 2], [1.0, 1.0]), Series("b", [1, 2], [2.0, None])], stacked=True)
+    svg, _ = draw(chart)
+    scale = (charts.TOP - charts.HEIGHT + charts.BOTTOM) / (3.0 * 1.05)
+    heights = [charts.HEIGHT - charts.BOTTOM + scale * value for value in (3.0, 1.0)]
+    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
+    upper = f"{left:.1f},{heights[0]:.1f} {right:.1f},{heights[1]:.1f} {right:.1f},{heights[1]:.1f}"
+    assert f'points="{upper}' in svg
+
+
+def test_a_long_series_is_drawn_as_means_and_ranges() -> None:
+    steps = list(range(1, 2401))
+    svg, data = draw(Chart("t", "u", [Series("s", steps, [float(step % 3) for step in steps])]))
+    assert data["series"][0]["y"] == [1.0] * 800 and data["series"][0]["x"][:2] == [2, 5]
+    assert "<polygon" in svg
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"), [([1.0, 60.0], True), ([1.0, 40.0], False), ([0.0, 60.0], False), ([None, None], False)]
+)
+def test_when_a_scale_is_logarithmic(values: list[float | None], wanted: bool) -> None:
+    chart = Chart("t", "u", [Series("s", [1, 2], values)], log=True)
+    assert charts.logarithmic(chart) is wanted
+    draw(chart)
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.13, 0.61) == [0.2, 0.3, 0.4, 0.5, 0.6]
+    assert ticks(1.0, 600.0, 8) == [100, 200, 300, 400, 500, 600]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.5, "0.5"), (1234.0, "1234"), (12000.0, "12k"), (2.5e6, "2.5M"), (1e-5, "1e-5"), (2.5e-5, "2.5e-5")],
+)
+def test_numbers_on_axes(value: float, text: str) -> None:
+    assert number(value) == text

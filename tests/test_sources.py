@@ -1,0 +1,374 @@
+"""Every form that data comes in gives the same documents; files prepared for other trainers are read by a mapping."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft.config import SftConfig, load_config
+from weft.config.schema import SourceConfig
+from weft.data import sources as sources_module
+from weft.data.documents import Documents, load_documents
+from weft.data.records import Reading, Record
+from weft.data.sources import open_source
+from weft.errors import UserError
+
+ROWS = [{"prompt": f'{i}+{i}, or\n"twice" {i}=', "completion": f"{2 * i} \u00e9"} for i in range(7)]
+
+
+def flat(documents: Documents) -> list[tuple[list[int], list[float]]]:
+    return [(document.tokens.tolist(), document.weights.tolist()) for document in documents]
+
+
+def records(path: str, chat: bool = True, **source: Any) -> list[Record]:
+    """The checked rows of a source."""
+    config = SourceConfig(path=path, **source)
+    reading = Reading(config.columns, chat=chat)
+    return [record for part in open_source(config) for block in part.blocks() for _, record in block.records(reading)]
+
+
+def values(path: str, **source: Any) -> list[dict[str, Any]]:
+    return [record.value for record in records(path, **source)]
+
+
+# ---------------------------------------------------------------- forms
+
+
+def write_jsonl_file(path: Path) -> str:
+    return write_jsonl(path / "d.jsonl", *ROWS)
+
+
+def write_zipped(path: Path) -> str:
+    (path / "d.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
+    return str(path / "d.jsonl.gz")
+
+
+def write_list(path: Path) -> str:
+    (path / "d.json").write_text(json.dumps(ROWS, indent=1))
+    return str(path / "d.json")
+
+
+def write_lines_called_json(path: Path) -> str:
+    return write_jsonl(path / "d.json", *ROWS)
+
+
+def write_csv(path: Path) -> str:
+    with (path / "d.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        table = csv.DictWriter(file, ["id", "prompt", "completion"])
+        table.writeheader()
+        table.writerows({"id": i, **row} for i, row in enumerate(ROWS))
+    return str(path / "d.csv")
+
+
+def write_tsv(path: Path) -> str:
+    with (path / "d.tsv").open("w", newline="") as file:
+        csv.writer(file, "excel-tab").writerows([("prompt", "completion"), *(tuple(row.values()) for row in ROWS)])
+    return str(path / "d.tsv")
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]] = ROWS, group: int = 3) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path / "d.parquet", row_group_size=group)
+    return str(path / "d.parquet")
+
+
+def write_saved(path: Path) -> str:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    return str(path / "saved")
+
+
+def write_several(path: Path) -> str:
+    write_jsonl(path / "part-0.jsonl", *ROWS[:4])
+    write_jsonl(path / "part-1.jsonl", *ROWS[4:])
+    return str(path / "part-*.jsonl")
+
+
+FORMS = {
+    write_jsonl_file: (".jsonl:2", ".jsonl:7"),
+    write_zipped: (".jsonl.gz:2", ".jsonl.gz:7"),
+    write_list: (".json[1]", ".json[6]"),
+    write_lines_called_json: (".json:2", ".json:7"),
+    write_csv: (".csv:4", ".csv:14"),  # a row of two lines each, behind the header
+    write_tsv: (".tsv:4", ".tsv:14"),
+    write_parquet: (".parquet[1]", ".parquet[6]"),
+    write_saved: ("saved[1]", "saved[6]"),
+    write_several: ("part-0.jsonl:2", "part-1.jsonl:3"),
+}
+
+
+@pytest.mark.parametrize("write", FORMS, ids=lambda write: write.__name__.removeprefix("write_"))
+def test_every_form_gives_the_same_documents(
+    write: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources_module, "BLOCK_ROWS", 2)
+    tokenizer = byte_tokenizer()
+    expected, _ = load_documents(ROWS, tokenizer, max_length=100)
+    documents, report = load_documents(write(tmp_path), tokenizer, max_length=100)
+    assert flat(documents) == flat(expected)
+    assert report.documents == 7 and report.formats == (("prompt", 7),)
+    second, last = FORMS[write]
+    assert documents[1].source.endswith(second) and documents[6].source.endswith(last)
+
+
+def test_data_in_memory(tmp_path: Path) -> None:
+    import datasets
+
+    tokenizer = byte_tokenizer()
+    listed, _ = load_documents(ROWS, tokenizer, max_length=100)
+    dataset, _ = load_documents(datasets.Dataset.from_list(ROWS), tokenizer, max_length=100)
+    assert flat(listed) == flat(dataset)
+    assert listed[2].source == dataset[2].source == "data[2]"
+    with pytest.raises(UserError, match=r"data: each document must be a dict of columns, and one is a str"):
+        load_documents(["text"], tokenizer, max_length=100)
+    with pytest.raises(UserError, match=r"data\[1\]: has `body`"):
+        load_documents([*ROWS[:1], {"body": "a"}], tokenizer, max_length=100)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30, 64, 1000])
+def test_a_file_cut_into_blocks_anywhere(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank lines, a byte order mark, a last line without an end: numbers and documents stay the same."""
+    lines = [
+        "\ufeff" + json.dumps({"text": "a"}),
+        "",
+        json.dumps({"text": "b\u2028\u00e9"}, ensure_ascii=False),
+        "  \r",
+    ]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join([*lines, json.dumps({"text": "cc" * 20})]), encoding="utf-8")
+    monkeypatch.setattr(sources_module, "BLOCK_BYTES", size)
+    found = records(str(path))
+    assert [record.where.rpartition(":")[2] for record in found] == ["1", "3", "5"]
+    assert [record.value["text"] for record in found] == ["a", "b\u2028\u00e9", "cc" * 20]
+
+
+# ---------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("[:2]", [0, 1]), ("[5:]", [5, 6]), ("[-1:]", [6]), ("[:50%]", [0, 1, 2, 3]), ("[2:4]", [2, 3]), ("[5:3]", [])],
+)
+@pytest.mark.parametrize("write", [write_jsonl_file, write_zipped, write_csv, write_list, write_parquet, write_saved])
+def test_a_part_of_a_source(write: Callable[[Path], str], split: str, expected: list[int], tmp_path: Path) -> None:
+    assert values(write(tmp_path), split=split) == [ROWS[i] for i in expected]
+
+
+def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
+    import datasets
+
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[:5]), test=datasets.Dataset.from_list(ROWS[5:]))
+    both.save_to_disk(tmp_path / "both")
+    path = str(tmp_path / "both")
+    assert values(path) == ROWS[:5]
+    assert values(path, split="test[1:]") == ROWS[6:]
+    assert records(path, split="test")[1].where == f"{path}:test[1]"
+    with pytest.raises(UserError, match=r"has no split valid; set data\.split to train or test"):
+        records(path, split="valid")
+    with pytest.raises(UserError, match=r"is a file, which has no split called train"):
+        records(write_jsonl_file(tmp_path), split="train")
+    with pytest.raises(UserError, match=r"data\.subset: .* is not a dataset on the hub"):
+        records(path, subset="main")
+
+
+def test_a_dataset_on_the_hub_is_asked_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(path: str, subset: str | None, split: str | None) -> Any:
+        asked.append((path, subset, split))
+        if path == "no/where":
+            raise ConnectionError("cannot reach the hub\nat all")
+        return datasets.Dataset.from_list(ROWS, split=split)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert values("openai/gsm8k", subset="main", split="train[:3]") == ROWS[:3]
+    assert asked == [("openai/gsm8k", "main", "train")]
+    with pytest.raises(UserError, match=r"no/where .* could not load it from the hub: cannot reach the hub\."):
+        records("no/where")
+
+
+# ---------------------------------------------------------------- files of other trainers
+
+QUESTION = [{"role": "user", "content": "1+1?"}]
+ANSWER = {"role": "assistant", "content": "2"}
+CHAT = [*QUESTION, ANSWER]
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": QUESTION, "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0, "question": "1+1?", "answer": "2", "turns": CHAT},
+}  # fmt: skip
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        pytest.param(VERL, {"completion": "reward_model.ground_truth"},
+                     {"prompt": QUESTION, "completion": [ANSWER]}, id="verl"),
+        pytest.param(
+            VERL, {"instruction": "extra_info.question", "output": "extra_info.answer"},
+            {"messages": CHAT}, id="verl, prompt_dict_keys",
+        ),
+        pytest.param(VERL, {"messages": "extra_info.turns"}, {"messages": CHAT}, id="verl, turns"),
+        pytest.param(
+            VERL, {"prompt": "prompt.0.content", "completion": "extra_info.turns.-1.content"},
+            {"prompt": "1+1?", "completion": "2"}, id="places in lists",
+        ),
+        pytest.param({"prompt": QUESTION, "label": "2"}, {"completion": "label"},
+                     {"prompt": QUESTION, "completion": [ANSWER]}, id="Miles"),
+        pytest.param({"messages": CHAT, "metadata": {}}, {}, {"messages": CHAT}, id="Miles, SFT"),
+        pytest.param({"instruction": "1+1?", "input": "", "output": "2"}, {}, {"messages": CHAT}, id="ROLL"),
+        pytest.param({"prompt": QUESTION, "completion": [ANSWER]}, {},
+                     {"prompt": QUESTION, "completion": [ANSWER]}, id="TRL"),
+        pytest.param({"question": "1+1?", "answer": "2", "text": "x"}, {"prompt": "question", "completion": "answer"},
+                     {"prompt": "1+1?", "completion": "2"}, id="a mapped format leaves others out"),
+        pytest.param(
+            {"instruction": "Add.", "input": "1+1?", "output": "2", "system": "Be brief.", "history": [["a", "b"]]}, {},
+            {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"},
+                          {"role": "assistant", "content": "b"}, {"role": "user", "content": "Add.\n1+1?"}, ANSWER]},
+            id="LLaMA-Factory, alpaca",
+        ),
+        pytest.param(
+            {"conversations": [{"from": "human", "value": "1+1?"},
+                               {"from": "function_call", "value": json.dumps(CALL["function"])},
+                               {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2"}],
+             "tools": json.dumps([TOOL])},
+            {"messages": "conversations"},
+            {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [CALL]},
+                          {"role": "tool", "content": "2"}, ANSWER],
+             "tools": [TOOL]},
+            id="LLaMA-Factory, sharegpt",
+        ),
+        pytest.param({"messages": [*QUESTION, {**ANSWER, "weight": 0}]}, {},
+                     {"messages": [*QUESTION, {**ANSWER, "train": False}]}, id="OpenAI"),
+        pytest.param({"messages": json.dumps(CHAT)}, {}, {"messages": CHAT}, id="JSON in text"),
+        pytest.param({"prompt": "[{ is text", "completion": "x"}, {}, {"prompt": "[{ is text", "completion": "x"},
+                     id="no JSON"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("write", ["jsonl", "parquet"])
+def test_rows_of_other_trainers(
+    row: dict[str, Any], columns: dict[str, str], expected: dict[str, Any], write: str, tmp_path: Path
+) -> None:
+    if write == "parquet" and row.get("metadata") == {}:
+        row = {"messages": row["messages"]}  # Parquet has no empty objects
+    path = write_jsonl(tmp_path / "d.jsonl", row) if write == "jsonl" else write_parquet(tmp_path, [row])
+    assert values(path, columns=columns) == [expected]
+
+
+def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:
+    """In Parquet every message has the keys of all."""
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    other = {"role": "assistant", "tool_calls": [{"function": {"name": "no", "arguments": {"b": 2}}}], "content": ""}
+    messages = [*QUESTION, called, {"role": "tool", "content": "2", "tool_call_id": "x"}, other]
+    assert values(write_parquet(tmp_path, [{"messages": messages, "tools": None}])) == [{"messages": messages}]
+
+
+def test_instructions_are_chats_where_there_is_a_template_and_text_elsewhere(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {"instruction": "Add.", "input": "1+1", "output": "2"})
+    assert values(path, chat=False) == [{"prompt": "Add.\n1+1\n\n", "completion": "2"}]
+    tokenizer = byte_tokenizer()
+    documents, report = load_documents(path, tokenizer, max_length=100)
+    asked, _ = load_documents([chat(("user", "Add.\n1+1"), ("assistant", "2"))], tokenizer, max_length=100)
+    assert flat(documents) == flat(asked) and report.formats == (("messages", 1),)
+    documents, report = load_documents(path, byte_tokenizer(None), max_length=100)
+    assert report.formats == (("prompt", 1),)
+
+
+# ---------------------------------------------------------------- several sources
+
+
+def config_of(*overrides: str) -> SftConfig:
+    return load_config([], ["model.path=org/model", *overrides])
+
+
+def test_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), *ROWS)
+    write_jsonl(Path("b.jsonl"), *({"body": str(i)} for i in range(4)))
+    config = config_of("data.sources=[{path: a.jsonl, weight: 0.5}, {name: B, path: b.jsonl, columns: {text: body}}]")
+    documents, report = load_documents(config.data, byte_tokenizer(), max_length=100)
+    assert [document.dataset for document in documents] == ["a"] * 7 + ["B"] * 4
+    assert [(share.documents, share.weight, share.in_epoch) for share in documents.shares] == [(7, 0.5, 4), (4, 1.0, 4)]
+    assert (report.documents, report.in_epoch, [one.documents for one in report.sources]) == (11, 8, [7, 4])
+    assert report.tokens == sum(one.tokens for one in report.sources) == sum(documents.lengths)
+    assert "a (a.jsonl): 7 documents" in str(report) and "an epoch takes 4 documents" in str(report)
+    alone, _ = load_documents("a.jsonl", byte_tokenizer(), max_length=100)
+    assert flat(documents)[:7] == flat(alone) and alone[0].dataset == ""
+
+
+def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), *ROWS)
+    write_zipped(tmp_path)
+    write_jsonl(Path("c.jsonl"), *ROWS[::-1])
+
+    def digest(data: Any, **options: Any) -> str:
+        return load_documents(data, byte_tokenizer(), **{"max_length": 100, **options})[1].digest
+
+    assert digest("a.jsonl") == digest("d.jsonl.gz") == digest(ROWS) == digest("a.jsonl", max_length=50)
+    twice = [SourceConfig(path="a.jsonl"), SourceConfig(path="c.jsonl")]
+    others = [
+        digest("c.jsonl"), digest(ROWS[:6]), digest("a.jsonl", max_length=20, long_documents="truncate"),
+        digest(twice), digest([SourceConfig(path="a.jsonl", weight=2), twice[1]]),
+    ]  # fmt: skip
+    assert len({digest("a.jsonl"), *others}) == len(others) + 1
+    longest = max(len(document) for document in load_documents(ROWS, byte_tokenizer(), max_length=100)[0])
+    kept = [row for row in ROWS if len(row["prompt"]) < 20]
+    assert longest < 50 and digest(ROWS, max_length=longest, long_documents="drop") == digest(kept)
+
+
+REFUSED = {
+    "data.sources=[{pth: a.jsonl}]": "there is no `pth`",
+    "data.sources=[{name: a}]": "one has no `path`",
+    "data.sources=[{path: a.jsonl, weight: 0}]": "weight is 0.0; it must be above 0",
+    "data.sources=[{path: a.jsonl, weight: x}]": "its `weight` must be a number",
+    "data.sources=[{path: a.jsonl}, {path: b/a.jsonl}]": "two sources are called a",
+    "data.sources=[]": "is empty",
+    "data.sources=[{path: a.jsonl, columns: {label: x}}]": "weft has no column label",
+    "data.sources=[{path: none.jsonl}]": "data.sources none.jsonl does not exist",
+    "data.columns={completion: prompt, text: body}": "names more than one format (prompt and text)",
+    "data.columns={question: prompt}": "weft's name comes first: {prompt: question}",
+    "data.columns={text: a..b}": "names no column",
+    "data.split=train[1]": "is not a split",
+    "data.workers=0": "data.workers is 0; it must be 1 or more",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_the_config_refuses(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), *ROWS)
+    overrides = [override] if "sources" in override else ["data.path=a.jsonl", override]
+    with pytest.raises(UserError) as caught:
+        config_of(*overrides)
+    assert REFUSED[override] in str(caught.value)
+
+
+def test_sources_replace_the_path_and_come_back_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.config import to_yaml
+
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), *ROWS)
+    config = config_of("data.sources=[{path: a.jsonl, columns: {text: body}, weight: 2}]")
+    assert config.data.path is None
+    Path("c.yaml").write_text(to_yaml(config))
+    assert load_config(["c.yaml"], []) == config
+    with pytest.raises(UserError, match=r"data\.path .* and data\.sources .* are both set"):
+        config_of("data.path=a.jsonl", "data.sources=[{path: a.jsonl}]")
+    for inert in ("data.columns={text: b}", "data.split='[:1]'", "data.subset=main"):
+        with pytest.raises(UserError, match=r"would have no effect: data\.sources is set"):
+            config_of(inert, "data.sources=[{path: a.jsonl}]")

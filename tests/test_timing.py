@@ -1,0 +1,190 @@
+"""Seconds of a step by phase: they add up, waiting is told from computing, and what is sent stays the same."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.cases import open_engine, saved_model, world_of
+from tests.pool import run
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe import flight, profiling, timing
+from weft.observe.timing import StepTimes
+from weft.parallel.timed import TimedAllGather, time_collectives
+from weft.verification.documents import awkward_steps
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """time.perf_counter that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_seconds_by_hand(clock: Clock) -> None:
+    times = StepTimes(CPU, world=2)
+    times.open()
+    try:
+        for phase, seconds in [("save", 50), ("plan", 1), ("rows", 2), ("forward", 4), ("backward", 8), ("rows", 0.5),
+                               ("forward", 16)]:  # fmt: skip
+            flight.at(phase)
+            clock.now += seconds
+        timing.waited(clock.now - 3)  # of the 16
+        flight.at("reduce")
+        with timing.waiting():
+            clock.now += 32
+        for phase, seconds in [("optimizer", 64), ("record", 128), ("save", 256)]:
+            flight.at(phase)
+            clock.now += seconds
+        timing.waited(clock.now - 9)  # after the step: nobody's
+        assert times.take() == {
+            "time/data": 3.5, "time/forward": 17.0, "time/backward": 8.0, "time/communication": 35.0,
+            "time/optimizer": 64.0,
+        }  # fmt: skip
+        assert times.take() == {}
+    finally:
+        times.close()
+    assert flight.own.listeners == []
+
+
+def test_on_several_accelerators_communication_is_not_told() -> None:
+    times = StepTimes(torch.device("cuda"), world=2)
+    times._now = lambda: Event(next(counting))  # type: ignore[method-assign]
+    counting = iter(range(0, 9000, 1000))
+    for phase in ("plan", "forward", "optimizer", "record"):
+        times._at(phase, 0)
+    assert times.take() == {
+        "time/data": 1.0, "time/forward": 1.0, "time/backward": 0.0, "time/communication": None, "time/optimizer": 1.0,
+    }  # fmt: skip
+
+
+class Event:
+    """A CUDA event at so many milliseconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.waited = at, False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.waited
+        return other.at - self.at
+
+
+# ---------------------------------------------------------------- real ranks
+
+
+def step(engine: Engine) -> dict[str, torch.Tensor]:
+    """One step on awkward documents; this rank's shards of its gradients."""
+    documents = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in awkward_steps(128)[0]]
+    flight.step(1, 1)
+    plan = engine.plan([engine.meta(document) for document in documents])
+    engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
+    found = {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+    engine.apply(1e-3)
+    flight.at("record")
+    return found
+
+
+def own_part(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def timed_and_not(path: str, mesh: str, slow_rank: int | None) -> dict[str, Any]:
+    """Gradients of one step with and without timing, and the seconds of the timed one."""
+    plain = step(open_engine(path, mesh))
+    engine = open_engine(path, mesh)
+    time_collectives(engine.module)
+    if dist.get_rank() == slow_rank:
+        make_slow(engine)
+    times = StepTimes(engine.device, engine.ranks.world)
+    times.open()
+    began = time.perf_counter()
+    timed = step(engine)
+    seconds = time.perf_counter() - began
+    times.close()
+    return {
+        "equal": plain.keys() == timed.keys() and all(torch.equal(plain[name], timed[name]) for name in plain),
+        "seconds": seconds,
+        "times": times.take(),
+    }
+
+
+def make_slow(engine: Engine) -> None:
+    """A tenth of a second more for every forward of the first layer."""
+    engine.module.layers[0][1].register_forward_pre_hook(lambda *_: time.sleep(0.1))
+
+
+@pytest.mark.parametrize("mesh", ["2", "2x1"])
+def test_who_waits_for_a_slow_rank_is_told_and_nothing_else_changes(mesh: str) -> None:
+    fast, slow = run(world_of(mesh), timed_and_not, saved_model("llama"), mesh, 1)
+    for found in (fast, slow):
+        assert found["equal"]
+        assert sum(found["times"].values()) == pytest.approx(found["seconds"], rel=0.05, abs=0.005)
+    assert slow["times"]["time/forward"] > 0.1 and fast["times"]["time/communication"] > 0.09
+    assert slow["times"]["time/forward"] > fast["times"]["time/forward"] + 0.05
+    assert slow["times"]["time/communication"] < fast["times"]["time/communication"]
+
+
+def test_the_gather_is_timed_in_the_phase_that_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(*_: Any, **__: Any) -> None:
+        clock.now += 5
+
+    monkeypatch.setattr(dist, "all_gather_single", gather)
+    times = StepTimes(CPU, world=2)
+    times.open()
+    try:
+        flight.at("plan")
+        flight.at("forward")
+        TimedAllGather()(torch.zeros(2), torch.zeros(1), None)  # type: ignore[arg-type]
+        clock.now += 2
+        flight.at("record")
+        seconds = times.take()
+    finally:
+        times.close()
+    assert seconds["time/forward"] == 2.0 and seconds["time/communication"] == 5.0
+
+
+# ---------------------------------------------------------------- traces
+
+
+def test_a_trace_holds_the_phases(tmp_path: Path) -> None:
+    import gzip
+    import json
+
+    from weft.config.schema import ProfileConfig
+
+    config = ProfileConfig(steps=(2,), memory=True)
+    for number in (1, 2):
+        with profiling.profiled(config, number, tmp_path, rank=0):
+            flight.at("forward", 1)
+            torch.ones(64, 64).matmul(torch.ones(64, 64))
+            flight.at("optimizer")
+        with profiling.profiled(config, number, tmp_path, rank=1):
+            pass
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0-step-2.json.gz"]
+    trace = json.loads(gzip.decompress((tmp_path / "profile" / "rank-0-step-2.json.gz").read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"weft: forward 1", "weft: optimizer", "aten::matmul", "[memory]"} <= names
+    assert flight.own.listeners == []

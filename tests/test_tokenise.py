@@ -1,0 +1,134 @@
+"""Tokenising in processes, and tokens that are kept: nothing but the time differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import run
+from tests.test_sources import flat
+from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
+from weft.data import sources, tokenise
+from weft.data.documents import load_documents
+from weft.data.encode import Encoder
+from weft.data.tokenise import Tokenising
+from weft.errors import StorageError, UserError
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    _large(monkeypatch)
+
+
+def _large(patch: pytest.MonkeyPatch) -> None:
+    """Small data is treated as data of many gigabytes."""
+    patch.setattr(tokenise, "KEPT_BYTES", 0)
+    patch.setattr(tokenise, "CREW_BYTES", 0)
+    patch.setattr(sources, "BLOCK_BYTES", 300)
+
+
+def write(path: Path, count: int = 40) -> str:
+    rows = [chat(("user", f"{i}?"), ("assistant", "ab" * (i % 7 + 1))) for i in range(count)]
+    return write_jsonl(path / "d.jsonl", *rows)
+
+
+def load(path: str, *, template: str = CHATML, **how: Any) -> Any:
+    return load_documents(path, byte_tokenizer(template), max_length=100, how=Tokenising(**how))
+
+
+def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
+    path, shown = write(tmp_path), []
+    alone, report = load(path)
+    documents, other = load(path, workers=2, show=lambda done, total: shown.append((done, total)))
+    assert flat(documents) == flat(alone) and report == other
+    assert [document.source for document in documents] == [document.source for document in alone]
+    size = Path(path).stat().st_size
+    assert shown[-1] == (size, size) and len(shown) > 5 and shown == sorted(shown)
+
+
+def test_the_first_bad_line_is_named_whoever_finds_one(tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    lines = path.read_text().splitlines()
+    lines[12], lines[30] = '{"text": 12}', "{"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"d\.jsonl:13: `text` must be a string"):
+        load(str(path), workers=2)
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.data.crew.sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"a process that tokenises has died.*data\.workers"):
+        load(write(tmp_path), workers=2)
+
+
+def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, kept = write(tmp_path), str(tmp_path / "kept")
+    first, report = load(path, cache=kept)
+    calls: list[int] = []
+    original = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, records: calls.append(len(records)) or original(self, records))
+    again, other = load(path, cache=kept)
+    assert not calls and flat(again) == flat(first) and report == other
+    moved = Path(path).rename(tmp_path / "moved.jsonl")
+    assert load(str(moved), cache=kept)[0][3].source == f"{moved}:4" and not calls
+    load(str(moved), cache=kept, template=CHATML + " ")  # another template is another text
+    assert sum(calls) == 40
+    moved.write_text(moved.read_text().replace("7?", "8?"))
+    load(str(moved), cache=kept)
+    load(str(moved))
+    assert sum(calls) == 120
+    assert len(list((tmp_path / "kept" / "tokens").glob("*/table.json"))) == 3
+    assert not list((tmp_path / "kept" / "tokens").glob("*.partial"))
+
+
+def test_what_failed_is_not_kept(tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    whole = path.read_text()
+    path.write_text(whole + "{\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"d\.jsonl:41: is not valid JSON"):
+            load(str(path), cache=str(tmp_path / "kept"))
+    assert not [entry for entry in (tmp_path / "kept" / "tokens").iterdir() if entry.is_dir()]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"data\.cache: .*file/tokens cannot be used: .*or to null"):
+        load(write(tmp_path), cache=str(tmp_path / "file"))
+
+
+def _rank_loads(path: str, kept: str, log: str) -> tuple[Any, str]:
+    """On a rank: what it loaded. It leaves a line in the log when it tokenises."""
+    original = Encoder.encode
+
+    def encode(self: Encoder, records: Any) -> Any:
+        with open(log, "a") as file:
+            file.write(f"{os.environ.get('RANK', '')} {len(records)}\n")
+        time.sleep(0.02)
+        return original(self, records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _large(patch)
+        patch.setattr(Encoder, "encode", encode)
+        documents, report = load(path, cache=kept)
+        return flat(documents), report.digest
+
+
+def test_one_rank_tokenises_and_the_others_wait(tmp_path: Path) -> None:
+    path, log = write(tmp_path), tmp_path / "log"
+    results = run(4, _rank_loads, path, str(tmp_path / "kept"), str(log))
+    assert all(result == results[0] for result in results)
+    assert sum(int(line.split()[-1]) for line in log.read_text().splitlines()) == 40
+    assert results[0][0] == flat(load(path)[0])
+
+
+def test_json_of_a_table_is_small(tmp_path: Path) -> None:
+    """What is beside the arrays is what `read` needs."""
+    load(write(tmp_path), cache=str(tmp_path / "kept"))
+    [meta] = (tmp_path / "kept" / "tokens").glob("*/table.json")
+    assert set(json.loads(meta.read_text())) == {"documents", "digest", "largest"}

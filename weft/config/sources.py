@@ -1,0 +1,122 @@
+"""What a config says of where documents are: names of columns, splits, names of sources. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.config.yaml12 import show
+
+# The columns of each format, and those that go with any of them.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "text": ("text",),
+    "instruction": ("instruction", "input", "output"),
+}
+BESIDE = ("system", "tools", "chat_template_kwargs", "history")
+COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_PART = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """`name[start:stop]`. name: "" where none is given; start, stop: as Python's slices, in rows or "10%"."""
+
+    name: str = ""
+    start: str = ""
+    stop: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.start and not self.stop
+
+    def rows(self, n: int) -> range:
+        """Which of n rows it names."""
+        return range(n)[slice(_row(self.start, n), _row(self.stop, n))]
+
+
+def _row(text: str, n: int) -> int | None:
+    if not text:
+        return None
+    return round(n * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+
+def parse_split(text: str | None) -> Split:
+    """Of data.split, which `split_problems` has passed."""
+    match = _PART.fullmatch(text or "")
+    assert match is not None
+    return Split(match["name"], match["start"] or "", match["stop"] or "")
+
+
+def split_problems(text: str | None) -> Iterator[str]:
+    """What is wrong with a split."""
+    match = _PART.fullmatch(text or "")
+    if match is None or any(bound in ("%", "-", "-%") for bound in (match["start"], match["stop"])):
+        yield f"{text} is not a split: write a name, a part such as [:1000] or [10%:], or both: train[:1000]."
+
+
+def column_problems(columns: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with a mapping of columns: targets that weft does not have, or of two formats."""
+    for name, path in columns.items():
+        if name not in COLUMNS:
+            hint = f"did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
+            if path in COLUMNS:
+                hint = f"weft's name comes first: {{{path}: {name}}}."
+            yield f"weft has no column {name}; it has {', '.join(COLUMNS)}. {hint}".rstrip()
+        elif not path or not all(path.split(".")):
+            yield f"{name}: {show(path)} names no column: write a name, or names joined by dots."
+    named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
+    if len(named) > 1:
+        yield f"{show(dict(columns))} names more than one format ({' and '.join(named)}): keep one."
+
+
+def source_problems(sources: Sequence[Any]) -> Iterator[str]:
+    """What is wrong with data.sources."""
+    if not sources:
+        yield "is empty: name at least one source, or set data.path."
+    for source in sources:
+        texts = [f"columns: {text}" for text in column_problems(source.columns)]
+        texts += [f"split: {text}" for text in split_problems(source.split)]
+        if source.weight <= 0:
+            texts.append(f"weight is {show(source.weight)}; it must be above 0, or leave the source out.")
+        if source.name is not None and not re.fullmatch(r"[\w.-]+", source.name):
+            texts.append(f"name: {show(source.name)} may hold letters, digits, dots, dashes and underscores.")
+        yield from (f"{source.path}: {text}" for text in texts)
+    names = [source_name(source) for source in sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"two sources are called {name}: give each a name, as in {{name: {name}-2, path: ...}}."
+
+
+def source_name(source: Any) -> str:
+    """What a source is called in reports and metrics: its name, else that of its file."""
+    if source.name is not None:
+        return str(source.name)
+    name = Path(source.path).name.removesuffix(".gz")
+    for suffix in DATA_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "data"
+
+
+def looks_like_hub_dataset(path: str) -> bool:
+    """Whether a path that does not exist here can be `owner/name` on the hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        return False
+    return not path.removesuffix(".gz").endswith(DATA_SUFFIXES) and not Path(path).parent.is_dir()
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path stands for several files."""
+    return any(letter in path for letter in "*?[") and not Path(path).expanduser().exists()
+
+
+def matching_files(path: str) -> list[str]:
+    """The files that a pattern names, sorted."""
+    return sorted(name for name in glob.glob(str(Path(path).expanduser()), recursive=True) if Path(name).is_file())

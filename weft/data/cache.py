@@ -1,0 +1,94 @@
+"""Tokens of large data, kept in a folder by content: tokenised once for all ranks of a machine, and for later runs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import weft
+from weft.data import table as tables
+from weft.data.sources import Part
+from weft.data.table import Chunk, Table
+from weft.errors import StorageError
+from weft.observe import flight
+
+if TYPE_CHECKING:
+    from weft.data.tokenise import Work
+
+_SECONDS = 0.2  # between two looks at a lock
+
+
+def key(part: Part, work: Work) -> str | None:
+    """All that tokens depend on: the data's bytes, how they are read, the tokenizer, the code. None: not known."""
+    tokenizer = work.tokenizer
+    if part.digest is None or not tokenizer.is_fast:
+        return None
+    said = [
+        part.digest(), str(part.by_line), str(sorted(work.reading.columns.items())), str(work.reading.chat),
+        type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
+        str(sorted(tokenizer.special_tokens_map.items())), repr(work.encoding),
+        version("tokenizers"), version("transformers"), weft.__version__, _code(),
+    ]  # fmt: skip
+    return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
+
+
+def table(folder: str, name: str, part: Part, chunks: Callable[[], Iterator[Chunk]]) -> Table:
+    """The table `name` of a cache folder; made from `chunks` by the first who asks, while others wait."""
+    root = Path(folder).expanduser() / "tokens"
+    kept = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not kept.is_dir():
+            with _locked(root / f"{name}.lock"):
+                if not kept.is_dir():
+                    _make(kept, chunks)
+        return tables.read(kept, part.origin, part.by_line)
+    except OSError as error:
+        raise StorageError(
+            f"data.cache: {root} cannot be used: {error.strerror or error}. Set data.cache to a folder on a disk with "
+            "room, or to null, to keep nothing."
+        ) from error
+
+
+def _make(kept: Path, chunks: Callable[[], Iterator[Chunk]]) -> None:
+    partial = kept.with_name(f"{kept.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        tables.write(partial, chunks())
+        partial.rename(kept)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock of one table; it falls when its holder ends, however that happens."""
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                flight.beat()
+                time.sleep(_SECONDS)
+        yield
+
+
+@cache
+def _code() -> str:
+    """Digest of the files of weft that read and tokenise."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.is_file() and path.suffix in (".py", ".jinja"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

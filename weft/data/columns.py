@@ -1,0 +1,52 @@
+"""data.columns: which of weft's columns lies where in a row of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.config.sources import BESIDE, FORMATS
+from weft.errors import UserError
+
+_OPTIONAL = ("input", *BESIDE)
+
+
+def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row under weft's names.
+
+    A column of a format that `columns` names makes that the format: columns of others are left out then, so that a
+    table may hold several. Raises UserError where the row does not have what a path names.
+    """
+    named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
+    kept = {name for form in named or FORMATS for name in FORMATS[form]} | set(BESIDE)
+    out = {name: value for name, value in row.items() if name not in columns and (name in kept or not named)}
+    for name, path in columns.items():
+        value = _find(where, row, name, path)
+        if value is not None or name not in _OPTIONAL:
+            out[name] = value
+    return out
+
+
+def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
+    """The value at a path: a name of the row as it stands, else names and list indices joined by dots."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.removeprefix("-").isdigit() and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        elif name in _OPTIONAL:
+            return None
+        else:
+            raise UserError(f"{where}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.")
+    return value
+
+
+def _missing(value: Any, part: str) -> str:
+    if isinstance(value, Mapping):
+        return f"there is no `{part}` among {', '.join(f'`{key}`' for key in value) or 'no keys'}"
+    if isinstance(value, list):
+        return f"`{part}` is no place in a list of {len(value)}"
+    return f"`{part}` would be inside {'null' if value is None else 'a ' + type(value).__name__}, which has no parts"

@@ -1,0 +1,132 @@
+"""A record -> the messages that a chat template is given, and which of them are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.data.records import Record
+from weft.errors import UserError
+
+TrainOn = Literal["answers", "last", "all"]
+
+# Templates read one of these names, and data have one of them.
+_REASONING = ("reasoning_content", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as templates want them. trained: places of the answers that are trained; kwargs: for this one alone."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    kwargs: Mapping[str, Any]
+    trained: tuple[int, ...]
+
+    def replaced(self, place: int, **changes: Any) -> Conversation:
+        """The conversation with some keys of a message changed; None takes a key away."""
+        message = {key: value for key, value in {**self.messages[place], **changes}.items() if value is not None}
+        messages = [*self.messages[:place], message, *self.messages[place + 1 :]]
+        return Conversation(messages, self.tools, self.kwargs, self.trained)
+
+
+def is_chat(record: Record) -> bool:
+    """Whether a record goes through the chat template: `messages`, or a `prompt` that is a list of them."""
+    return record.format == "messages" or (record.format == "prompt" and not isinstance(record.value["prompt"], str))
+
+
+def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> Conversation:
+    """The conversation of a record for which is_chat. Raises UserError.
+
+    text_arguments: arguments of tool calls are JSON text, which some templates ask for; else they are objects.
+    """
+    value = record.value
+    raw: Sequence[Mapping[str, Any]] = value.get("messages") or ()
+    first = 0
+    if record.format == "prompt":
+        raw, first = [*value["prompt"], *_as_messages(value["completion"])], len(value["prompt"])
+    kwargs = value.get("chat_template_kwargs")
+    return Conversation(
+        messages=[_message(f"{record.where}: message {i}", m, text_arguments) for i, m in enumerate(raw, start=1)],
+        tools=_tools(record.where, value.get("tools")),
+        kwargs=_from_json(record.where, "chat_template_kwargs", kwargs) or {},
+        trained=tuple(_trained(record.where, raw, first, train_on)),
+    )
+
+
+def _trained(where: str, messages: Sequence[Mapping[str, Any]], first: int, train_on: TrainOn) -> Iterator[int]:
+    for number, message in enumerate(messages, start=1):
+        flag = message.get("train")
+        if flag is not None and not isinstance(flag, bool):
+            raise UserError(f"{where}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
+        if flag and (message["role"] != "assistant" or number <= first):
+            raise UserError(
+                f"{where}: message {number} says `train: true`, but only answers of the assistant can be trained. "
+                "Remove it, or say data.train_on: all."
+            )
+        if flag is False and train_on == "all":
+            raise UserError(
+                f"{where}: message {number} says `train: false`, and data.train_on: all trains every token. Remove "
+                "one of them."
+            )
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    for i in answers[-1:] if train_on == "last" else answers:
+        if messages[i].get("train") is not False:
+            yield i
+
+
+def _as_messages(completion: Any) -> list[Any]:
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return [completion] if isinstance(completion, dict) else list(completion)
+
+
+def _message(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+    """Null means absent; text parts are joined; a call without text has an empty one."""
+    message = {key: value for key, value in raw.items() if value is not None and key != "train"}
+    message["content"] = _text(message.get("content", ""))
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        message.update(dict.fromkeys(_REASONING, _text(reasoning)))
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(where, call, text_arguments) for call in calls]
+    return message
+
+
+def _text(content: Any) -> Any:
+    if isinstance(content, list) and all(isinstance(part, str) or "text" in part for part in content):
+        return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return content
+
+
+def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+    """{"type": "function", "function": {"name", "arguments"}}, whatever its writer left out."""
+    call = {key: value for key, value in raw.items() if value is not None}
+    function = dict(call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call})
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
+    if isinstance(arguments, str) and not text_arguments:
+        arguments = _from_json(where, "arguments", arguments)
+    elif text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(where: str, raw: Any) -> list[Any] | None:
+    tools = _from_json(where, "tools", raw)
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{where}: `tools` must be a list of functions (JSON schemas).")
+    return tools or None
+
+
+def _from_json(where: str, name: str, raw: Any) -> Any:
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return json.loads(raw) if raw.strip() else None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: `{name}` is no JSON: {error.msg} at column {error.colno}.") from None

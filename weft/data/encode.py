@@ -1,0 +1,294 @@
+"""Records -> token ids and which of them are trained."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.schema import DataConfig
+from weft.data.answers import Answers, Trained
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Rendering, Unclear, read_template
+from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
+from weft.data.records import Record
+from weft.errors import UserError
+
+_SHOWN = 1500  # characters of a rendering that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How records become tokens.
+
+    chat_template: a Jinja source in place of the tokenizer's own. date: the day that templates write, YYYY-MM-DD; None:
+    today.
+    """
+
+    train_on: TrainOn = "answers"
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids, and 1 for each that is trained as a target, else 0."""
+
+    ids: list[int]
+    trained: list[int]
+
+
+class Encoder:
+    """Encodes records of one tokenizer: what it puts around a text is asked once, not for each record."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.encoding = encoding or Encoding()
+        self._prefix = self._find_prefix()
+        self._backend: Any = None  # for chats, once there is one
+        self._answers: dict[str, Answers] = {}  # by the template's source
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """Encodes each record by its format, in order."""
+        out: list[Encoded | None] = [None] * len(records)
+        for kind, encode in {"chat": self._chats, "prompt": self._prompts, "text": self._texts}.items():
+            places = [i for i, record in enumerate(records) if kind == ("chat" if is_chat(record) else record.format)]
+            if places:
+                for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
+                    out[i] = encoded
+        return [encoded for encoded in out if encoded is not None]
+
+    def _texts(self, records: Sequence[Record]) -> list[Encoded]:
+        eos = self._eos(records[0])
+        out = []
+        for ids in self._plain([record.value["text"] for record in records]):
+            ids = _ended(self._begun(ids), eos)
+            out.append(Encoded(ids, [1] * len(ids)))
+        return out
+
+    def _prompts(self, records: Sequence[Record]) -> list[Encoded]:
+        """Prompt and completion are tokenised apart, so that the prompt is what generation will be given."""
+        eos = self._eos(records[0])
+        prompts = self._plain([record.value["prompt"] for record in records])
+        completions = self._continuations([record.value["completion"] for record in records])
+        in_prompt = int(self.encoding.train_on == "all")
+        out = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prompt, completion = self._begun(prompt), _ended(completion, eos)
+            out.append(Encoded(prompt + completion, [in_prompt] * len(prompt) + [1] * len(completion)))
+        return out
+
+    def _chats(self, records: Sequence[Record]) -> list[Encoded]:
+        """Each conversation is rendered and tokenised as a whole; a token that has a trained character is trained."""
+        if self._backend is None:
+            self._backend = _chat_backend(self.tokenizer, records[0].where)
+        chats = [self._rendered(record) for record in records]
+        encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        return [Encoded(e.ids, _trained_tokens(e, chat)) for e, chat in zip(encodings, chats, strict=True)]
+
+    def _rendered(self, record: Record) -> Trained:
+        """Templates take the arguments of tool calls as objects, a few as JSON text."""
+        chat = conversation(record, self.encoding.train_on)
+        try:
+            return self._find(record, chat)
+        except UserError:
+            raise
+        except RENDER_ERRORS as error:
+            if any("tool_calls" in message for message in chat.messages):
+                try:
+                    return self._find(record, conversation(record, self.encoding.train_on, text_arguments=True))
+                except RENDER_ERRORS:
+                    pass
+            raise UserError(
+                f"{record.where}: the chat template refused this document: {_first_line(error)}. Change the messages, "
+                "or set data.chat_template."
+            ) from error
+        except Unclear as error:
+            raise UserError(
+                f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
+                f"the numbers of the messages that were found:\n{_shown(error.rendering)}\nIn a copy of the template, "
+                "put {% generation %} before the assistant's text and {% endgeneration %} behind its end-of-turn "
+                "token, and name it in data.chat_template."
+            ) from error
+
+    def _find(self, record: Record, chat: Conversation) -> Trained:
+        answers = self.answers_of(record, chat)
+        kwargs = {**self.encoding.template_kwargs, **chat.kwargs}
+        return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
+
+    def answers_of(self, record: Record, chat: Conversation) -> Answers:
+        """What finds the answers of a conversation; with tools a tokenizer may have another template."""
+        source = self.encoding.chat_template
+        if source is None:
+            source = _own_template(self.tokenizer, record.where, chat)
+        if source not in self._answers:
+            added = self.tokenizer.added_tokens_decoder.values()
+            self._answers[source] = Answers(
+                ChatTemplate(source, {**self.tokenizer.special_tokens_map, **_clock(self.encoding.date)}),
+                [*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)],
+                [token.content for token in added if not token.special],
+            )
+        _check_read(record.where, chat, self._answers[source].template)
+        return self._answers[source]
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        out = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        ids: list[list[int]] = out["input_ids"]
+        return ids
+
+    def _continuations(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts that continue others.
+
+        SentencePiece-like tokenizers put a space before a text; within a document it would be one too many. They are
+        recognised by what they make of "a", and get each text behind a line break whose tokens are then cut off.
+        """
+        plain = self._plain(texts)
+        letter, anchor, both = self._plain(["a", "\n", "\na"])
+        if both == anchor + letter:
+            return plain
+        anchored = self._plain(["\n" + text for text in texts])
+        n = len(anchor)
+        return [ids[n:] if ids[:n] == anchor else apart for ids, apart in zip(anchored, plain, strict=True)]
+
+    def _find_prefix(self) -> list[int]:
+        """What the tokenizer puts before a text, such as bos."""
+        bare = self._plain(["a"])[0]
+        full: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
+        for i in range(len(full) - len(bare) + 1):
+            if full[i : i + len(bare)] == bare:
+                return full[:i]
+        return []
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
+
+    def _eos(self, record: Record) -> int:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise UserError(
+                f"{record.where}: `{record.format}` documents end with the tokenizer's end-of-text token, and it has "
+                "none: a model trained without it would never stop. Set eos_token in tokenizer_config.json."
+            )
+        assert isinstance(eos, int)
+        return eos
+
+
+def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
+    """The encoding that a config asks for. date is there only for templates that write one. Raises UserError."""
+    source = None if data.chat_template is None else read_template(data.chat_template)
+    dated = "strftime_now" in (source or str(tokenizer.chat_template))
+    return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
+    """Whether conversations can be rendered."""
+    return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
+
+
+def _clock(date: str | None) -> dict[str, Any]:
+    """What templates ask for the time, on that day."""
+    return {} if date is None else {"strftime_now": datetime.datetime.fromisoformat(date).strftime}
+
+
+def _ended(ids: list[int], eos: int) -> list[int]:
+    return ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversation) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where}: has `messages`, but the tokenizer has no chat template. Use the model's chat (instruct) "
+            "variant, put a chat_template.jinja beside the tokenizer, set data.chat_template (chatml, or a file), or "
+            "write `prompt` and `completion`."
+        )
+    source: str = tokenizer.get_chat_template(tools=chat.tools)
+    return source
+
+
+def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
+    """What a template never reads would be lost without a word."""
+    advice = "Remove it, or set data.chat_template to one that does."
+    if chat.tools and not template.names("tools"):
+        raise UserError(f"{where}: has `tools`, which the chat template does not render. {advice}")
+    for number, message in enumerate(chat.messages, start=1):
+        if "tool_calls" in message and not template.names("tool_calls"):
+            raise UserError(
+                f"{where}: message {number} has `tool_calls`, which the chat template does not render. {advice}"
+            )
+        if message.get("thinking") and not (template.names("thinking") or template.names("reasoning_content")):
+            raise UserError(
+                f"{where}: message {number} has `reasoning_content`, which the chat template does not render. Write it "
+                "into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
+            )
+
+
+def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
+    """The tokenizers.Tokenizer for chats, whose offsets cover every character of a text.
+
+    Byte-level tokenizers may trim spaces from offsets in their post-processor (Llama 3 does), so that a space at
+    either end of an answer has no token. Chat templates write their own special tokens: chats need no post-processor.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{where}: `messages` need a fast tokenizer (tokenizer.json) to mark which tokens to train, and model.path "
+            f"has a {type(tokenizer).__name__}. Convert it, or write `prompt` and `completion`."
+        )
+    backend: Any = tokenizer.backend_tokenizer
+    if backend.post_processor is not None or backend.padding is not None or backend.truncation is not None:
+        backend = copy.deepcopy(backend)
+        backend.post_processor = None
+        backend.no_padding()
+        backend.no_truncation()
+    text = "a b\nc"
+    found = backend.encode(text, add_special_tokens=False)
+    lost = [i for i in range(len(text)) if found.char_to_token(i) is None]
+    if lost:
+        raise UserError(
+            f"{where}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so that trained tokens "
+            "cannot be told from others. Write `prompt` and `completion`."
+        )
+    return backend
+
+
+def _trained_tokens(encoding: Any, chat: Trained) -> list[int]:
+    """1 for each token that has a trained character. encoding: tokenizers.Encoding of chat.text."""
+    mask = [0] * len(encoding)
+    for start, end in chat.spans:
+        first = _token_at(encoding, start, end)
+        behind = _token_at(encoding, end, len(chat.text))
+        if behind is None:
+            behind = len(mask)
+        elif encoding.token_to_chars(behind)[0] < end:  # it holds characters of both sides
+            behind += 1
+        if first is not None:
+            mask[first:behind] = [1] * (behind - first)
+    return mask
+
+
+def _token_at(encoding: Any, position: int, limit: int) -> int | None:
+    """The first token that has this character, or one behind it before the limit."""
+    for i in range(position, limit):
+        token: int | None = encoding.char_to_token(i)
+        if token is not None:
+            return token
+    return None
+
+
+def _shown(rendering: Rendering) -> str:
+    """The text with the number of each message before its part, indented, the middle left out where it is long."""
+    text = rendering.text
+    for place, (start, end) in sorted(rendering.regions.items(), key=lambda item: -item[1][0]):
+        text = f"{text[:start]}[{place + 1}:{text[start:end]}:{place + 1}]{text[end:]}"
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]}\n...\n{text[-_SHOWN // 2 :]}"
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

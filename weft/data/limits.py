@@ -1,0 +1,139 @@
+"""What must hold of tokenised documents, and what happens to those that are too long. Messages name file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from weft.data.table import Array, Digest, Table
+from weft.errors import UserError
+
+LongDocuments = Literal["error", "truncate", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A table as training sees it. source: its name, "" without data.sources. kept: documents; lengths: cut ones."""
+
+    table: Table
+    source: str
+    kept: Array
+    lengths: Array
+
+    @property
+    def truncated(self) -> int:
+        return int((self.lengths < self.table.lengths[self.kept]).sum())
+
+    def losses(self) -> Array:
+        """Trained tokens of each document."""
+        losses = self.table.losses[self.kept].astype(np.int64)
+        for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
+            losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
+        return losses
+
+    def digest(self) -> str:
+        """Of the documents as they are here."""
+        if len(self.kept) == len(self.table) and not self.truncated:
+            return self.table.digest
+        digest = Digest()
+        for index, length in zip(self.kept, self.lengths, strict=True):
+            digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_length: longest document in tokens, from the config key `key`. long: what happens to longer ones.
+
+    vocab_size: ids must be below it, where it is given.
+    """
+
+    max_length: int
+    key: str = "data.max_length"
+    long: LongDocuments = "error"
+    vocab_size: int | None = None
+
+    def check(self, tables: Sequence[Table]) -> None:
+        """Raises UserError at the first document that cannot be trained."""
+        for table in tables:
+            _check_ids(table, self.vocab_size)
+        check_trained(tables)
+        if self.long == "error":
+            self._refuse_long(tables)
+        elif self.long == "truncate":
+            self._check_truncated(tables)
+        elif all((table.lengths > self.max_length).all() for table in tables):
+            count = sum(len(table) for table in tables)
+            raise UserError(
+                f"{tables[0].origin}: data.long_documents: drop leaves no document: all {count} are longer than "
+                f"{self.max_length} tokens ({self.key}). Raise {self.key}, or set data.long_documents: truncate."
+            )
+
+    def piece(self, table: Table, source: str) -> Piece:
+        """The documents of a table that stay, as they stay."""
+        keep = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
+        kept = np.flatnonzero(keep)
+        return Piece(table, source, kept, np.minimum(table.lengths[kept], self.max_length))
+
+    def _refuse_long(self, tables: Sequence[Table]) -> None:
+        count = sum(int((table.lengths > self.max_length).sum()) for table in tables)
+        if not count:
+            return
+        table = max(tables, key=_longest)
+        length, of = _longest(table), sum(len(table) for table in tables)
+        if self.key == "step.max_tokens_per_device":
+            fix = f"Set step.max_tokens_per_device to at least {length} if memory allows"
+        else:
+            fix = f"Set {self.key} to at least {length} (step.max_tokens_per_device must be as large)"
+        raise UserError(
+            f"{table.where(int(table.lengths.argmax()))}: {count:,} of {of:,} documents are longer than "
+            f"{self.max_length} tokens ({self.key}); this is the longest, with {length}. {fix}, or set "
+            "data.long_documents to truncate or drop."
+        )
+
+    def _check_truncated(self, tables: Sequence[Table]) -> None:
+        empty = [
+            (table, int(index))
+            for table in tables
+            for index in np.flatnonzero(table.lengths > self.max_length)
+            if not table.losses_of(int(index), self.max_length)
+        ]
+        if empty:
+            table, index = empty[0]
+            raise UserError(
+                f"{table.where(index)}: no trained token is left after truncation to {self.max_length} tokens "
+                f"({len(empty):,} such documents). Raise {self.key}, or set data.long_documents: drop."
+            )
+
+
+def _longest(table: Table) -> int:
+    return int(table.lengths.max(initial=0))
+
+
+def _check_ids(table: Table, vocab_size: int | None) -> None:
+    if vocab_size is None or table.largest < vocab_size:
+        return
+    index = table.first_with(vocab_size)
+    found = int(table.tokens(index, int(table.lengths[index]))[0].max())
+    raise UserError(
+        f"{table.where(index)}: the tokenizer gives id {found}, but the model's vocabulary has {vocab_size} "
+        f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
+        "model's own tokenizer, or resize the model's embeddings."
+    )
+
+
+def check_trained(tables: Sequence[Table]) -> None:
+    """The first token is predicted from nothing, so it does not count as trained."""
+    empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
+    if not empty:
+        return
+    (table, index), (last, at) = empty[0], empty[-1]
+    others = f" So it is with {len(empty) - 1:,} more, the last at {last.where(at)}." if len(empty) > 1 else ""
+    if table.format(index) == "text":
+        advice = "Give it more text"
+    else:
+        advice = "Give it a message of the assistant that is not `train: false`, or a completion"
+    raise UserError(f"{table.where(index)}: no token of this document is trained.{others} {advice}, or remove it.")

@@ -1,0 +1,152 @@
+"""Messages of a chat as datasets hold them -> messages as chat templates read them, checked one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weft.errors import UserError
+
+Message = dict[str, Any]
+
+# ShareGPT's words for who speaks, as datasets and LLaMA-Factory use them.
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+MEDIA = ("images", "videos", "audios")
+
+
+def read_messages(where: str, column: str, value: Any) -> list[Message]:
+    """The messages of a column, each a new dict without nulls.
+
+    `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts stay as they are.
+    Raises UserError for what is no message.
+    """
+    value = decoded(where, column, value)
+    if not isinstance(value, list):
+        raise UserError(f"{where}: `{column}` must be a list of objects with `role` and `content`, not {kind(value)}.")
+    if not value:
+        raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
+    place = "message" if column == "messages" else f"message of `{column}`"
+    return [_message(f"{where}: {place} {number}", message) for number, message in enumerate(value, start=1)]
+
+
+def read_tools(where: str, value: Any) -> list[dict[str, Any]]:
+    """The tools of a document: a list of JSON schemas, or JSON text of one."""
+    value = decoded(where, "tools", value)
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        inside = (
+            next((item for item in value if not isinstance(item, dict)), None) if isinstance(value, list) else value
+        )
+        of = "a list of objects, and one is " if isinstance(value, list) else "a list of objects, not "
+        raise UserError(f"{where}: `tools` must be {of}{kind(inside)}. Each is the JSON schema of a function.")
+    return value
+
+
+def decoded(where: str, column: str, value: Any) -> Any:
+    """Tables hold lists as JSON text where their columns are strings."""
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: `{column}` is text that begins like a JSON list and is none: {error.msg} at character "
+            f"{error.pos}. Write it with json.dumps."
+        ) from None
+
+
+def _message(where: str, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
+    message = {name: item for name, item in value.items() if item is not None}
+    if "role" not in message and "from" in message:
+        message = _from_sharegpt(where, message)
+    if not isinstance(message.get("role"), str):
+        raise UserError(f'{where}: `role` must be a string such as "user", not {kind(message.get("role"))}.')
+    if unread := [name for name in MEDIA if message.get(name)]:
+        raise UserError(f"{where}: `{unread[0]}` is not in this version, which trains on text. Remove it.")
+    _check_content(where, message)
+    _check_calls(where, message)
+    return _with_train(where, message)
+
+
+def _from_sharegpt(where: str, message: Message) -> Message:
+    speaker = message.pop("from")
+    if speaker not in SPEAKERS:
+        raise UserError(
+            f"{where}: `from` is {json.dumps(speaker)}, and weft knows {', '.join(SPEAKERS)}. Write `role` and "
+            "`content`."
+        )
+    message = {"role": SPEAKERS[speaker], "content": message.pop("value", None), **message}
+    if speaker != "function_call":
+        return message
+    calls = message.pop("content")
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: `value` of a function_call must be JSON: {error.msg} at character {error.pos}."
+        ) from None
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _check_content(where: str, message: Message) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if isinstance(content, list):
+        for number, part in enumerate(content, start=1):
+            _check_part(f"{where}: part {number} of `content`", part)
+        return
+    # A message may only think, or only call tools; its template knows what to do.
+    if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
+        return
+    raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
+
+
+def _check_part(where: str, part: Any) -> None:
+    if not isinstance(part, dict) or "type" not in part:
+        raise UserError(f'{where} must be an object such as {{"type": "text", "text": "..."}}, not {kind(part)}.')
+    if part["type"] != "text":
+        raise UserError(f"{where} is of type {json.dumps(part['type'])}: this version trains on text. Remove it.")
+    if not isinstance(part.get("text"), str):
+        raise UserError(f"{where}: `text` must be a string, not {kind(part.get('text'))}.")
+
+
+def _check_calls(where: str, message: Message) -> None:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where}: `tool_calls` must be a list of objects, not {kind(calls)}.")
+    for number, call in enumerate(calls, start=1):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f'{where}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
+                '{"name": "...", "arguments": {...}}}.'
+            )
+    if not calls:  # templates ask whether the key is there, not whether it holds something
+        del message["tool_calls"]
+
+
+def _with_train(where: str, message: Message) -> Message:
+    """`train`: whether a message of the assistant is trained. OpenAI writes it as `weight`, 0 or 1."""
+    weight = message.pop("weight", None)
+    if weight is not None:
+        if weight not in (0, 1):
+            raise UserError(f"{where}: `weight` is {json.dumps(weight)}; it must be 0 (not trained) or 1.")
+        message.setdefault("train", bool(weight))
+    if not isinstance(message.get("train", True), bool):
+        raise UserError(f"{where}: `train` must be true or false, not {kind(message['train'])}.")
+    return message
+
+
+def kind(value: Any) -> str:
+    """What a value of JSON is, in words."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return names.get(type(value), "an object")

@@ -1,0 +1,53 @@
+"""What `load_documents` takes, as sources whose files have been found. Imports neither torch nor
+transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.schema import DataConfig, SourceConfig
+from weft.config.sources import source_name
+from weft.data.records import Reading
+from weft.data.sources import Part, in_memory, open_source
+
+# A path, the data section of a config, its sources, or rows: a list of dicts, a datasets.Dataset.
+Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] | Any
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that is open. label: for reports; name: of its documents, "" without data.sources."""
+
+    label: str
+    parts: list[Part]
+    columns: Mapping[str, str]
+    name: str = ""
+    weight: float = 1.0
+
+    def reading(self, chat: bool) -> Reading:
+        """How its rows are read. chat: whether there is a chat template."""
+        return Reading(self.columns, chat)
+
+
+def open_data(data: Data) -> list[Source]:
+    """The sources of what `load_documents` takes. Raises UserError where a file is not there or is no such file."""
+    if isinstance(data, DataConfig):
+        if data.sources is not None:
+            return [_open(source, named=True) for source in data.sources]
+        assert data.path is not None
+        return [_open(SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns))]
+    if isinstance(data, str):
+        return [_open(SourceConfig(path=data))]
+    if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
+        configs: Sequence[Any] = data
+        return [_open(source, named=True) for source in configs]
+    return [Source("data", [in_memory(data)], {})]
+
+
+def _open(config: SourceConfig, named: bool = False) -> Source:
+    name = source_name(config) if named else ""
+    label = f"{name} ({config.path})" if named else config.path
+    key = "data.sources" if named else "data.path"
+    return Source(label, open_source(config, key), config.columns, name, config.weight)

@@ -1,0 +1,150 @@
+"""Tokenised documents laid end to end in a few flat arrays, in memory or mapped from files.
+
+No document is cut or left out here; that is decided later, by views of a table. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.blocks import where
+from weft.data.encode import Encoded
+from weft.data.records import ALL_FORMATS, Format, Record
+
+Array = NDArray[Any]
+
+# One value for each token, or for each document.
+_TOKENS = {"ids": np.int32, "trained": np.uint8}
+_DOCUMENTS = {"lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8}
+_META = "table.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some documents, tokenised.
+
+    ids, trained: of all their tokens. lengths: tokens of each. losses: trained tokens of each, the first left out,
+    which nothing predicts. numbers: of their lines or rows. formats: places in ALL_FORMATS.
+    """
+
+    ids: Array
+    trained: Array
+    lengths: Array
+    losses: Array
+    numbers: Array
+    formats: Array
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], records: Sequence[Record], encoded: Sequence[Encoded]) -> Chunk:
+        """From what an Encoder gave for these records."""
+        total = sum(len(item.ids) for item in encoded)
+        return cls(
+            ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
+            trained=np.fromiter(chain.from_iterable(item.trained for item in encoded), np.uint8, total),
+            lengths=np.array([len(item.ids) for item in encoded], np.int32),
+            losses=np.array([sum(item.trained[1:]) for item in encoded], np.int32),
+            numbers=np.array(numbers, np.int64),
+            formats=np.array([ALL_FORMATS.index(record.format) for record in records], np.uint8),
+        )
+
+
+class Digest:
+    """Hexadecimal, of token ids, which are trained, and lengths, in their order, however they come in chunks."""
+
+    def __init__(self) -> None:
+        self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
+
+    def update(self, ids: Array, trained: Array, lengths: Array) -> None:
+        for part, values, dtype in zip(
+            self._parts, (ids, trained, lengths), (np.int32, np.uint8, np.int32), strict=True
+        ):
+            part.update(np.ascontiguousarray(values, dtype).data)
+
+    def hexdigest(self) -> str:
+        return hashlib.blake2b(b"".join(part.digest() for part in self._parts), digest_size=8).hexdigest()
+
+
+class Table:
+    """The documents of one file. origin, by_line: how messages name it and them. digest: of tokens and masks."""
+
+    def __init__(self, origin: str, by_line: bool, arrays: dict[str, Array], digest: str, largest: int) -> None:
+        self.origin, self.by_line, self.digest, self.largest = origin, by_line, digest, largest
+        self.ids, self.trained = arrays["ids"], arrays["trained"]
+        self.lengths, self.losses = arrays["lengths"], arrays["losses"]
+        self.numbers, self.formats = arrays["numbers"], arrays["formats"]
+        self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def where(self, index: int) -> str:
+        """file:line or file[row] of a document."""
+        return where(self.origin, int(self.numbers[index]), self.by_line)
+
+    def format(self, index: int) -> Format:
+        return ALL_FORMATS[int(self.formats[index])]
+
+    def tokens(self, index: int, length: int) -> tuple[Array, Array]:
+        """(ids, trained) of the first `length` tokens of a document."""
+        begin = int(self.ends[index]) - int(self.lengths[index])
+        return self.ids[begin : begin + length], self.trained[begin : begin + length]
+
+    def losses_of(self, index: int, length: int) -> int:
+        """Trained tokens of a document that is cut to `length`."""
+        return int(self.tokens(index, length)[1][1:].sum())
+
+    def first_with(self, smallest: int) -> int:
+        """The first document that has a token id of at least `smallest`."""
+        place = int(np.flatnonzero(self.ids >= smallest)[0])
+        return int(np.searchsorted(self.ends, place, side="right"))
+
+
+def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
+    """A table of chunks, in memory."""
+    digest, kept = Digest(), list(chunks)
+    for chunk in kept:
+        digest.update(chunk.ids, chunk.trained, chunk.lengths)
+    arrays = {
+        name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in kept)])
+        for name, dtype in (_TOKENS | _DOCUMENTS).items()
+    }
+    ids = arrays["ids"]
+    return Table(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0)
+
+
+def write(folder: Path, chunks: Iterable[Chunk]) -> None:
+    """The same in files of a folder that is there; nothing but the chunk at hand is held in memory."""
+    digest, largest, documents = Digest(), 0, 0
+    files = {name: (folder / name).open("wb") for name in _TOKENS | _DOCUMENTS}
+    try:
+        for chunk in chunks:
+            digest.update(chunk.ids, chunk.trained, chunk.lengths)
+            largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
+            documents += len(chunk.lengths)
+            for name, file in files.items():
+                file.write(getattr(chunk, name).tobytes())
+    finally:
+        for file in files.values():
+            file.close()
+    meta = {"documents": documents, "digest": digest.hexdigest(), "largest": largest}
+    (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def read(folder: Path, origin: str, by_line: bool) -> Table:
+    """What `write` has written; tokens stay on the disk and are mapped."""
+    meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+    arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in _DOCUMENTS.items()}
+    for name, dtype in _TOKENS.items():
+        empty = (folder / name).stat().st_size == 0  # which cannot be mapped
+        arrays[name] = np.empty(0, dtype) if empty else np.memmap(folder / name, dtype, mode="r")
+    assert len(arrays["lengths"]) == meta["documents"]
+    return Table(origin, by_line, arrays, meta["digest"], meta["largest"])

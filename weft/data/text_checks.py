@@ -1,0 +1,89 @@
+"""Whether every text of a conversation is where it belongs in its rendering: answers in their spans, others elsewhere.
+
+Templates drop what they were not written for, without a word: a list where they want a string, thoughts, a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.chat_template import ChatTemplate, Rendering, Span, Unclear
+from weft.data.conversation import Conversation
+from weft.data.sentinels import SENTINEL
+
+
+@dataclass(frozen=True, slots=True)
+class TextChecks:
+    """A conversation, how it was rendered, and what of each trained answer is trained."""
+
+    template: ChatTemplate
+    chat: Conversation
+    kwargs: Mapping[str, Any]
+    rendering: Rendering
+    spans: Mapping[int, Sequence[Span]]
+
+    def run(self) -> None:
+        """Looks for the texts as they are; only for those that it does not find the conversation is rendered again.
+
+        Raises Unclear.
+        """
+        for place, message in enumerate(self.chat.messages):
+            content, role = message["content"], message["role"]
+            if not isinstance(content, str) or not content.strip():
+                continue
+            if place in self.spans:
+                self._answer(place, content)
+            elif role in ("system", "developer"):
+                if content.strip() not in self.rendering.text:
+                    self._other(place, needed=True)
+            elif role == "user" and content.strip() not in self.rendering.of(place):
+                self._other(place, needed=True)
+            elif role not in ("user", "assistant") and place not in self.rendering.regions:
+                self._other(place, needed=False)
+        self._thoughts()
+
+    def _answer(self, place: int, content: str) -> None:
+        text = " ".join(self.rendering.text[start:end] for start, end in self.spans[place])
+        if content.strip() in text:
+            return
+        if (visible := content.rpartition("</think>")[2].strip()) and visible in text:
+            return
+        other = self._marked(place)
+        count = other.text.count(SENTINEL)
+        # gpt-oss leaves out what an answer said beside a call, once the answer that it led to follows.
+        if count == 0 and "tool_calls" not in self.chat.messages[place]:
+            raise Unclear(f"the template does not render the text of message {place + 1}", self.rendering)
+        if count > 1 or (count == 1 and SENTINEL not in other.of(place)):
+            raise Unclear(
+                f"the text of message {place + 1} is not where the template renders this message", self.rendering
+            )
+
+    def _other(self, place: int, *, needed: bool) -> None:
+        """A text may be written by another message than its own, but not by an answer."""
+        other = self._marked(place)
+        if any(SENTINEL in other.of(answer) for answer in self.spans):
+            raise Unclear(f"the template writes message {place + 1} into an answer", self.rendering)
+        if needed and SENTINEL not in other.text:
+            raise Unclear(f"the template does not render the text of message {place + 1}", self.rendering)
+
+    def _thoughts(self) -> None:
+        """Templates leave out the thoughts of earlier turns; those of the last answer are there to be trained."""
+        last = len(self.chat.messages) - 1
+        if last not in self.spans:
+            return
+        message = self.chat.messages[last]
+        thought = message.get("thinking")
+        if thought is None and isinstance(message["content"], str):
+            thought = message["content"].rpartition("</think>")[0].rpartition("<think>")[2]
+        if isinstance(thought, str) and thought.strip() not in self.rendering.text:
+            raise Unclear(
+                f"the template leaves out what message {last + 1} thinks before it answers (see data.template_kwargs; "
+                "or remove it)",
+                self.rendering,
+            )
+
+    def _marked(self, place: int) -> Rendering:
+        marked = self.chat.replaced(place, content=SENTINEL)
+        return self.template.render(marked.messages, self.kwargs, tools=self.chat.tools)

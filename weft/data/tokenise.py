@@ -1,0 +1,106 @@
+"""Parts of sources -> tables of tokens: here or in worker processes, kept by content for later runs and other ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.cluster.machine import cpu_cores
+from weft.data import cache, table
+from weft.data.blocks import Block
+from weft.data.crew import Crew
+from weft.data.encode import Encoder, Encoding
+from weft.data.records import Reading
+from weft.data.sources import Part
+from weft.data.table import Chunk, Table
+from weft.observe import flight
+
+# Data of fewer bytes is tokenised by every rank as it stands: that takes less than a second.
+KEPT_BYTES = 1 << 20
+# Processes take two seconds to start.
+CREW_BYTES = 16 << 20
+
+Shown = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What turns blocks into tokens. It travels to worker processes. encoding: of an Encoder."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encoding: Encoding | None = None
+    reading: Reading = field(default_factory=Reading)
+
+    def make(self) -> Encoder:
+        return Encoder(self.tokenizer, self.encoding)
+
+    def encode(self, encoder: Encoder, block: Block) -> Chunk:
+        """The documents of a block. Raises UserError at the first that is none."""
+        numbered = list(block.records(self.reading))
+        records = [record for _, record in numbered]
+        return Chunk.of([number for number, _ in numbered], records, encoder.encode(records))
+
+
+@dataclass(frozen=True)
+class Tokenising:
+    """workers, cache: as data.workers and data.cache. show: told (bytes done, bytes in all) as it goes on."""
+
+    workers: int | None = 1
+    cache: str | None = None
+    show: Shown | None = None
+
+
+def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
+    """A table of each part."""
+    done, total = 0, sum(part.size for part, _ in jobs)
+    tables = []
+    for part, work in jobs:
+        tables.append(_table(part, work, how, _counting(how.show, done, total)))
+        done += part.size
+    return tables
+
+
+def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
+    small = part.size < KEPT_BYTES
+    key = None if small or how.cache is None else cache.key(part, work)
+    alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
+    workers = 1 if part.size < CREW_BYTES else how.workers or _cores(alone)
+
+    def chunks() -> Iterator[Chunk]:
+        return _shown(part, _chunks(part.blocks(), work, workers), shown)
+
+    if key is None or how.cache is None:
+        return table.in_memory(part.origin, part.by_line, chunks())
+    return cache.table(how.cache, key, part, chunks)
+
+
+def _cores(alone: bool) -> int:
+    """Cores for the workers of this rank; with a cache it is the only one of its machine that has any."""
+    return cpu_cores() if alone else max(1, cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Iterator[tuple[int, Chunk]]:
+    """(bytes of the source, documents) of each block, in order."""
+    if workers == 1:
+        encoder = work.make()
+        for block in blocks:
+            yield block.size, work.encode(encoder, block)
+        return
+    with Crew(work, workers) as crew:
+        yield from crew.map(blocks)
+
+
+def _shown(part: Part, chunks: Iterable[tuple[int, Chunk]], shown: Shown) -> Iterator[Chunk]:
+    done = 0
+    for size, chunk in chunks:
+        flight.beat()
+        done += size
+        shown(min(done, part.size), part.size)
+        yield chunk
+
+
+def _counting(show: Shown | None, before: int, total: int) -> Shown:
+    return lambda done, _: show(before + done, total) if show is not None else None

@@ -1,0 +1,47 @@
+"""What a run says when it has ended: how long, how well, where the model is, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weft.observe.progress import duration
+
+
+def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
+    """summary: the content of summary.json. folder: RUN."""
+    say = Console(highlight=False, soft_wrap=True).print
+    for text in closing(summary, folder):
+        say(text, markup=False)
+
+
+def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
+    """The lines that print_closing prints."""
+    seconds = {name: value for name, value in summary["seconds"].items() if name != "total"}
+    phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
+    lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
+    if summary["last_losses"]:
+        lines.append(f"loss     {_losses(summary['first_losses'], summary['last_losses'], summary['steps'])}")
+    train = seconds.get("train", 0.0)
+    rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
+    lines.append(
+        f"tokens   {summary['tokens']:,} ({summary['loss_tokens']:,} trained on) in {summary['documents']:,} documents"
+        f"{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
+    )
+    if summary["saved"] is not None:
+        lines.append(f"model    {summary['saved']}, a HuggingFace directory")
+        lines.append(f"next     weft chat {folder}      talk to it")
+        lines.append(f"         weft report {folder}    curves, phases and config on one page")
+    return lines
+
+
+def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:
+    """From the first to the last, as means where there are enough steps for two."""
+    if steps >= len(first) + len(last) and len(last) > 1:
+        means = sum(first) / len(first), sum(last) / len(last)
+        return f"{means[0]:.4f} -> {means[1]:.4f} (means of the first and the last {len(last)} steps)"
+    return f"{first[0]:.4f} -> {last[-1]:.4f}"

@@ -1,0 +1,235 @@
+"""What `weft data preview` prints: documents with their trained tokens marked, lengths, and what steps they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from weft.config.schema import SftConfig
+from weft.data.blocks import Block
+from weft.data.opened import Source
+from weft.data.sources import Part
+from weft.observe.tables import byte_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from weft.data.limits import Limits
+    from weft.data.table import Array, Table
+    from weft.engine.plan import StepPlan
+
+_BARS = 12
+_WIDTH = 40
+_MOST_TOKENS = 400  # of a document that is shown
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+# Around what is trained, where there are no colours.
+_MARKS = ("\u00bb", "\u00ab")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A part of a source: blocks of it, their documents by format, and the share of its bytes that they are."""
+
+    source: Source
+    part: Part
+    blocks: Sequence[Block]
+    formats: Mapping[str, int]
+    taken: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The same, tokenised."""
+
+    source: Source
+    table: Table
+    taken: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """plans: of the first steps. steps: of an epoch, about. ranks: data ranks."""
+
+    plans: Sequence[StepPlan]
+    steps: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Everything that is shown of tokens. planned: None where no document is left."""
+
+    config: SftConfig
+    limits: Limits
+    read: Sequence[Read]
+    planned: Planned | None
+
+    @property
+    def exact(self) -> bool:
+        return all(one.taken == 1.0 for one in self.read)
+
+
+def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
+    """Print what is known before anything is tokenised."""
+    console = console or Console(highlight=False)
+    for one in sampled:
+        count = sum(one.formats.values())
+        formats = ", ".join(name if len(one.formats) == 1 else f"{n:,} {name}" for name, n in one.formats.items())
+        said = f"{count:,} documents ({formats})"
+        if one.taken < 1.0:
+            said = f"about {round(count / one.taken):,} documents, reckoned from {said}; --all reads everything"
+        size = f", {byte_count(one.part.size)}" if one.part.size else ""
+        console.print(f"data     {_label(one.source, one.part.origin)}{size}: {said}", soft_wrap=True, markup=False)
+
+
+def _label(source: Source, origin: str) -> str:
+    return f"{source.name} ({origin})" if source.name else origin
+
+
+def show_preview(
+    preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, console: Console | None = None
+) -> None:
+    """Print it."""
+    console = console or Console(highlight=False)
+    _show_samples(console, preview, tokenizer, samples)
+    _show_lengths(console, preview)
+    console.print()
+    for line in [*_token_lines(preview), *_long_lines(preview), *_plan_lines(preview)]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+# ---------------------------------------------------------------- documents
+
+
+def _show_samples(console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
+    """The first documents of every part in turn, so that each source is seen."""
+    coloured = console.color_system is not None
+    places = [(one.table, row) for row in range(samples) for one in preview.read if row < len(one.table)][:samples]
+    if not places:
+        return
+    trained = Text("trained", style="bold green") if coloured else Text("{}trained{}".format(*_MARKS))
+    console.print(Text.assemble("What is ", trained, ", and what is only read:"))
+    for table, row in places:
+        length = int(table.lengths[row])
+        console.rule(
+            f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
+        )
+        ids, mask = table.tokens(row, min(length, _MOST_TOKENS))
+        text = rendered(tokenizer, ids, mask, coloured)
+        console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
+        if length > _MOST_TOKENS:
+            console.print(f"... and {length - _MOST_TOKENS:,} tokens more", style="dim")
+    console.rule(style="dim")
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, ids: Array, trained: Array, coloured: bool) -> Text:
+    """A document's text: what is trained in green, or between marks."""
+    text = Text()
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    for begin, end in pairwise(borders):
+        piece = tokenizer.decode(ids[begin:end].tolist())
+        if not trained[begin]:
+            text.append(piece, style="dim" if coloured else None)
+        elif coloured:
+            text.append(piece, style="bold green")
+        else:
+            text.append(f"{_MARKS[0]}{piece}{_MARKS[1]}")
+    return text
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _token_lines(preview: Preview) -> list[str]:
+    about = "" if preview.exact else "about "
+    tokens = sum(int(one.table.lengths.sum()) / one.taken for one in preview.read)
+    trained = sum(int(one.table.losses.sum()) / one.taken for one in preview.read)
+    lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
+    for one in preview.read:
+        if one.source.weight != 1.0:
+            count = round(one.source.weight * len(one.table) / one.taken)
+            lines.append(
+                f"weight   {one.source.weight:g} of {one.source.name}: an epoch takes {about}{count:,} documents"
+            )
+    return lines
+
+
+def _show_lengths(console: Console, preview: Preview) -> None:
+    lengths = np.concatenate([one.table.lengths for one in preview.read])
+    trained = np.concatenate([one.table.losses for one in preview.read])
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("tokens of a document")
+    for name in ("shortest", "10%", "median", "90%", "99%", "longest", "mean"):
+        grid.add_column(name, justify="right")
+    for name, values in (("all", lengths), ("trained", trained)):
+        figures = [*np.percentile(values, _PERCENTILES, method="higher"), values.mean()]
+        grid.add_row(name, *(f"{figure:,.0f}" for figure in figures))
+    console.print(grid)
+    for line in histogram(lengths):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def histogram(lengths: Array) -> list[str]:
+    """One line for each range of lengths, in steps of a round number."""
+    longest = int(lengths.max())
+    step = _round_up(max(1, -(-(longest + 1) // _BARS)))
+    counts = np.bincount(lengths // step)
+    width, most = len(f"{len(counts) * step:,}"), int(counts.max())
+    return [
+        f"{place * step:>{width},} to {(place + 1) * step - 1:>{width},}  {count:>{len(f'{most:,}')},}  "
+        + "\u2588" * max(int(count > 0), round(_WIDTH * count / most))
+        for place, count in enumerate(counts)
+    ]
+
+
+def _round_up(number: int) -> int:
+    """1, 2 or 5 times a power of ten."""
+    scale = 10 ** (len(str(number)) - 1)
+    return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= number))
+
+
+def _long_lines(preview: Preview) -> list[str]:
+    limits = preview.limits
+    long = sum(int((one.table.lengths > limits.max_length).sum()) for one in preview.read)
+    total = sum(len(one.table) for one in preview.read)
+    if not long:
+        return [f"long     no document is longer than {limits.max_length:,} tokens ({limits.key})"]
+    lost = sum(int((one.table.lengths - limits.max_length).clip(0).sum()) for one in preview.read)
+    what = {
+        "error": "training would refuse them: raise it, or set data.long_documents to truncate or drop",
+        "truncate": f"they lose their ends, {lost:,} tokens (data.long_documents)",
+        "drop": "they are left out (data.long_documents)",
+    }[limits.long]
+    share = "" if preview.exact else f" of the sample ({long / total:.2%})"
+    return [f"long     {long:,} documents{share} are longer than {limits.max_length:,} tokens ({limits.key}); {what}"]
+
+
+def _plan_lines(preview: Preview) -> list[str]:
+    planned, step = preview.planned, preview.config.step
+    if planned is None:
+        return []
+    about = "" if preview.exact else "about "
+    plans = planned.plans
+    first = plans[0].totals
+    size = f"{step.documents:,} documents" if step.documents is not None else f"up to {step.tokens:,} tokens"
+    ranks = f"{planned.ranks} rank{'s' if planned.ranks > 1 else ''}"
+    return [
+        f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "
+        f"which {first.loss_tokens:,} trained",
+        f"rows     on {ranks}, of {step.max_tokens_per_device:,} tokens: "
+        f"{_span([plan.micro_batches for plan in plans])} micro-batches in a step, fill "
+        f"{np.mean([plan.fill for plan in plans]):.0%}, utilisation "
+        f"{np.mean([plan.utilisation for plan in plans]):.0%} (packed; mean of the first {len(plans)} steps)",
+    ]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"

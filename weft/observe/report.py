@@ -1,0 +1,380 @@
+"""`weft report`: one self-contained HTML page about a run, or several compared. Imports no torch.
+
+What a run folder holds is read as it is: a run that goes on, or has ended early, has a page too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+
+from weft import __version__
+from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
+from weft.cluster.options import ReportOptions
+from weft.errors import UserError
+from weft.observe.charts import COLOURS, Chart, Series, draw, logarithmic
+from weft.observe.progress import duration
+from weft.observe.tables import byte_count, count
+from weft.observe.timing import METRICS as PHASES
+
+Line = dict[str, Any]
+
+# Keys of metrics.jsonl that have a chart of their own, which a run's series fill.
+_CHARTS: tuple[tuple[str, Chart], ...] = (
+    ("loss", Chart("Loss", "nats per trained token", log=True, noisy=True)),
+    ("grad_norm", Chart("Gradient norm", "L2, before clipping", log=True, noisy=True)),
+    ("lr", Chart("Learning rate", "per step", zero=True)),
+    ("tokens_per_second", Chart("Throughput", "tokens per second, all ranks", zero=True, noisy=True)),
+    ("seconds", Chart("Time", "seconds per step", zero=True, noisy=True)),
+    ("mfu", Chart("Model FLOPs utilisation", "share of the peak", zero=True, noisy=True, percent=True)),
+    ("memory_gib", Chart("Peak memory", "GiB, largest rank", zero=True)),
+    ("fill", Chart("Fill of rows", "real tokens / budget", zero=True, noisy=True, percent=True)),
+    ("utilisation", Chart("Balance of ranks", "mean / largest FLOPs", zero=True, noisy=True, percent=True)),
+)
+_NO_CHART = {"step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled"}
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run folder, read. summary: empty while the run goes on, or where it ended early."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Mapping[str, Any]]
+    config_text: str
+    lines: Sequence[Line]
+    summary: Mapping[str, Any]
+    samples: Sequence[Line]
+    checkpoints: Sequence[Mapping[str, Any]]
+
+    def points(self, key: str) -> tuple[list[float], list[float | None]]:
+        """(steps, values) of the lines that have the key."""
+        found = [(float(line["step"]), _value(line[key])) for line in self.lines if key in line]
+        return [x for x, _ in found], [y for _, y in found]
+
+    def has(self, key: str) -> bool:
+        return any(_value(line.get(key)) is not None for line in self.lines)
+
+
+def run(options: ReportOptions) -> Path:
+    """Write the page and return its path. Raises UserError where a folder holds no run."""
+    runs = _named_apart([read_run(Path(path)) for path in options.runs])
+    target = Path(options.output) if options.output else _default_path(runs)
+    try:
+        target.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
+    return target
+
+
+def _default_path(runs: Sequence[RunData]) -> Path:
+    return runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
+
+
+def read_run(folder: Path) -> RunData:
+    """Everything that the page shows of a run folder."""
+    if not (folder / "metrics.jsonl").is_file():
+        what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
+    lines = [line for line in _read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    if not lines:
+        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.")
+    text = _text(folder / "config.yaml")
+    summary: dict[str, Any] = {}
+    with suppress(ValueError):
+        summary = json.loads(_text(folder / "summary.json") or "{}")
+    return RunData(
+        folder=folder,
+        name=folder.resolve().name,
+        config=yaml.safe_load(text) or {},
+        config_text=text,
+        lines=lines,
+        summary=summary,
+        samples=[sample for sample in _read_lines(folder / "samples.jsonl") if "answer" in sample],
+        checkpoints=_checkpoints(folder / "checkpoints"),
+    )
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The page, as HTML."""
+    template = files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    several = len(runs) > 1
+    main, others = charts(runs)
+    return environment.from_string(template).render(
+        title=" / ".join(run.name for run in runs),
+        several=several,
+        runs=[_about(run, place) for place, run in enumerate(runs)],
+        tiles=[] if several else _tiles(runs[0]),
+        table=_comparison(runs) if several else None,
+        differing=_differing(runs) if several else [],
+        charts=[_drawn(chart) for chart in main],
+        others=[_drawn(chart) for chart in others],
+        version=__version__,
+        written=f"{datetime.now():%Y-%m-%d %H:%M}",
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    """The objects of a JSONL file; a line that a kill has cut short is left out."""
+    for text in _text(path).splitlines():
+        with suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Whole checkpoints, the newest first: name, size, what points at it."""
+    if not folder.is_dir():
+        return []
+    links = {link.name: link.resolve().name for link in folder.iterdir() if link.is_symlink()}
+    found = []
+    for step in reversed(whole_steps(folder)):
+        path = step_folder(folder, step)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        found.append(
+            {
+                "path": str(path),
+                "step": step,
+                "size": byte_count(size),
+                "marks": sorted(name for name, target in links.items() if target == path.name),
+                "resumable": (path / TRAINER_STATE).is_dir(),
+            }
+        )
+    return found
+
+
+def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """Runs of equal names get their paths instead."""
+    names = [run.name for run in runs]
+    return [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
+
+
+def _value(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# ---------------------------------------------------------------- charts
+
+
+def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
+    """(those that every run has, those of further metrics)."""
+    main = []
+    for key, chart in _CHARTS:
+        if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):
+            main.append(_phase_chart(runs[0]))
+        elif any(run.has(key) for run in runs):
+            series = _series(runs, key)
+            if key == "loss":
+                series += _evaluation(runs)
+            marks = _skipped(runs) if key in ("loss", "grad_norm", "lr") else []
+            main.append(replace(chart, series=series, marks=marks))
+    charted = {key for key, _ in _CHARTS} | _NO_CHART
+    names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
+    rest = [key for key in names if key not in charted and key != "eval/loss" and not key.startswith("time/")]
+    return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+
+
+def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
+    """A chart for each key; of one run, one for all of `eval/NAME/loss`, whatever the NAME."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        parts = key.split("/")
+        alone = len(runs) > 1 or len(parts) != 3 or parts[0] != "eval"
+        groups.setdefault(key if alone else f"eval/*/{parts[2]}", []).append(key)
+    found = []
+    for title, members in groups.items():
+        series = [one for key in members for one in _series(runs, key)]
+        if len(members) > 1:
+            series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
+        found.append(Chart(title if len(members) > 1 else members[0], "", series))
+    return found
+
+
+def _series(runs: Sequence[RunData], key: str) -> list[Series]:
+    found = []
+    for place, run in enumerate(runs):
+        x, y = run.points(key)
+        if x:
+            found.append(Series(run.name if len(runs) > 1 else key, x, y, colour=place))
+    return found
+
+
+def _evaluation(runs: Sequence[RunData]) -> list[Series]:
+    """The held-out losses, beside those of training; of several runs in the colour of each."""
+    found = []
+    for place, run in enumerate(runs):
+        x, y = run.points("eval/loss")
+        if x:
+            several = len(runs) > 1
+            name = f"{run.name}, held out" if several else "held out (eval/loss)"
+            found.append(Series(name, x, y, colour=place if several else 1, held_out=True))
+    return found
+
+
+def _phase_chart(run: RunData) -> Chart:
+    series = []
+    for place, phase in enumerate(PHASES):
+        x, y = run.points(f"time/{phase}")
+        if any(y):
+            series.append(Series(phase, x, y, colour=place))
+    return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
+
+
+def _skipped(runs: Sequence[RunData]) -> list[float]:
+    return [float(line["step"]) for run in runs for line in run.lines if line.get("skipped")]
+
+
+def _drawn(chart: Chart) -> dict[str, Any]:
+    svg, data = draw(chart)
+    solid = [series for series in chart.series if not series.held_out]
+    unit = ", ".join([*([chart.unit] if chart.unit else []), *(["log scale"] if logarithmic(chart) else [])])
+    return {
+        "title": chart.title,
+        "unit": unit,
+        "svg": svg,
+        "data": json.dumps(data, separators=(",", ":")),
+        "legend": [(s.name, s.colour % COLOURS) for s in solid] if len(chart.series) > 1 else [],
+        "dashed": [(s.name, s.colour % COLOURS) for s in chart.series if s.held_out][:1],
+        "skipped": len(chart.marks),
+    }
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _about(run: RunData, place: int) -> dict[str, Any]:
+    seconds = {name: value for name, value in run.summary.get("seconds", {}).items() if name != "total"}
+    total = sum(seconds.values())
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "colour": place % COLOURS,
+        "status": _status(run),
+        "model": run.config.get("model", {}).get("path", "-"),
+        "data": run.summary.get("data") or run.config.get("data", {}).get("path", "-"),
+        "phases": [
+            {"name": name, "time": duration(value), "share": value / total, "colour": n % COLOURS}
+            for n, (name, value) in enumerate(seconds.items())
+        ] if total else [],
+        "skipped": [line for line in run.lines if line.get("skipped")],
+        "samples": _samples(run),
+        "checkpoints": run.checkpoints,
+        "config": run.config_text,
+        "versions": {name: version for name, version in run.summary.get("versions", {}).items() if version},
+    }  # fmt: skip
+
+
+def _status(run: RunData) -> str:
+    last = run.lines[-1]["step"]
+    if not run.summary:
+        return f"not finished: {last:,} steps so far"
+    stopped = run.summary.get("stopped")
+    return f"stopped by {stopped} after step {last:,}" if stopped else f"finished after {last:,} steps"
+
+
+def _samples(run: RunData) -> list[dict[str, Any]]:
+    """By prompt, in order: the answers, the newest first."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(_words(sample.get("prompt", "")), []).append(
+            {"step": sample.get("step"), "text": _words(sample["answer"])}
+        )
+    return [{"prompt": prompt, "answers": answers[::-1]} for prompt, answers in by_prompt.items()]
+
+
+def _words(value: object) -> str:
+    """A text, or messages one after the other."""
+    if isinstance(value, list):
+        return "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in value)
+    return str(value)
+
+
+def _figures(run: RunData) -> dict[str, tuple[str, str]]:
+    """What a run came to: name -> (number, what else there is to say of it)."""
+    losses = [value for value in run.points("loss")[1] if value is not None]
+    figures: dict[str, tuple[str, str]] = {}
+    if losses:
+        few = min(10, len(losses))
+        figures["Loss"] = (
+            f"{_mean(losses[-few:]):.4f}",
+            f"mean of the last {few}; first {few}: {_mean(losses[:few]):.4f}",
+        )
+    steps, held_out = run.points("eval/loss")
+    found = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
+    if found:
+        best, step = min(found)
+        figures["Held-out loss"] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {found[-1][0]:.4f}")
+    skipped = sum(bool(line.get("skipped")) for line in run.lines)
+    epochs = run.lines[-1].get("epoch")
+    figures["Steps"] = (f"{run.lines[-1]['step']:,}", f"{skipped} skipped" + (f"; epoch {epochs}" if epochs else ""))
+    figures["Tokens"] = (count(_total(run, "tokens")), f"{count(_total(run, 'loss_tokens'))} of them trained on")
+    rates = [value for value in run.points("tokens_per_second")[1] if value is not None]
+    mfu = [value for value in run.points("mfu")[1] if value is not None]
+    if rates:
+        share = f"; MFU {median(mfu):.1%}" if mfu else ""
+        figures["Tokens/s"] = (f"{median(rates):,.0f}", f"median, all ranks{share}")
+    memory = [value for value in run.points("memory_gib")[1] if value is not None]
+    if memory:
+        figures["Peak memory"] = (f"{max(memory):.2f} GiB", "largest rank")
+    figures["Time"] = _time(run)
+    return figures
+
+
+def _time(run: RunData) -> tuple[str, str]:
+    seconds = run.summary.get("seconds", {})
+    in_steps = sum(value for value in run.points("seconds")[1] if value is not None)
+    if not seconds.get("total"):
+        return duration(in_steps), "in steps"
+    return duration(seconds["total"]), f"{in_steps / seconds['total']:.0%} of it in steps"
+
+
+def _total(run: RunData, key: str) -> int:
+    return round(sum(value for value in run.points(key)[1] if value is not None))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _tiles(run: RunData) -> list[dict[str, str]]:
+    return [{"name": name, "number": value, "note": note} for name, (value, note) in _figures(run).items()]
+
+
+def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
+    figures = [_figures(run) for run in runs]
+    names = list(dict.fromkeys(name for found in figures for name in found))
+    return {"names": names, "rows": [[found.get(name, ("-", "")) for name in names] for found in figures]}
+
+
+def _differing(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Keys of the config that are not the same in all runs."""
+    flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
+    names = dict.fromkeys(name for config in flat for name in config)
+    return [
+        {"key": name, "values": [_shown(config.get(name)) for config in flat]}
+        for name in names
+        if len({_shown(config.get(name)) for config in flat}) > 1
+    ]
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,293 @@
+"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow: one small interface, off unless track.to names them.
+
+Every step's numbers go to them from a thread of their own on the first rank, so that a slow one holds up no step; one
+that fails is dropped with one warning, and the run goes on. RUN/metrics.jsonl stays the record. Imports no torch, and a
+tracker's package only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import math
+import netrc
+import os
+import queue
+import sys
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from weft.config.schema import TrackConfig
+from weft.errors import UserError
+
+IDENTITY = "track.json"
+# Seconds that the end of a run waits for trackers that have not taken everything yet.
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker calls the run. id: the same when the run is resumed; step: the last one that is done by then."""
+
+    folder: Path
+    project: str
+    name: str
+    id: str
+    step: int = 0
+
+
+class Tracker(ABC):
+    """Where metrics go. Any method may raise: the run goes on without this tracker. package: what it imports."""
+
+    package: ClassVar[str]
+
+    @abstractmethod
+    def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
+        """Begin, or go on with, a run; returns where a person looks at it. config: section -> key -> value."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of one step."""
+
+    @abstractmethod
+    def finish(self, failed: bool) -> None:
+        """Hand over what is left. failed: the run ended with an error."""
+
+
+class TensorBoard(Tracker):
+    """Event files in RUN/tensorboard."""
+
+    package = "tensorboard"
+
+    def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / "tensorboard"
+        # What a resumed run writes again replaces what was written before.
+        self.writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
+        self.writer.add_text("config", "    " + yaml.safe_dump(dict(config), sort_keys=False).replace("\n", "\n    "))
+        return f"tensorboard --logdir {folder}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self, failed: bool) -> None:
+        self.writer.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases; without an API key its files stay in RUN/wandb, for `wandb sync`."""
+
+    package = "wandb"
+
+    def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
+        import wandb
+
+        offline = not os.environ.get("WANDB_MODE") and not _has_wandb_key()
+        self.run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config={section: dict(keys) for section, keys in config.items()},
+            mode="offline" if offline else None,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # By weft's own step: a resumed run may log a step again, which wandb's counter refuses.
+        self.run.define_metric("*", step_metric="step")
+        if self.run.offline:
+            return f"offline; send it with: wandb sync {Path(self.run.dir).parent}"
+        return str(self.run.url)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({"step": step, **values})
+
+    def finish(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+class Trackio(Tracker):
+    """trackio: a local database (TRACKIO_DIR), or a Space where TRACKIO_SPACE_ID names one."""
+
+    package = "trackio"
+
+    def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
+        import trackio
+
+        resume = "allow" if run.step else "never"  # it knows runs by name alone
+        with redirect_stdout(io.StringIO()):  # nine lines about itself
+            self.run = trackio.init(
+                project=run.project, name=run.name, resume=resume, config=_flat(config), embed=False, auto_log_cpu=False
+            )
+        return f"trackio show --project {run.project}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def finish(self, failed: bool) -> None:
+        self.run.finish()
+
+
+class MLflow(Tracker):
+    """MLflow, at MLFLOW_TRACKING_URI or else a database beside the run folder."""
+
+    package = "mlflow"
+
+    def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of each table it makes
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
+        self.client = MlflowClient(tracking_uri=uri)
+        experiment = self.client.get_experiment_by_name(run.project)
+        where = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
+        known = self.client.search_runs([where], filter_string=f"tags.`weft.id` = '{run.id}'", max_results=1)
+        if known:
+            self.id = known[0].info.run_id
+            self.client.update_run(self.id, status="RUNNING")
+        else:
+            self.id = self.client.create_run(where, run_name=run.name, tags={"weft.id": run.id}).info.run_id
+            params = [Param(name, str(value)[:6000]) for name, value in _flat(config).items()]
+            for start in range(0, len(params), 100):
+                self.client.log_batch(self.id, params=params[start : start + 100])
+        return f"mlflow ui --backend-store-uri {uri}" if uri.startswith(("sqlite", "file")) else uri
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def finish(self, failed: bool) -> None:
+        self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
+
+
+def check_installed(config: TrackConfig) -> None:
+    """UserError, with the command that installs them, where packages of track.to are missing."""
+    missing = [TRACKERS[name].package for name in config.to if importlib.util.find_spec(TRACKERS[name].package) is None]
+    if missing:
+        raise UserError(
+            f"track.to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of track.to."
+        )
+
+
+class Trackers:
+    """The trackers of a run, on its first rank. notes: what there is to say of each that has started."""
+
+    def __init__(self, config: Mapping[str, Mapping[str, Any]], track: TrackConfig, folder: Path, step: int) -> None:
+        """config: the resolved one. step: the last one that is done, where the run is resumed."""
+        self.notes: list[str] = []
+        self._running: dict[str, Tracker] = {}
+        self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        if not track.to:
+            return
+        run = TrackedRun(folder, track.project, track.name or folder.resolve().name, _identity(folder), step)
+        for name in dict.fromkeys(track.to):
+            tracker = TRACKERS[name]()
+            try:
+                where = tracker.start(config, run)
+            except Exception as error:  # whatever a tracker does, the run goes on
+                self.notes.append(_lost(name, error))
+            else:
+                self._running[name] = tracker
+                self.notes.append(f"track    {name}: {where}")
+        if self._running:
+            self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+            self._thread.start()
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Pass a line of metrics.jsonl on; returns at once."""
+        if self._thread is not None:
+            self._lines.put(line)
+
+    def finish(self, failed: bool = False) -> None:
+        """Wait until every tracker has taken everything, PATIENCE seconds at most."""
+        if self._thread is None:
+            return
+        self._failed = failed
+        self._lines.put(None)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            print(f"track    {', '.join(self._running)} did not take everything in {PATIENCE:g} s", file=sys.stderr)
+        self._thread = None
+
+    def _work(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._each(methodcaller("log", _step_of(line), numbers(line)))
+        self._each(methodcaller("finish", self._failed))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._running.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                del self._running[name]
+                print(_lost(name, error), file=sys.stderr, flush=True)
+
+
+def numbers(line: Mapping[str, object]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl; those without a group are `train/...`. A skipped step is 1."""
+    named = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+    grouped = {name if "/" in name else f"train/{name}": float(value) for name, value in named.items()}
+    return {name: value for name, value in grouped.items() if math.isfinite(value)}
+
+
+def _step_of(line: Mapping[str, object]) -> int:
+    step = line["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+
+
+def _identity(folder: Path) -> str:
+    """The run's own name in trackers, made once and kept in RUN/track.json."""
+    path = folder / IDENTITY
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    made = uuid.uuid4().hex[:12]
+    path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
+    return made
+
+
+def _lost(name: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"track    {name} failed, and gets nothing more: {type(error).__name__}: {text[:300]}"
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    return False

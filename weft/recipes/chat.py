@@ -1,0 +1,197 @@
+"""`weft chat`: talks to a run's checkpoint, or to any model, with transformers' own generate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
+
+from weft.checkpoint.retention import step_folder, whole_steps
+from weft.cluster.options import ChatOptions
+from weft.cluster.process import choose_device
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import UserError
+
+Messages = list[dict[str, str]]
+
+ADAPTER = "adapter_config.json"
+_MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
+_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+def run(options: ChatOptions) -> None:
+    """Talk on a terminal; otherwise answer every line of standard input, each on its own."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    chat = open_chat(options)
+    if sys.stdin.isatty():
+        _talk(chat)
+        return
+    for line in sys.stdin:
+        if line.strip():
+            chat.begin()
+            chat.say(line.rstrip("\n"))
+
+
+def find_model(path: str, step: int | None) -> str:
+    """What transformers is to load: a checkpoint of a run folder, or the model that is named."""
+    folder = Path(path)
+    steps = whole_steps(folder / "checkpoints")
+    if steps:
+        if step is not None and step not in steps:
+            raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
+        return str(step_folder(folder / "checkpoints", steps[-1] if step is None else step))
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+        raise UserError(f"{path} has no whole checkpoint yet: wait for its first, or lower checkpoint.every.")
+    if step is not None:
+        raise UserError(f"--step {step} chooses a checkpoint of a run folder, and {path} is none: leave it out.")
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+            raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
+        return path
+    if folder.exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
+    return path
+
+
+def open_chat(options: ChatOptions) -> Chat:
+    """The model and its tokenizer, loaded. Raises UserError where there is no such model."""
+    path = find_model(options.path, options.step)
+    device = choose_device(options.device, 0)
+    tokenizer = load_tokenizer(path)
+    if options.system is not None and tokenizer.chat_template is None:
+        raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    try:
+        model = _auto_class(path).from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    chat = Chat(model.to(device).eval(), tokenizer, path, options.system, _settings(options))
+    chat.begin()
+    return chat
+
+
+def _auto_class(path: str) -> Any:
+    """peft's for a directory that holds an adapter alone, which names its base model; else transformers'."""
+    if not (Path(path) / ADAPTER).is_file():
+        return AutoModelForCausalLM
+    try:
+        return import_module("peft").AutoPeftModelForCausalLM
+    except ImportError as error:
+        raise UserError(f"{path} holds an adapter, which peft loads: pip install peft.") from error
+
+
+def _settings(options: ChatOptions) -> dict[str, Any]:
+    """What generate is told; without a temperature the model's generation_config decides."""
+    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+    if options.temperature == 0:
+        return settings | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if options.temperature is not None:
+        return settings | {"do_sample": True, "temperature": options.temperature}
+    return settings
+
+
+@dataclass
+class Chat:
+    """A conversation. where: what was loaded. settings: of generate."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    where: str
+    system: str | None
+    settings: dict[str, Any]
+    messages: Messages = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget what was said."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str) -> str:
+        """The model's answer, which is printed as it comes and kept for the turns after it."""
+        asked: Messages = [*self.messages, {"role": "user", "content": text}]
+        chats = self.tokenizer.chat_template is not None
+        prompt = opened(self.tokenizer, asked) if chats else text
+        ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
+        ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
+        with torch.inference_mode():
+            tokens = self.model.generate(
+                input_ids=ids["input_ids"],
+                attention_mask=ids["attention_mask"],
+                streamer=streamer,
+                eos_token_id=ends or None,
+                pad_token_id=pad,
+                **self.settings,
+            )
+        answer = self.tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        if chats:
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+        return str(answer)
+
+
+def opened(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    """The conversation as the template renders it, up to where the answer begins, whether or not it has a way to ask
+    for that."""
+    plain = _render(tokenizer, messages, False)
+    asking = _render(tokenizer, messages, True)
+    if asking != plain:
+        return asking
+    answered = _render(tokenizer, [*messages, {"role": "assistant", "content": _MARK}], False)
+    before, found, _ = answered.partition(_MARK)
+    return before if found and before.startswith(plain) else plain
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
+    """Tokens that end an answer: the configured ones, the tokenizer's, and the one that the template ends a turn with.
+
+    A base model's files know the end of a document alone; what it was trained on ends turns otherwise.
+    """
+    ends = [configured] if isinstance(configured, int) else list(configured or ())
+    if tokenizer.eos_token_id is not None:
+        ends.append(int(tokenizer.eos_token_id))
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        after = _render(tokenizer, turns, False).rpartition(_MARK)[2].lstrip()
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+        ends += [token for token in ids[:1] if token in tokenizer.all_special_ids or _is_added(tokenizer, token)]
+    return list(dict.fromkeys(ends))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, ask: bool) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+
+
+def _is_added(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    return token in tokenizer.get_added_vocab().values()
+
+
+def _talk(chat: Chat) -> None:
+    """Turns on a terminal until /exit or the end of input."""
+    import readline  # noqa: F401  (lets input() edit lines)
+
+    kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
+    print(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if text == "/exit":
+            return
+        if text == "/new":
+            chat.begin()
+            print("(a new conversation)")
+        elif text:
+            try:
+                chat.say(text)
+            except KeyboardInterrupt:
+                print(" (stopped)")
