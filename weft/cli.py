@@ -220,11 +220,6 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    draft = migrate(arguments.files, arguments.nproc)
-    return Job(lambda: print(draft, end=""), 1, words)
-
-
 def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("data")
     files_and_keys = arguments.config
@@ -242,6 +237,11 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         preview.run(config, options)
 
     return Job(body, 1, words)
+
+
+def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    draft = migrate(arguments.files, arguments.nproc)
+    return Job(lambda: print(draft, end=""), 1, words)
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
