@@ -52,7 +52,7 @@ _SAME: dict[str, str] = {
     "fsdp.cpu_offload": "fsdp_cpu_offload fsdp_offload_params offload_policy cpu_offload enable_cpu_offload",
     "step.documents": "train_batch_size global_batch_size",
     "step.max_tokens_per_device": "max_token_len_per_gpu max_tokens_per_gpu packed_sequence_size",
-    "optimizer.name": "optim optim.optimizer optimizer",
+    "optimizer.name": "optim optim.optimizer",
     "optimizer.lr": "learning_rate lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.betas": "betas",
@@ -73,7 +73,7 @@ _SAME: dict[str, str] = {
     "checkpoint.keep": "save_total_limit max_ckpt_to_keep keep_latest_k",
     "checkpoint.dtype": "export_dtype",
     "run.dir": "output_dir default_local_dir dump_folder save",
-    "eval.path": "val_files eval_prompt_data dataset_test_split",
+    "eval.path": "val_files eval_prompt_data",
     "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
     "lora.rank": "lora_r lora_rank peft.dim",
     "lora.alpha": "lora_alpha peft.alpha",
@@ -95,6 +95,7 @@ CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "completion_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
     "bf16": ("fsdp.param_dtype", lambda v: "bf16" if v else None),
     "fp16": ("fsdp.param_dtype", lambda v: "fp16" if v else None),
+    "optimizer": ("optimizer.name", lambda v: "adamw" if v == "adam" else v),
     "timeout_minutes": ("train.timeout", lambda v: v * 60),
     "distributed_timeout_minutes": ("train.timeout", lambda v: v * 60),
 }
@@ -106,7 +107,15 @@ PER_DEVICE = (
     "accumulate_grad_batches",
 )
 # Where a trainer says "no limit", or "never".
-_UNSET = {"train.steps", "train.epochs", "schedule.warmup_steps", "mesh.dp_shard", "data.max_length", "eval.every"}
+_UNSET = {
+    "lora.rank",
+    "train.steps",
+    "train.epochs",
+    "schedule.warmup_steps",
+    "mesh.dp_shard",
+    "data.max_length",
+    "eval.every",
+}
 
 
 # How many GPUs of a machine ranks ran on.

@@ -10,7 +10,7 @@ from typing import Any
 
 _NO_HALF = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float32": "fp32", "torch.float32": "fp32", "float": "fp32"}
 _DTYPES = {**_NO_HALF, "float16": "fp16", "torch.float16": "fp16", "half": "fp16"}
-_ADAMW = ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fused_adamw", "fusedadam")
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fused_adamw", "fusedadam")
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer.name": {**dict.fromkeys(_ADAMW, "adamw"), "sgd_torch": "sgd"},
