@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,5 +65,7 @@ def _command(command: str) -> None:
     if words[0] == "weft" and not set(words) & {"|", ">"}:
         status = cli.main(words[1:])
     else:
-        status = subprocess.run(["bash", "-c", command], check=False).returncode
+        python = shlex.quote(sys.executable)
+        functions = f"weft() {{ {python} -m weft \"$@\"; }}; python() {{ {python} \"$@\"; }}; "
+        status = subprocess.run(["bash", "-c", functions + command], check=False).returncode
     assert status == 0, f"`{command}` ended with {status}"

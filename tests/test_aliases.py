@@ -103,7 +103,7 @@ def test_what_is_planned_is_said() -> None:
     assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
 
 
-@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("key", [key for key in VALUES if key != "optimizer.name"])  # which takes any import path
 def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
     kind = schema_keys(SftConfig)[key].type
     for foreign, ours in VALUES[key].items():

@@ -46,7 +46,7 @@ CASES = [
     Case(
         "wrong choice",
         ["sft", "c.yaml", "optimizer.name=adam"],
-        ["optimizer.name is adam; it must be adamw, sgd, or the import path", "torch.optim.Adam."],
+        ["optimizer.name is adam: write adamw", "torch.optim.Adam."],
     ),
     Case(
         "both partners",

@@ -42,6 +42,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "m" / "model.safetensors").write_text("")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
