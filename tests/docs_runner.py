@@ -10,12 +10,14 @@ The words behind the language say what becomes of a block:
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from weft import cli
 
@@ -61,11 +63,18 @@ def commands(block: Block) -> list[str]:
 
 
 def _command(command: str) -> None:
-    words = shlex.split(command)
-    if words[0] == "weft" and not set(words) & {"|", ">"}:
-        status = cli.main(words[1:])
+    """`weft ...`, and `... | weft ...`, in this process, which has imported torch; anything else in a shell."""
+    before, _, last = command.rpartition(" | ")
+    words = shlex.split(last)
+    if words[0] == "weft" and ">" not in words:
+        given = _shell(before, stdout=subprocess.PIPE).stdout if before else sys.stdin
+        with patch("sys.stdin", io.StringIO(given) if isinstance(given, str) else given):
+            status = cli.main(words[1:])
     else:
-        python = shlex.quote(sys.executable)
-        functions = f"weft() {{ {python} -m weft \"$@\"; }}; python() {{ {python} \"$@\"; }}; "
-        status = subprocess.run(["bash", "-c", functions + command], check=False).returncode
+        status = _shell(command).returncode
     assert status == 0, f"`{command}` ended with {status}"
+
+
+def _shell(command: str, **more: int) -> subprocess.CompletedProcess[str]:
+    python = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
+    return subprocess.run(["bash", "-c", python + command], check=False, text=True, **more)

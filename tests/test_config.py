@@ -45,8 +45,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
     (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "adapter_config.json").write_text("{}")
     return tmp_path
 
 
@@ -96,6 +94,11 @@ def test_numbers_are_yaml_1_2(text: str, value: float) -> None:
 def test_words_of_yaml_1_1_are_strings(word: str) -> None:
     assert load(a=f"run: {{dir: {word}}}").run.dir == word
     assert "must be true or false" in refused(a=f"data: {{shuffle: {word}}}")
+
+
+def test_a_source_needs_no_more_than_a_path() -> None:
+    (source,) = load("data.path=null", "data.sources=[{path: d.jsonl}]").data.sources or ()
+    assert (source.path, source.weight, source.columns) == ("d.jsonl", 1.0, {})
 
 
 def test_lists_and_null() -> None:

@@ -303,11 +303,7 @@ def _no_such_optimizer(name: str) -> str:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
     ours = weft_value("optimizer.name", name)
     if ours is not None:
-<<<<<<< HEAD
-        return f"optimizer.name is {name}: write {ours}."
-=======
         return f"optimizer.name is {_show(name)}: write {ours}."
->>>>>>> main
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
     meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
     return (

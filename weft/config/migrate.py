@@ -106,6 +106,16 @@ PER_DEVICE = (
     "grad_acc_steps",
     "accumulate_grad_batches",
 )
+# Names of columns -> what weft calls the column.
+COLUMNS = {
+    "messages_key": "messages",
+    "input_key": "messages",
+    "prompt_key": "prompt",
+    "response_key": "completion",
+    "tools_key": "tools",
+    "dataset_text_field": "text",
+}
+_FOUND_BY_NAME = ("messages", "prompt", "completion", "text", "tools", "instruction", "output")
 # Where a trainer says "no limit", or "never".
 _UNSET = {
     "lora.rank",
@@ -170,7 +180,9 @@ def _ranks(found: Mapping[str, Any]) -> int:
 
 
 def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
-    draft, batch = Draft(), {}
+    draft = Draft()
+    batch: dict[str, Any] = {}
+    columns: dict[str, str] = {}
     for name, value in found.items():
         entry = entry_of(name) or ""
         if name in schema_keys(SftConfig):
@@ -184,6 +196,8 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
             before = draft.value("optimizer.betas", [0.9, default])
             both = [value if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
             draft.take("optimizer.betas", both, name)
+        elif entry in COLUMNS and isinstance(value, str):
+            columns[name] = value
         elif entry in MOVES:
             _take_same(draft, MOVES[entry], value, name)
         elif entry in CONVERTED:
@@ -197,8 +211,21 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
         factors = " x ".join(str(value) for value in batch.values())
         gpus = f"{ranks} GPUs" if ranks > 1 else "the number of GPUs: multiply by it, or say --nproc"
         draft.take("step.documents", documents, next(iter(batch)), f"{factors} x {gpus}")
+    _take_columns(draft, columns, found)
     _settle(draft, found)
     return draft
+
+
+def _take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
+    """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
+    columns = {COLUMNS[str(entry_of(name))]: column for name, column in given.items()}
+    if "messages" in columns and "prompt" in columns:  # verl has both, and a switch
+        chats = any(entry_of(name) == "multiturn.enable" and value for name, value in found.items())
+        for unused in ("prompt", "completion") if chats else ("messages",):
+            columns.pop(unused, None)
+    renamed = {ours: theirs for ours, theirs in columns.items() if theirs not in _FOUND_BY_NAME}
+    if renamed:
+        draft.take("data.columns", renamed, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
 
 
 def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
@@ -253,7 +280,7 @@ def _fitting(key: Key, value: Any) -> Any:
     for candidate in (None if ours is None else read_value(ours, "").value, value):
         try:
             if candidate is not None:
-                coerce(node_of(candidate, ""), key.type)
+                coerce(Node(candidate, ""), key.type)
                 return candidate
         except MismatchError:
             continue

@@ -108,11 +108,7 @@ WSD_RATIO = "say `schedule.decay_ratio` = decay steps / all steps, with `schedul
 WSD_SHAPE = "say `schedule.decay`: linear, cosine or 1-sqrt, with `schedule.name` wsd."
 DECAY_TO_END = "the schedule ends with the run, at `train.steps` or after `train.epochs`: leave it out."
 CYCLES = "cosine is one half wave from the peak to `schedule.min_lr_ratio`: leave it out."
-<<<<<<< HEAD
-EMA = "say `optimizer.ema_decay`."
-=======
 EMA = "say `optimizer.ema_decay`, such as 0.999; `checkpoint.weights` says which weights are saved for use."
->>>>>>> main
 OBJECTIVE = "the loss is cross entropy over trained tokens; say `train.objective` for one of your own: leave it out."
 
 # the length of the run

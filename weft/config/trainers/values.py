@@ -10,17 +10,10 @@ from typing import Any
 
 _NO_HALF = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float32": "fp32", "torch.float32": "fp32", "float": "fp32"}
 _DTYPES = {**_NO_HALF, "float16": "fp16", "torch.float16": "fp16", "half": "fp16"}
-<<<<<<< HEAD
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fused_adamw", "fusedadam")
-
-VALUES: Mapping[str, Mapping[str, str]] = {
-    "optimizer.name": {**dict.fromkeys(_ADAMW, "adamw"), "sgd_torch": "sgd"},
-=======
 _ADAMW = ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adamw", "fusedadam", "adamw_apex_fused")
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer.name": dict.fromkeys(_ADAMW, "adamw"),
->>>>>>> main
     "schedule.name": {
         "cosine_with_min_lr": "cosine",
         "cosine_with_restarts": "cosine",
