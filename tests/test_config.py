@@ -96,6 +96,11 @@ def test_words_of_yaml_1_1_are_strings(word: str) -> None:
     assert "must be true or false" in refused(a=f"data: {{shuffle: {word}}}")
 
 
+def test_a_source_needs_no_more_than_a_path() -> None:
+    (source,) = load("data.path=null", "data.sources=[{path: d.jsonl}]").data.sources or ()
+    assert (source.path, source.weight, source.columns) == ("d.jsonl", 1.0, {})
+
+
 def test_lists_and_null() -> None:
     config = load("optimizer.betas=[0.8, 0]", "optimizer.max_grad_norm=null", "run.dir=null", "data.max_length=~")
     assert config.optimizer.betas == (0.8, 0.0)
