@@ -29,8 +29,8 @@ def check_contract(engine: Engine) -> None:
         for key, value in state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor) or own_part(value).shape != own_part(parameter.detach()).shape:
                 continue
-            if value.dtype not in engine.moments:
-                kept = ", ".join(map(str, engine.moments))
+            if value.dtype not in engine.state_dtypes:
+                kept = ", ".join(map(str, engine.state_dtypes))
                 raise RuntimeError(
                     f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {kept}"
                 )

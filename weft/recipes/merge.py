@@ -6,14 +6,13 @@ W + s B A is computed in fp32 and rounded once, to the dtype that the base's fil
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.boxes import Box, Shard
-from weft.checkpoint.export import copy_companions, plan_export, prepare_export, write_export
+from weft.checkpoint.export import WholeTensors, copy_companions, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit
 from weft.checkpoint.save import DTYPES
@@ -23,7 +22,7 @@ from weft.errors import UserError
 from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
 from weft.models.build import build_model
 from weft.models.load import LoadPlan, read_whole
-from weft.models.lora import LoraPlan, Target
+from weft.models.lora import LoraPlan, add_delta
 from weft.recipes.export import Shapes, find_checkpoint
 
 
@@ -61,52 +60,25 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
     prepare_export(plan, folder)
     with TensorFile.open(adapter / WEIGHTS) as file:
-        written = write_export(plan, _Merged(load, lora, file, list(built.module.state_dict())), folder)
+        names = list(built.module.state_dict())
+        written = write_export(plan, WholeTensors(names, _merged(load, lora, file, names)), folder)
     load.source.close()
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-class _Merged(Mapping[str, Shard]):
-    """The whole merged weights by the model's names, each computed when it is asked for. One is kept, because pieces of
-    the same tensor follow one another."""
+def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:
+    """What gives the merged weight of a name."""
+    targets = {target.weight: target for target in lora.targets}
+    trained = [name for name in names if lora.trains(name)]
+    stored = file_names([*(name for target in lora.targets for name in target.names), *trained])
 
-    def __init__(self, load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> None:
-        self.load, self.lora, self.file, self.names = load, lora, file, names
-        self.targets = {target.weight: target for target in lora.targets}
-        trained = [name for name in names if lora.trains(name)]
-        self.stored = file_names([*(name for target in lora.targets for name in target.names), *trained])
-        self._last: tuple[str, Shard] | None = None
-
-    def __getitem__(self, name: str) -> Shard:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is read: memory holds one
-            values = self._merged(name)
-            self._last = name, Shard(Box.whole(tuple(values.shape)), values)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def _merged(self, name: str) -> Tensor:
-        if name in self.stored:
-            return self.file.read(self.stored[name])
-        weight, target = read_whole(self.load, name), self.targets.get(name)
+    def merged(name: str) -> Tensor:
+        if name in stored:
+            return file.read(stored[name])
+        weight, target = read_whole(load, name), targets.get(name)
         if target is None:
             return weight
-        a, b = (self.file.read(self.stored[matrix]).float() for matrix in target.names)
-        return add_delta(weight.float(), target, self.lora, a, b)
+        a, b = (file.read(stored[matrix]).float() for matrix in target.names)
+        return add_delta(weight.float(), target, lora, a, b)
 
-
-def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A, in place, in fp32; of fused experts each with its own."""
-    if target.kind == "experts":
-        a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
-        deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
-    else:
-        weight, deltas = weight[None], [b @ a]
-    for own, delta in zip(weight, deltas, strict=True):
-        own.add_(delta.T if target.transposed else delta, alpha=lora.scale)
-    return weight if target.kind == "experts" else weight[0]
+    return merged
