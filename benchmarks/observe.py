@@ -1,6 +1,6 @@
 """What seeing a run costs: steps with everything on beside the same steps with everything off.
 
-    python benchmarks/observe.py                              # about two minutes, one rank
+    python benchmarks/observe.py                              # some minutes, one rank
     torchrun --nproc-per-node 2 benchmarks/observe.py         # two ranks
 
 On: the recipe's Recorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a terminal that nobody sees.
@@ -105,8 +105,8 @@ def measure(bench: Bench, blocks: int, size: int) -> dict[str, dict[str, list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--size", type=int, default=6, help="steps in a block")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--size", type=int, default=12, help="steps in a block")
     parser.add_argument("--documents", type=int, default=16, help="documents in a step")
     options = parser.parse_args()
     with join("cpu") as ranks:
