@@ -315,9 +315,10 @@ def test_every_inert_rule_is_tried() -> None:
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (
-            ["optimizer.name=adam"],
-            "or the import path of a class, as in optimizer.name=torch.optim.Adam.",
+            ["optimizer.name=radam"],
+            "or the import path of a class, as in optimizer.name=torch.optim.RAdam.",
         ),
+        (["optimizer.name=adam"], "optimizer.name is adam: write adamw, or torch.optim.Adam."),
         (["optimizer.name=muon"], "optimizer.name: muon is not in this version yet"),
         (["optimizer.name=torch.optim.SGD", "optimizer.options.lr=0.1"], "set optimizer.lr instead"),
         (["optimizer.groups=[{match: [], lr: 0.1}]"], "optimizer.groups[0] has no pattern"),

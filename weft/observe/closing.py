@@ -26,6 +26,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
     if summary["last_losses"]:
         lines.append(f"loss     {_losses(summary['first_losses'], summary['last_losses'], summary['steps'])}")
+    lines += _evaluation(summary["evaluation"])
     train = seconds.get("train", 0.0)
     rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
     lines.append(
@@ -37,6 +38,23 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"next     weft chat {folder}      talk to it")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
     return lines
+
+
+def _evaluation(evaluation: Mapping[str, Any] | None) -> list[str]:
+    """The held-out loss from the first evaluation to the last, and the best step."""
+    if evaluation is None:
+        return []
+    first, last, best = (evaluation[name] for name in ("first", "last", "best"))
+    lines = [f"held out {_number(first['eval/loss'])} -> {_number(last['eval/loss'])}"]
+    if best is not None:
+        figure = next(name for name in best if name.startswith("eval/"))
+        where = f": {best['checkpoint']}" if best["checkpoint"] else ""
+        lines.append(f"best     step {best['step']}, {figure} {_number(best[figure])}{where}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:

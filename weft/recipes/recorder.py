@@ -155,5 +155,5 @@ class Recorder:
         """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
-            if stopped is None:
-                print_closing(self.summary.content(phases, saved, best=best), self.folder)
+            if stopped in (None, "eval.patience"):
+                print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

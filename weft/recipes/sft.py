@@ -19,6 +19,7 @@ from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import DataConfig, SftConfig
+from weft.data.chat_template import chosen_template
 from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
 from weft.data.encode import read_encoding
 from weft.data.order import Steps
@@ -157,7 +158,15 @@ def train(
     objective = choose_objective(config.train.objective, hooks.objective)
     evaluator = Evaluator(config, engine, held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
-    saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
+    template = chosen_template(config.data)
+    saver = Saver(
+        engine,
+        folder,
+        config.checkpoint,
+        constants(config, report, len(steps)),
+        last=start.step,
+        texts={} if template is None else {"chat_template.jinja": template},
+    )
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with recorder, saver, StopSignals() as signals, progress:
         if not start.step:

@@ -156,7 +156,7 @@ VERL = Trainer(
             "target_modules": say.LORA_TARGETS,
             "exclude_modules": say.LORA_TARGETS,
             "target_parameters": say.LORA_TARGETS,
-            "lora_adapter_path": say.LORA,
+            "lora_adapter_path": say.LORA_PATH,
         },
         "Ranks and FSDP": {
             "fsdp_size": say.SHARD,
