@@ -35,8 +35,8 @@ def bf16_masters(
     "a head tied to the embedding is a copy of its own",
     caught_by=GRADIENTS, seen="verl-project/verl#7834", needs="a model with a tied head",
 )  # fmt: skip
-def head_untied(plant: Plant, original: Original, model: Any, source: Any, ignore: Any) -> Any:
-    pieces, plan = original(model, source, ignore)
+def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest: Any) -> Any:
+    pieces, plan = original(model, source, *rest)
     for name, owner in hf.tied_parameters(model).items():
         plant.hit()
         hf.untie(model, name)
