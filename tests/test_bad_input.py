@@ -107,8 +107,8 @@ CASES += [
     Case(
         "a foreign format",
         [*TRAIN, "--nproc", "2"],
-        ["bad.jsonl:1: has `instruction`, `output`", "write `prompt`"],
-        {**TINY, "bad.jsonl": '{"instruction": "a", "output": "b"}\n'},
+        ["bad.jsonl:1: has `question`, `answer`", "Set data.columns={prompt: question, completion: answer}"],
+        {**TINY, "bad.jsonl": '{"question": "a", "answer": "b"}\n'},
     ),
     Case(
         "nothing to train",

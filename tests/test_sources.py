@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.test_bad_data import model
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.schema import SourceConfig
 from weft.data import sources as sources_module
@@ -332,10 +334,10 @@ def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pyt
 
 
 REFUSED = {
-    "data.sources=[{pth: a.jsonl}]": "there is no `pth`",
-    "data.sources=[{name: a}]": "one has no `path`",
+    "data.sources=[{pth: a.jsonl}]": "`pth` is none of path, name",
+    "data.sources=[{name: a}]": "`path` is missing",
     "data.sources=[{path: a.jsonl, weight: 0}]": "weight is 0.0; it must be above 0",
-    "data.sources=[{path: a.jsonl, weight: x}]": "its `weight` must be a number",
+    "data.sources=[{path: a.jsonl, weight: x}]": "`weight` must be a number, not x",
     "data.sources=[{path: a.jsonl}, {path: b/a.jsonl}]": "two sources are called a",
     "data.sources=[]": "is empty",
     "data.sources=[{path: a.jsonl, columns: {label: x}}]": "weft has no column label",
@@ -372,3 +374,24 @@ def test_sources_replace_the_path_and_come_back_from_yaml(tmp_path: Path, monkey
     for inert in ("data.columns={text: b}", "data.split='[:1]'", "data.subset=main"):
         with pytest.raises(UserError, match=r"would have no effect: data\.sources is set"):
             config_of(inert, "data.sources=[{path: a.jsonl}]")
+
+
+def test_a_run_on_several_sources_and_what_its_resume_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), *ROWS)
+    write_jsonl(Path("b.jsonl"), *({"body": f"{i} is a number"} for i in range(4)))
+    both = "data.sources=[{path: a.jsonl, weight: %s}, {name: B, path: %s, columns: {text: body}}]"
+    words = ["sft", f"model.path={model(byte_tokenizer, 300)}", "model.init=random", "step.documents=4", "run.dir=run"]
+    assert cli.main([*words, both % (0.5, "b.jsonl"), "train.epochs=2", "schedule.name=constant"]) == 0
+    out = capsys.readouterr().out
+    assert "data     2 sources: 11 documents (7 prompt, 4 text)" in out and "an epoch takes 8 documents" in out
+    assert "         a (a.jsonl): 7 documents (prompt)" in out
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["documents"] for line in lines] == [4, 4, 4, 4]
+    assert cli.main(["sft", "--resume", "run", both % (0.7, "b.jsonl"), "train.epochs=3"]) == 2
+    assert "gives other documents than before" in capsys.readouterr().err
+    Path("moved.jsonl").write_bytes(Path("b.jsonl").read_bytes())
+    assert cli.main(["sft", "--resume", "run", both % (0.5, "moved.jsonl"), "train.epochs=3"]) == 0
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6

@@ -311,14 +311,13 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
 def _no_such_optimizer(name: str) -> str:
     if ("optimizer.name", name) in NOT_YET_VALUES:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
-    ours = weft_value("optimizer.name", name)
-    if ours is not None:
-        return f"optimizer.name is {_show(name)}: write {ours}."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
-    meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
+    torchs, ours = spelt.get(name.lower()), weft_value("optimizer.name", name)
+    if ours is not None:
+        return f"optimizer.name is {_show(name)}: write {ours}{f', or {torchs}' if torchs else ''}."
     return (
         f"optimizer.name is {_show(name)}; it must be adamw, sgd, or the import path of a class, as in "
-        f"optimizer.name={meant}."
+        f"optimizer.name={torchs or 'torch.optim.Adagrad'}."
     )
 
 

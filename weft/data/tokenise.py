@@ -20,8 +20,8 @@ from weft.observe import flight
 
 # Data of fewer bytes is tokenised by every rank as it stands: that takes less than a second.
 KEPT_BYTES = 1 << 20
-# Processes take two seconds to start.
-CREW_BYTES = 16 << 20
+# Processes take some seconds to start, and the tokenizer's own threads are there without them.
+CREW_BYTES = 64 << 20
 
 Shown = Callable[[int, int], None]
 

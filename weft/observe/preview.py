@@ -218,18 +218,21 @@ def _plan_lines(preview: Preview) -> list[str]:
         return []
     about = "" if preview.exact else "about "
     plans = planned.plans
+    rows = [plan.micro_batches for plan in plans]
     first = plans[0].totals
     size = f"{step.documents:,} documents" if step.documents is not None else f"up to {step.tokens:,} tokens"
-    ranks = f"{planned.ranks} rank{'s' if planned.ranks > 1 else ''}"
+    first_steps = "the first step" if len(plans) == 1 else f"the first {len(plans)} steps"
     return [
         f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "
         f"which {first.loss_tokens:,} trained",
-        f"rows     on {ranks}, of {step.max_tokens_per_device:,} tokens: "
-        f"{_span([plan.micro_batches for plan in plans])} micro-batches in a step, fill "
-        f"{np.mean([plan.fill for plan in plans]):.0%}, utilisation "
-        f"{np.mean([plan.utilisation for plan in plans]):.0%} (packed; mean of the first {len(plans)} steps)",
+        f"rows     of {step.max_tokens_per_device:,} tokens on {_count(planned.ranks, planned.ranks, 'rank')}: "
+        f"{_count(min(rows), max(rows), 'micro-batch')} in a step, fill {np.mean([plan.fill for plan in plans]):.0%}, "
+        f"utilisation {np.mean([plan.utilisation for plan in plans]):.0%} (packed; in {first_steps})",
     ]
 
 
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+def _count(least: int, most: int, what: str) -> str:
+    """`1 rank`, `2 ranks`, `3 to 4 micro-batches`."""
+    numbers = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    plural = "" if most == 1 else "es" if what.endswith("ch") else "s"
+    return f"{numbers} {what}{plural}"

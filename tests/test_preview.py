@@ -1,0 +1,109 @@
+"""`weft data preview`: what it says is what training does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.test_bad_data import model
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft import cli
+from weft.data import sources
+from weft.observe.preview import histogram, rendered
+from weft.recipes import preview
+
+LENGTHS = [3, 5, 9, 3, 19, 6]  # letters; a document has one token more
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    options = [f"model.path={model(byte_tokenizer, 300)}", "model.init=random"]
+    assert cli.main(["data", "preview", *options, *words]) == status
+    out, err = capsys.readouterr()
+    return out if status == 0 else err
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("d.jsonl"), *({"text": "a" * n} for n in LENGTHS))
+    chats = [chat(("user", "hi"), ("assistant", "yes [bold]")), chat(("user", "a"), ("assistant", "b"))]
+    write_jsonl(Path("c.jsonl"), *chats)
+
+
+def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["data.path=d.jsonl", "step.documents=4", "step.max_tokens_per_device=20", "data.shuffle=false"]
+    out = shown(capsys, *keys)
+    assert "data     d.jsonl, 123 B: 6 documents (text)" in out
+    assert "tokens   51, of which 45 trained (88%)" in out  # all but the first of each
+    assert "long     no document is longer than 20 tokens (step.max_tokens_per_device)" in out
+    # 4 + 6 + 10 + 4 = 24 tokens of the first step take two rows of 20, 20 + 7 of the second two more.
+    assert "steps    2 in an epoch, of 4 documents each; the first has 24 tokens, of which 20 trained" in out
+    assert "rows     of 20 tokens on 1 rank: 2 micro-batches in a step, fill 64%" in out  # (24 + 27) / 80
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["all"])
+    assert row[1:] == ["4", "4", "7", "20", "20", "20", "8"]
+    two = shown(capsys, *keys, "--nproc", "2")
+    assert "rows     of 20 tokens on 2 ranks: 1 micro-batch in a step" in two
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("error", "training would refuse them: raise it, or set data.long_documents to truncate or drop"),
+        ("truncate", "they lose their ends, 14 tokens (data.long_documents)"),
+        ("drop", "they are left out (data.long_documents)"),
+    ],
+)
+def test_long_documents(policy: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "data.path=d.jsonl", "data.max_length=8", f"data.long_documents={policy}", "step.documents=2")
+    assert f"long     2 documents are longer than 8 tokens (data.max_length); {says}" in out
+    assert f"steps    {3 if policy == 'truncate' else 2} in an epoch" in out
+
+
+def test_what_is_trained_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "data.path=c.jsonl", "--samples", "1")
+    assert "c.jsonl:1  33 tokens, 11 trained" in out and "c.jsonl:2" not in out
+    assert "<|start|>user\nhi<|end|>\n<|start|>assistant\n\u00bbyes [bold]<|end|>\u00ab\n" in out
+
+
+def test_colours() -> None:
+    tokenizer = byte_tokenizer()
+    text = rendered(tokenizer, np.array(tokenizer("abc")["input_ids"]), np.array([0, 1, 1]), coloured=True)
+    assert text.plain == "abc"
+    assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 1, "dim"), (1, 3, "bold green")]
+
+
+def test_sources_have_their_names_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = "data.sources=[{path: d.jsonl, weight: 0.5}, {path: c.jsonl}]"
+    out = shown(capsys, keys, "step.documents=2", "--samples", "2")
+    assert "data     d (d.jsonl)" in out and "data     c (c.jsonl)" in out
+    assert "d.jsonl:1" in out and "c.jsonl:1" in out  # a sample of each
+    assert "weight   0.5 of d: an epoch takes 3 documents" in out
+    assert "steps    3 in an epoch" in out  # 3 + 2 documents
+
+
+def test_a_large_file_is_sampled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(Path("large.jsonl"), *({"text": f"{i:050}"} for i in range(5000)))
+    monkeypatch.setattr(preview, "SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 8 * 600)
+    out = shown(capsys, "data.path=large.jsonl", "step.documents=10")
+    line = next(line for line in out.splitlines() if line.startswith("data"))
+    about, sample = (int(word.replace(",", "")) for word in line.split() if word.replace(",", "").isdigit())
+    assert abs(about - 5000) < 500 and sample < 300
+    assert f"steps    about {-(-about // 10)}" in out.replace(",", "") or "steps    about " in out
+    out = shown(capsys, "data.path=large.jsonl", "step.documents=10", "--all")
+    assert "5,000 documents (text)" in out and "steps    500 in an epoch" in out
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(Path("bad.jsonl"), {"text": "a"}, {"body": "b"})
+    assert "bad.jsonl:2: has `body`" in shown(capsys, "data.path=bad.jsonl", status=2)
+    assert cli.main(["data", "show"]) == 2
+    assert "weft data preview" in capsys.readouterr().err
+
+
+def test_histogram_by_hand() -> None:
+    lines = histogram(np.array([1, 2, 3, 25, 118]))
+    assert [line.split()[:4] for line in lines[:2]] == [["0", "to", "9", "3"], ["10", "to", "19", "0"]]
+    assert lines[0].endswith("\u2588" * 40) and len(lines) == 12 and lines[-1].split()[:4] == ["110", "to", "119", "1"]
