@@ -312,6 +312,7 @@ def test_every_inert_rule_is_tried() -> None:
         (["data.max_length=9000"], "set step.max_tokens_per_device=9000"),
         (["data.max_length=900", "step.tokens=500"], "set step.tokens=900 or more"),
         (["checkpoint.keep_every=250"], "set checkpoint.keep_every=200"),
+        (["model.init=random", "lora.rank=8"], "set model.init=pretrained"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (

@@ -98,6 +98,27 @@ def test_buffers_are_rebuilt_and_weights_stay() -> None:
     assert all(torch.equal(kept[name], tensor) for name, tensor in [*model.named_buffers(), *model.named_parameters()])
 
 
+def test_fused_experts_go_through_the_registered_function() -> None:
+    calls: list[tuple[torch.Size, ...]] = []
+
+    def probe(experts: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
+        calls.append((hidden.shape, chosen.shape, weights.shape))
+        return hidden
+
+    model = hf.build_random(tiny_config("qwen3_moe"), dtype=torch.float32, attention="eager", seed=0)
+    experts = model.model.layers[0].mlp.experts
+    assert hf.is_fused_experts(experts) and not hf.is_fused_experts(model.model.layers[0].mlp)
+    assert (experts.has_gate, experts.has_bias, experts.is_transposed, experts.num_experts) == (True, False, False, 5)
+    hf.set_experts_function(experts, probe)
+    model(input_ids=torch.arange(7)[None], use_cache=False)
+    assert calls == [((7, 64), (7, 2), (7, 2))] * 2
+    assert hf.checkpoint_layout(model) == "qwen2_moe"
+    rows, ends = torch.randn(4, 64), torch.tensor([1, 1, 3, 3, 4], dtype=torch.int32)
+    grouped = hf.grouped_linear(rows, experts.gate_up_proj, ends, None, False)
+    expected = torch.stack([experts.gate_up_proj[e] @ row for e, row in zip((0, 2, 2, 4), rows, strict=True)])
+    assert torch.allclose(grouped, expected, atol=1e-6)
+
+
 def test_parity() -> None:
     verdict = run(2, parity, saved_model("qwen3_moe"), "2", {})[0]
     assert verdict.passed, describe(verdict)

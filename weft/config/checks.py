@@ -251,6 +251,12 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"set step.tokens={longest} or more.",
         )
     yield from _optimizer_combinations(config.optimizer)
+    if config.lora.on and config.model.init == "random":
+        yield (
+            "model.init",
+            "model.init is random, and with lora no checkpoint would hold the base that is drawn, so that nobody "
+            "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
+        )
     yield from _schedule_combinations(config.schedule, config.train.steps)
     objective = config.train.objective
     if objective is not None and not _IMPORT_PATH.fullmatch(objective):

@@ -11,7 +11,7 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 - utils.chat_template_utils._compile_jinja_template (its environment: sandbox, filters, globals, activate_tracker)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
-  .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate, ._is_expert_parallel
+  .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 """
 
@@ -248,7 +248,7 @@ def linear_widths(module: nn.Module) -> tuple[int, int]:
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether the module's forward goes through transformers' experts interface, on parameters [experts, ., .]."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def checkpoint_layout(model: PreTrainedModel) -> str | None:
