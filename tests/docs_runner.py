@@ -10,11 +10,15 @@ The words behind the language say what becomes of a block:
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import subprocess
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from weft import cli
 
@@ -60,9 +64,28 @@ def commands(block: Block) -> list[str]:
 
 
 def _command(command: str) -> None:
-    words = shlex.split(command)
-    if words[0] == "weft" and not set(words) & {"|", ">"}:
-        status = cli.main(words[1:])
+    """`weft ...`, also behind a pipe or into a file, in this process, which has imported torch; others in a shell."""
+    before, _, last = command.rpartition(" | ")
+    last, _, output = last.partition(" > ")
+    words = shlex.split(last)
+    if words[0] == "weft":
+        status, out = _weft(words[1:], _shell(before, stdout=subprocess.PIPE).stdout if before else "")
+        if output:
+            Path(output).write_text(out, encoding="utf-8")
     else:
-        status = subprocess.run(["bash", "-c", command], check=False).returncode
+        status = _shell(command).returncode
     assert status == 0, f"`{command}` ended with {status}"
+
+
+def _weft(words: list[str], given: str) -> tuple[int, str]:
+    """The exit status and the output, which is shown too, of a command that reads `given`."""
+    out = io.StringIO()
+    with patch("sys.stdin", io.StringIO(given)), redirect_stdout(out):
+        status = cli.main(words)
+    print(out.getvalue(), end="")
+    return status, out.getvalue()
+
+
+def _shell(command: str, **more: int) -> subprocess.CompletedProcess[str]:
+    python = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
+    return subprocess.run(["bash", "-c", python + command], check=False, text=True, **more)

@@ -84,6 +84,39 @@ class Rows(_Plain):
         weight.add_(gradient / (1 + state["rows"].view(-1, *[1] * (gradient.ndim - 1))), alpha=-group["lr"])
 
 
+class Ramp(_Plain):
+    """Counts its steps in its groups, from the first one on."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step()
+
+    def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight.add_(gradient / group["step"], alpha=-group["lr"])
+
+
+class Together(Ramp):
+    """Keeps the largest gradient that it has seen in its groups."""
+
+    def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["largest"] = max(group.get("largest", 0.0), float(gradient.abs().max()))
+        super().one(weight, gradient, state, group)
+
+
+class TensorRate(_Plain):
+    """Wants its learning rate to stay the tensor that it made of it, as torchao's do."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(lr)
+
+    def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert isinstance(group["lr"], torch.Tensor)
+        weight.sub_(gradient * group["lr"])
+
+
 class Counts(_Plain):
     """Counts its steps in itself, where no checkpoint looks."""
 

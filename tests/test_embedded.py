@@ -11,10 +11,14 @@ import transformers
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
+from tests.resuming import Sections
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft.data.encode import Encoding
 from weft.data.prompts import load_prompts
+from weft.engine.document import Document
 from weft.errors import UserError
 from weft.rollout.embedded import Completion, EmbeddedEngine, Sampling, end_tokens
+from weft.verification.adapter import stir
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
 ENDS = [2, 17, 40]
@@ -60,6 +64,36 @@ def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
         assert completion == Completion(tuple(out[:-1] if ended else out), ended)
 
 
+def logprobs_of_both(path: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one document: by the trainer, with adapters that do something, and by the plain copy."""
+    engine = open_engine(path, "2", **sections)
+    stir(engine)
+    tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
+    document = Document(tokens, torch.ones(len(tokens)))
+    plan = engine.plan([engine.meta(document)])
+    found = engine.readout(plan, dict.fromkeys(engine.needs(plan), document))
+    embedded = EmbeddedEngine(engine, ENDS)
+    embedded.wake(here=bool(found))
+    if embedded.model is None:
+        return torch.zeros(0), torch.zeros(0)
+    with torch.no_grad():
+        logprob = embedded.model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+    return found[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", {"rank": 4, "modules_to_save": ("lm_head",)}),
+        ("qwen3", {"rank": 4, "targets": ("q_proj", "embed_tokens")}),  # its head is tied to the embedding
+        ("qwen3_moe", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+    ],
+)
+def test_adapters_are_merged_into_the_copy(family: str, lora: dict[str, Any]) -> None:
+    for ours, copy in run(2, logprobs_of_both, saved_model(family), {"lora": lora}):
+        torch.testing.assert_close(copy, ours, rtol=0, atol=2e-5)
+
+
 def ends_of(path: str) -> list[int]:
     return end_tokens(open_engine(path, "1"), byte_tokenizer())
 
@@ -81,9 +115,16 @@ def test_prompts_of_a_list_are_what_a_user_says_or_text_to_continue() -> None:
     tokenizer = byte_tokenizer()
     (prompt,) = load_prompts(["ab"], tokenizer)
     rendered = tokenizer.decode(prompt.tokens)
-    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n"
+    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n<|start|>assistant\n"
     (text,) = load_prompts(["ab"], byte_tokenizer(None, bos=True))
     assert text.tokens == (1, *tokenizer("ab")["input_ids"])
+
+
+def test_prompts_are_rendered_by_the_template_of_the_data() -> None:
+    template = "{{ day }} {% for m in messages %}{{ m['content'] }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    encoding = Encoding(chat_template=template, template_kwargs={"day": "today"})
+    (prompt,) = load_prompts(["ab"], byte_tokenizer(None), encoding)
+    assert byte_tokenizer().decode(prompt.tokens) == "today ab>"
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -94,7 +135,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     )
     first, second, third = load_prompts(path, byte_tokenizer())
     assert first.text == "system: s\nuser: a\nassistant: b\nuser: c" and first == third
-    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n")
+    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n<|start|>assistant\n")
     assert second.text == "ab" and byte_tokenizer().decode(second.tokens) == "ab"
 
 

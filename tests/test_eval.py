@@ -346,16 +346,20 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
         here / "b.jsonl", chat(("user", "abc"), ("assistant", "bcdbcd")), chat(("user", "a"), ("assistant", "b"))
     )
     write_jsonl(here / "ask.jsonl", chat(("user", "abc"), ("assistant", "left out")), {"prompt": "bcd"})
-    words = ["eval.path={a: a.jsonl, b: b.jsonl}", "eval.prompts=ask.jsonl", "eval.max_new_tokens=3", "eval.every=2",
+    words = ["eval.sources=[{path: a.jsonl}, {name: b, path: b.jsonl}]", "eval.prompts=ask.jsonl",
+             "eval.max_new_tokens=3", "eval.every=2",
              "checkpoint.keep_best=true", "eval.patience=9", "eval.metric=eval/b/loss"]  # fmt: skip
     assert cli.main([*SFT, *words]) == 0
     out = capsys.readouterr().out
-    assert "held out a: a.jsonl: 1 documents" in out and "held out b: b.jsonl: 2 documents" in out
+    assert "held out a (a.jsonl): 1 documents" in out and "held out b (b.jsonl): 2 documents" in out
     assert "prompts  2, answered at every evaluation" in out
     said = [line for line in out.splitlines() if line.startswith("eval     step ")]
     assert [line.split(":")[0] for line in said] == ["eval     step 2", "eval     step 3"]
     assert all(re.search(r": loss [\d.]+, perplexity .*%; a \d\.\d{4}, b \d\.\d{4}", line) for line in said)
     assert "; the best so far (" in said[0]
+    assert re.search(
+        r"^held out \d\.\d{4} \(step \d\) -> .*; best eval/b/loss .*, kept as run/checkpoints/step-0", out, re.M
+    )
     assert "sample   abc -> " in out and "sample   bcd -> " in out
     assert {p.name for p in (here / "run").iterdir()} == {
         "config.yaml", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json",
@@ -366,20 +370,23 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
 REFUSED = {
     "a document longer than a row": (["eval.path=long.jsonl"], r"long\.jsonl:1: 1 of 1 documents are longer than 64"),
     "a file that is not there": (["eval.path=hold.jsonl"], r"eval\.path hold\.jsonl does not exist.*mean held\.jsonl"),
-    "a named file that is not there": (["eval.path.x=no.jsonl"], r"eval\.path\.x no\.jsonl does not exist"),
-    "a text as a file of prompts": (["eval.prompts=Who?"], r"eval\.prompts Who\? does not.*prompts=\['Who\?'\]"),
+    "a source that is not there": (["eval.sources=[{path: no.jsonl}]"], r"eval\.sources no\.jsonl does not exist"),
+    "a source with a weight": (["eval.sources=[{path: held.jsonl, weight: 2}]"], r"held\.jsonl: weight: every"),
+    "two of one name": (["eval.sources=[{path: held.jsonl}, {path: held.jsonl}]"], r"eval\.sources: two sources are"),
+    "a path and sources": (["eval.path=held.jsonl", "eval.sources=[{path: held.jsonl}]"], r"are both set: keep one"),
+    "no sources": (["eval.sources=[]"], r"eval\.sources: is empty: name at least one source, or set eval\.path"),
+    "a text as a file of prompts": (["eval.prompts=Who"], r"eval\.prompts Who is no file: .*prompts=\['Who'\]"),
     "no prompts": (["eval.prompts=[]"], r"eval\.prompts is empty: name a file"),
     "a figure that is not there": (
-        ["eval.path={a: held.jsonl}", "eval.patience=1", "eval.metric=eval/b/loss"],
+        ["eval.sources=[{name: a, path: held.jsonl}]", "eval.patience=1", "eval.metric=eval/b/loss"],
         r"eval\.metric is eval/b/loss, which is not evaluated: set it to eval/loss or eval/a/loss",
     ),
-    "a name with a slash": (["eval.path={a/b: held.jsonl}"], r"eval\.path: the name a/b has more than letters"),
     "patience without a loss": (["eval.prompts=[a]", "eval.patience=1"], r"eval\.patience would have no effect"),
     "the best of one": (
         ["eval.path=held.jsonl", "eval.every=0", "checkpoint.keep_best=true"],
         r"checkpoint\.keep_best would have no effect: eval\.every is 0",
     ),
-    "an interval of nothing": (["eval.every=5"], r"eval\.every would have no effect: neither eval"),
+    "an interval of nothing": (["eval.every=5"], r"eval\.every would have no effect: none of eval"),
     "a delta without patience": (["eval.path=held.jsonl", "eval.min_delta=1"], r"eval\.min_delta would have no effect"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.masking_utils import AttentionMaskInterface
@@ -100,3 +101,15 @@ def test_buffers_are_rebuilt_and_weights_stay() -> None:
 def test_parity() -> None:
     verdict = run(2, parity, saved_model("qwen3_moe"), "2", {})[0]
     assert verdict.passed, describe(verdict)
+
+
+def test_chat_templates_are_compiled_with_what_weft_reads() -> None:
+    """An environment with a sandbox, transformers' filters, and the tracker of generation markers."""
+    template = hf.chat_template("{% generation %}a{% endgeneration %}{{ [1] | tojson }}")
+    blocks: list[str] = []
+    marked: list[tuple[int, int]] = []
+    with template.environment.activate_tracker(blocks, marked):
+        blocks += template.generate()
+    assert "".join(blocks) == "a[1]" and marked == [(0, 1)]
+    assert isinstance(template.environment, ImmutableSandboxedEnvironment)
+    assert {"raise_exception", "strftime_now"} <= set(template.environment.globals)

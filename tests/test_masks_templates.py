@@ -113,7 +113,11 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     qwen = family_tokenizer("qwen")
     chatml = read_encoding(DataConfig(path="", chat_template="chatml"), qwen)
     assert trained(Encoder(qwen, chatml), MULTI) == ["One.<|im_end|>", "Two.<|im_end|>"]
-    for name, words in (("none", ["no file none", "chatml"]), (str(tmp_path), ["cannot read"])):
+    for name, words in (
+        ("none", ["no file none", "chatml"]),
+        (str(tmp_path), ["cannot read"]),
+        ("chatml", ["spell it"]),
+    ):
         with pytest.raises(UserError) as error:
             read_encoding(DataConfig(path="", chat_template=name), tokenizer)
         assert all(word in str(error.value) for word in ("data.chat_template", *words))
@@ -182,8 +186,8 @@ def test_a_day_is_asked_for_only_where_it_is_written() -> None:
 def test_what_stays_unclear_is_refused_and_shown(template: str, messages: list[Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         trained(encoder(template), {"messages": messages})
-    assert str(error.value).startswith("data.jsonl:1: cannot tell which tokens are the assistant's")
-    assert words in str(error.value) and "This is the rendering" in str(error.value)
+    assert str(error.value).startswith("data.jsonl:1: ") and words in str(error.value)
+    assert "data.chat_template" in str(error.value) and "This is the rendering" in str(error.value)
 
 
 @pytest.mark.parametrize(

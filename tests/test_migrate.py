@@ -12,7 +12,7 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.aliases import ALIASES, entry_of, not_yet
 from weft.config.keys import schema_keys
-from weft.config.migrate import CONVERTED, MOVES, PER_DEVICE, migrate
+from weft.config.migrate import COLUMNS, CONVERTED, MOVES, PER_DEVICE, migrate
 from weft.config.trainers import TRAINERS
 from weft.config.yaml12 import Node, read_file
 
@@ -72,9 +72,18 @@ def test_verl() -> None:
             "checkpoint.every": 500, "checkpoint.keep": 2,
         },
     )  # fmt: skip
+    assert "data.columns" not in values("verl.yaml")  # multiturn: messages are found by their name
     engine = values("verl_engine.yaml")
     expect(engine, {"step.max_tokens_per_device": 16384, "optimizer.name": "adamw", "schedule.min_lr_ratio": 0.1})
     assert "mesh.dp_shard" not in engine and "schedule.warmup_steps" not in engine  # -1: none
+
+
+def test_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: {prompt_key: question, response_key: answer, messages_key: messages}\n")
+    found = yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))["data"]
+    assert found["columns"] == {"prompt": "question", "completion": "answer"}
+    (tmp_path / "a.yaml").write_text("prompt_data: d\ninput_key: conversation\n")
+    assert yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))["data"]["columns"] == {"messages": "conversation"}
 
 
 def test_roll() -> None:
@@ -137,7 +146,7 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     taken = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
         key = MOVES.get(entry_of(name) or "", name)
-        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (*CONVERTED, *PER_DEVICE, "min_lr")
+        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (*CONVERTED, *PER_DEVICE, *COLUMNS, "min_lr")
         assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
 
 

@@ -36,6 +36,8 @@ USABLE: dict[str, dict[str, Any]] = {
     "torch.optim.ASGD": {},
     "torch.optim.AdamW": {"options": {"amsgrad": True, "fused": True}},
     "tests.optimizers:Lion": {},
+    "tests.optimizers:Ramp": {},
+    "tests.optimizers:TensorRate": {},
 }
 
 
@@ -55,11 +57,12 @@ def steps_are_those_of_the_whole() -> None:
         rule = rule_of(name, lr=0.01, weight_decay=0.2, **keys)
         ours = build_optimizer(sharded.named_parameters(), config, rule)
         decayed = {True: 0.2, False: 0.0}
-        theirs = rule.make([{"params": [p], "weight_decay": decayed[p.ndim >= 2]} for p in plain.parameters()])
+        theirs = rule.make(
+            [{"params": [p], "weight_decay": decayed[p.ndim >= 2], "lr_scale": 1.0} for p in plain.parameters()]
+        )
         for rate in (0.01, 0.02, 0.005):
             set_learning_rate(ours, rate)
-            for group in theirs.param_groups:
-                group["lr"] = rate
+            set_learning_rate(theirs, rate)
             ours.step()
             theirs.step()
         for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
@@ -109,7 +112,7 @@ def described(path: str) -> dict[str, Any]:
     take_steps(engine, 1)
     check_contract(engine)
     table = {row.what: row.dtype for row in dtype_rows(engine)}
-    with mock.patch.object(engine, "moments", (torch.float32,)), pytest.raises(RuntimeError, match="average of"):
+    with mock.patch.object(engine, "state_dtypes", {torch.float32}), pytest.raises(RuntimeError, match="average of"):
         check_contract(engine)
     held = sum(p.to_local().numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
     return {"table": table["optimizer"], "foreseen": engine.memory.optimizer, "held": held}
@@ -176,7 +179,7 @@ def all_broken(path: str, folder: str, mesh: str, names: tuple[str, ...]) -> dic
 
 
 RESUMED = ("torch.optim.Adagrad", "torch.optim.RAdam", "torch.optim.NAdam", "torch.optim.Adamax", "torch.optim.ASGD",
-           "tests.optimizers:Lion")  # fmt: skip
+           "tests.optimizers:Lion", "tests.optimizers:Ramp")  # fmt: skip
 
 
 def on_one_rank(path: str, folder: str, name: str) -> tuple[list[str], dict[str, Any]]:
@@ -234,6 +237,7 @@ def test_where_nothing_is_sharded_any_optimizer_works_and_is_resumed(tmp_path: P
         ("torch.optim.Adafactor", {}, r"keeps row_var of \[192, 1\] for a parameter of \[192, 64\].*mesh.dp_shard=1"),
         ("tests.optimizers.Normed", {}, "steps a tensor otherwise than its rows, .*mesh.dp_shard=1"),
         ("tests.optimizers.Rows", {}, r"keeps rows of \[192\]"),
+        ("tests.optimizers.Together", {}, "keeps largest in its groups, which depends on all rows"),
         ("tests.optimizers.Counts", {}, "does not go on from the state of its parameters"),
         ("tests.optimizers.Remembers", {}, "keeps state that a checkpoint cannot hold: norms"),
         ("tests.optimizers.OwnRate", {}, "does not read the learning rate of its groups"),

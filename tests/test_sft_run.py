@@ -20,7 +20,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
 from weft.config.schema import ScheduleConfig
@@ -32,12 +32,13 @@ from weft.observe.metrics import CORE_KEYS
 EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4
 CONFIG = f"""\
 model: {{path: model}}
-data: {{path: chats.jsonl}}
+data: {{path: chats.jsonl, chat_template: own.jinja}}
 step: {{documents: 8, max_tokens_per_device: 128}}
 optimizer: {{lr: 1e-2}}
 train: {{epochs: {EPOCHS}, seed: 3}}
 run: {{dir: one}}
 """
+OWN_TEMPLATE = CHATML + "{# of a file #}"
 Weft = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -52,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = [chat(("user", "a" * (i % 5 + 1)), ("assistant", "bcd" * (i % 7 + 1))) for i in range(20)]
     write_jsonl(path / "chats.jsonl", *chats)
     (path / "c.yaml").write_text(CONFIG)
+    (path / "own.jinja").write_text(OWN_TEMPLATE)
     return path
 
 
@@ -116,7 +118,7 @@ def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
     started = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), started.parameters(), strict=True))
     tokenizer = transformers.AutoTokenizer.from_pretrained(latest)
-    assert tokenizer.chat_template == byte_tokenizer().chat_template
+    assert tokenizer.chat_template == OWN_TEMPLATE
 
 
 @pytest.mark.slow

@@ -494,9 +494,9 @@ COMMANDS = {
     "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
     "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
-    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
+    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
 }
 
 

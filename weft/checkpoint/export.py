@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class HasModel(Protocol):
 @dataclass(frozen=True)
 class ExportPlan:
     """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
-    tokenizer is. config_name: the file that holds config."""
+    tokenizer is. config_name: the file that holds config. texts: other files, in place of the source's."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -59,6 +59,7 @@ class ExportPlan:
     config: dict[str, Any]
     source: Path | None
     config_name: str = "config.json"
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -109,6 +110,8 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
     if plan.index is not None:
         _write_json(folder / "model.safetensors.index.json", plan.index)
     _write_json(folder / plan.config_name, plan.config)
+    for name, text in plan.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     if plan.source is not None:
         copy_companions(plan.source, folder)
 
@@ -138,6 +141,28 @@ def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
         for file in files.values():
             file.fsync()
     return written
+
+
+class WholeTensors(Mapping[str, Shard]):
+    """Tensors for write_export that are made when they are asked for. One is kept, because pieces of the same tensor
+    follow one another."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = names, make
+        self._last: tuple[str, Shard] | None = None
+
+    def __getitem__(self, name: str) -> Shard:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made: memory holds one
+            values = self._make(name)
+            self._last = name, Shard(Box.whole(tuple(values.shape)), values)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Tensor]]:
@@ -235,7 +260,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation config, byte for byte."""
+    """Tokenizer, chat template and generation config, byte for byte; what is there already stays."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             copy = target / file.relative_to(source)

@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -100,7 +100,8 @@ class _CancelledError(Exception):
 class Saver:
     """Saves an engine's state into RUN/checkpoints. Every method but `failed` and `overdue` is called by all ranks.
 
-    constants: what state.json says of the run as a whole (config, data, model).
+    constants: what state.json says of the run as a whole (config, data, model). texts: files that every checkpoint has
+    in place of the model's own, such as a chat template.
     """
 
     engine: Engine
@@ -109,10 +110,11 @@ class Saver:
     constants: Mapping[str, Any]
     last: int = 0
     news: list[str] = field(default_factory=list)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = plan_export if self.engine.lora is None else plan_adapter
-        self.plan = plan(self.engine, DTYPES[self.config.dtype])
+        self.plan = replace(plan(self.engine, DTYPES[self.config.dtype]), texts=self.texts)
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(self.engine.module)
         self._exported = exported(find_parts(self.engine), average=self.config.weights == "ema")

@@ -27,14 +27,15 @@ from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, create
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
-from weft.engine.optimizer import stepped_by, steps_on_device
+from weft.engine.foreign import is_number
+from weft.engine.optimizer import counters, stepped_by, steps_on_device
 from weft.errors import UserError
 from weft.observe.metrics import plain
 from weft.observe.summary import versions
 
 FORMAT = 2
 STATE_FILE = "state.json"
-WEIGHTS, OPTIMIZER, EMA, RNG = "weights/", "optimizer/", "ema/", "rng/"
+WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/", "groups/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,21 @@ def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
     found, states = {}, engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
         for key, value in states.get(parameter, {}).items():
-            if isinstance(value, Tensor) and not value.ndim:
-                kind, host = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
-                found[f"{OPTIMIZER}{key}/{name}"] = {"value": value.item(), "dtype": kind, "host": host}
-            elif isinstance(value, bool | int | float):
-                found[f"{OPTIMIZER}{key}/{name}"] = {"value": value, "dtype": None, "host": True}
+            if is_number(value):
+                found[f"{OPTIMIZER}{key}/{name}"] = _described(value)
+    for number, group in enumerate(engine.optimizer.param_groups):
+        for key in counters(engine.optimizer):
+            if key in group:
+                found[f"{GROUPS}{number}/{key}"] = _described(group[key])
     return found
+
+
+def _described(number: Any) -> dict[str, Any]:
+    """A number and what it is: of Python (dtype None), or a tensor on the host or not."""
+    if not isinstance(number, Tensor):
+        return {"value": number, "dtype": None, "host": True}
+    dtype, host = str(number.dtype).removeprefix("torch."), number.device.type == "cpu"
+    return {"value": number.item(), "dtype": dtype, "host": host}
 
 
 # ---------------------------------------------------------------- writing
@@ -308,6 +318,10 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
                 empty = torch.zeros(shape, dtype=dtype, device=stepped.device)
             optimizer.state[stepped][key] = empty
     for entry, number in content["scalars"].items():
+        if entry.startswith(GROUPS):
+            place, key = entry.removeprefix(GROUPS).split("/", 1)
+            engine.optimizer.param_groups[int(place)][key] = _number(number, engine.storage, False)
+            continue
         key, parameter = _split(entry, owner)
         optimizer, stepped = stepped_by(engine.optimizer, parameter)
         optimizer.state[stepped][key] = _number(number, stepped.device, steps_on_device(optimizer, stepped))

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
-from weft.config.sources import column_problems, source_problems, split_problems
+from weft.config.sources import column_problems, source_name, source_problems, split_problems
 from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
@@ -37,7 +37,8 @@ class Inert:
     because: str
 
 
-_NOTHING_TO_EVALUATE = "neither eval.path nor eval.prompts is set"
+_NO_DOCUMENTS = "neither eval.path nor eval.sources is set: no documents are evaluated"
+_NOTHING_TO_EVALUATE = "none of eval.path, eval.sources and eval.prompts is set"
 _SOURCES = "data.sources is set: set it for each source"
 
 INERT = (
@@ -86,11 +87,11 @@ INERT = (
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
-    Inert("checkpoint.keep_best", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("checkpoint.keep_best", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
-    Inert("eval.every", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
-    Inert("eval.at_start", lambda c: c.eval.path is None and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
-    Inert("eval.patience", lambda c: c.eval.path is None, "eval.path is not set: nothing is evaluated"),
+    Inert("eval.every", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
+    Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
     Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
     Inert(
@@ -197,6 +198,11 @@ def inert_keys(config: Any) -> set[str]:
     return {rule.key for rule in INERT if rule.when(config)}
 
 
+def _held_out(config: Any) -> bool:
+    """Whether there are documents to evaluate."""
+    return config.eval.path is not None or config.eval.sources is not None
+
+
 def _ranges(config: Any, where: Mapping[str, str]) -> list[str]:
     problems = []
     for name, (holds, requirement) in RANGES.items():
@@ -265,14 +271,18 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
-    names = evaluation.path if isinstance(evaluation.path, dict) else {}
-    wrong = [name for name in names if not re.fullmatch(r"[\w.-]+", name)]
-    if wrong or (not names and names is evaluation.path):
-        what = f"the name {_show(wrong[0])} has more than letters, digits, `.`, `_` and `-`" if wrong else "it is empty"
-        yield "eval.path", f"eval.path: {what}: write it as {{NAME: FILE, ...}}."
+    sources = evaluation.sources
+    if evaluation.path is not None and sources is not None:
+        yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
+    if sources is not None:
+        texts = [*source_problems(sources, "eval.path")]
+        texts += [
+            f"{s.path}: weight: every held-out document counts once: leave it out." for s in sources if s.weight != 1
+        ]
+        yield from (("eval.sources", f"eval.sources: {text}") for text in texts)
     if evaluation.prompts is not None and not evaluation.prompts:
         yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
-    figures = ["eval/loss", *(f"eval/{name}/loss" for name in names)]
+    figures = ["eval/loss", *(f"eval/{source_name(source)}/loss" for source in sources or ())]
     if evaluation.metric not in figures:
         yield (
             "eval.metric",
@@ -301,14 +311,13 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
 def _no_such_optimizer(name: str) -> str:
     if ("optimizer.name", name) in NOT_YET_VALUES:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
-    ours = weft_value("optimizer.name", name)
-    if ours is not None:
-        return f"optimizer.name is {_show(name)}: write {ours}."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
-    meant = spelt.get(name.lower().removesuffix("_torch"), "torch.optim.Adagrad")
+    torchs, ours = spelt.get(name.lower()), weft_value("optimizer.name", name)
+    if ours is not None:
+        return f"optimizer.name is {_show(name)}: write {ours}{f', or {torchs}' if torchs else ''}."
     return (
         f"optimizer.name is {_show(name)}; it must be adamw, sgd, or the import path of a class, as in "
-        f"optimizer.name={meant}."
+        f"optimizer.name={torchs or 'torch.optim.Adagrad'}."
     )
 
 

@@ -109,8 +109,8 @@ def _coerce_record(node: Node, hint: Any) -> Any:
     unknown = [name for name in node.value if name not in hints]
     if unknown:
         raise MismatchError(f"`{unknown[0]}` is none of {', '.join(hints)}")
-    needed = [f.name for f in fields(hint) if f.default is MISSING and f.default_factory is MISSING]
-    missing = [name for name in needed if name not in node.value]
+    required = [f.name for f in fields(hint) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in node.value]
     if missing:
         raise MismatchError(f"`{missing[0]}` is missing")
     values = {}

@@ -17,13 +17,23 @@ _WRITTEN = (
     "Written by `python -m weft.config.coming_from docs/coming-from` from weft/config/trainers/{name}.py; a test holds "
     "that it is current."
 )
+_MOVE = """\
+## Move over
+
+```bash run
+weft migrate {file} --nproc 8 > mine.yaml
+```
+
+makes a draft of weft's config: what has the same meaning, the defaults that nobody wrote down, and below it what was
+not taken over, with what to do about it. `--nproc` is the number of GPUs of the old run, by which a per-device batch is
+multiplied. Read it through, and look at what it would do with `weft sft mine.yaml --dry-run`.
+"""
 _NAMES = """\
 ## What weft calls it
 
-`weft migrate theirs.yaml > mine.yaml` makes a draft of a weft config, and says below it what has not been taken over.
-You need not look names up either: give weft the config you have, as in `weft sft theirs.yaml --dry-run`, or set a key
-under its old name, and the answer names what to set, for all keys at once. A name is known by its last part, so the
-sections around it do not matter; `name.*` is a section with all that is in it. Keys of weft are in
+You need not look names up: give weft the config you have, as in `weft sft theirs.yaml --dry-run`, or set a key under
+its old name, and the answer names what to set, for all keys at once. A name is known by its last part, so the sections
+around it do not matter; `name.*` is a section with all that is in it. Keys of weft are in
 [config.md](../config.md), with their defaults.
 """
 
@@ -31,7 +41,7 @@ sections around it do not matter; `name.*` is a section with all that is in it. 
 _DEFAULTS = """\
 ## Defaults that differ
 
-What nobody wrote down is different too. `weft migrate` writes these into its draft:
+`weft migrate` writes these into its draft where the old config says nothing:
 
 | key of weft | {title} | weft |
 | --- | --- | --- |
@@ -44,6 +54,7 @@ def page(trainer: Trainer) -> str:
         f"# Coming from {trainer.title}\n",
         _WRITTEN.format(name=trainer.name) + "\n",
         trainer.introduction,
+        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in trainer.introduction else "theirs.yaml"),
     ]
     defaults = {key: value for key, value in trainer.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:

@@ -201,8 +201,6 @@ def show_default(key: Key) -> str:
 
 
 def _expand_home(name: str, value: Any) -> Any:
-    if name in PATH_KEYS and isinstance(value, dict):
-        return {part: _expand_home(name, path) for part, path in value.items()}
     return os.path.expanduser(value) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 

@@ -52,7 +52,7 @@ _SAME: dict[str, str] = {
     "fsdp.cpu_offload": "fsdp_cpu_offload fsdp_offload_params offload_policy cpu_offload enable_cpu_offload",
     "step.documents": "train_batch_size global_batch_size",
     "step.max_tokens_per_device": "max_token_len_per_gpu max_tokens_per_gpu packed_sequence_size",
-    "optimizer.name": "optim optim.optimizer optimizer",
+    "optimizer.name": "optim optim.optimizer",
     "optimizer.lr": "learning_rate lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.betas": "betas",
@@ -73,7 +73,7 @@ _SAME: dict[str, str] = {
     "checkpoint.keep": "save_total_limit max_ckpt_to_keep keep_latest_k",
     "checkpoint.dtype": "export_dtype",
     "run.dir": "output_dir default_local_dir dump_folder save",
-    "eval.path": "val_files eval_prompt_data dataset_test_split",
+    "eval.path": "val_files eval_prompt_data",
     "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
     "lora.rank": "lora_r lora_rank peft.dim",
     "lora.alpha": "lora_alpha peft.alpha",
@@ -95,6 +95,7 @@ CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "completion_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
     "bf16": ("fsdp.param_dtype", lambda v: "bf16" if v else None),
     "fp16": ("fsdp.param_dtype", lambda v: "fp16" if v else None),
+    "optimizer": ("optimizer.name", lambda v: "adamw" if v == "adam" else v),
     "timeout_minutes": ("train.timeout", lambda v: v * 60),
     "distributed_timeout_minutes": ("train.timeout", lambda v: v * 60),
 }
@@ -105,8 +106,26 @@ PER_DEVICE = (
     "grad_acc_steps",
     "accumulate_grad_batches",
 )
+# Names of columns -> what weft calls the column.
+COLUMNS = {
+    "messages_key": "messages",
+    "input_key": "messages",
+    "prompt_key": "prompt",
+    "response_key": "completion",
+    "tools_key": "tools",
+    "dataset_text_field": "text",
+}
+_FOUND_BY_NAME = ("messages", "prompt", "completion", "text", "tools", "instruction", "output")
 # Where a trainer says "no limit", or "never".
-_UNSET = {"train.steps", "train.epochs", "schedule.warmup_steps", "mesh.dp_shard", "data.max_length", "eval.every"}
+_UNSET = {
+    "lora.rank",
+    "train.steps",
+    "train.epochs",
+    "schedule.warmup_steps",
+    "mesh.dp_shard",
+    "data.max_length",
+    "eval.every",
+}
 
 
 # How many GPUs of a machine ranks ran on.
@@ -161,7 +180,9 @@ def _ranks(found: Mapping[str, Any]) -> int:
 
 
 def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
-    draft, batch = Draft(), {}
+    draft = Draft()
+    batch: dict[str, Any] = {}
+    columns: dict[str, str] = {}
     for name, value in found.items():
         entry = entry_of(name) or ""
         if name in schema_keys(SftConfig):
@@ -175,6 +196,8 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
             before = draft.value("optimizer.betas", [0.9, default])
             both = [value if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
             draft.take("optimizer.betas", both, name)
+        elif entry in COLUMNS and isinstance(value, str):
+            columns[name] = value
         elif entry in MOVES:
             _take_same(draft, MOVES[entry], value, name)
         elif entry in CONVERTED:
@@ -188,8 +211,21 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
         factors = " x ".join(str(value) for value in batch.values())
         gpus = f"{ranks} GPUs" if ranks > 1 else "the number of GPUs: multiply by it, or say --nproc"
         draft.take("step.documents", documents, next(iter(batch)), f"{factors} x {gpus}")
+    _take_columns(draft, columns, found)
     _settle(draft, found)
     return draft
+
+
+def _take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
+    """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
+    columns = {COLUMNS[str(entry_of(name))]: column for name, column in given.items()}
+    if "messages" in columns and "prompt" in columns:  # verl has both, and a switch
+        chats = any(entry_of(name) == "multiturn.enable" and value for name, value in found.items())
+        for unused in ("prompt", "completion") if chats else ("messages",):
+            columns.pop(unused, None)
+    renamed = {ours: theirs for ours, theirs in columns.items() if theirs not in _FOUND_BY_NAME}
+    if renamed:
+        draft.take("data.columns", renamed, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
 
 
 def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
@@ -241,10 +277,10 @@ def _drop_idle(draft: Draft) -> None:
 def _fitting(key: Key, value: Any) -> Any:
     """The value as this key takes it, or None where it cannot."""
     ours = weft_value(key.name, value)
-    for candidate in (value, None if ours is None else read_value(ours, "").value):
+    for candidate in (None if ours is None else read_value(ours, "").value, value):
         try:
             if candidate is not None:
-                coerce(node_of(candidate, ""), key.type)
+                coerce(Node(candidate, ""), key.type)
                 return candidate
         except MismatchError:
             continue

@@ -18,8 +18,8 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     """
     where = explicit or {}
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
+    data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
-    found += [("eval.path", data_problem(name, path)) for name, path in _held_out(config.eval.path).items()]
     if isinstance(config.eval.prompts, str):
         found.append(("eval.prompts", _prompts_problem(config.eval.prompts)))
     found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
@@ -43,16 +43,13 @@ def near_names(file: Path, folders: bool = False) -> str:
     return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
 
 
-def _held_out(paths: str | dict[str, str] | None) -> dict[str, str]:
-    """Key -> path."""
-    if isinstance(paths, dict):
-        return {f"eval.path.{name}": path for name, path in paths.items()}
-    return {} if paths is None else {"eval.path": paths}
-
-
 def _prompts_problem(path: str) -> str:
-    problem = data_problem("eval.prompts", path)
-    return f"{problem} Prompts in the config itself are a list: eval.prompts=[{path!r}]." if problem else ""
+    if Path(path).expanduser().is_file():
+        return ""
+    near = near_names(Path(path))
+    return (
+        f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: eval.prompts=[{path!r}].{near}"
+    )
 
 
 def data_problem(key: str, path: str) -> str:

@@ -385,9 +385,10 @@ class CheckpointConfig:
 class EvalConfig:
     """What is looked at while training, and what follows from it. docs/evaluation.md tells more."""
 
-    path: str | dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "Held-out documents: a file like data.path, or a mapping of names to files, each of which is reported apart, "
-        "too, as in {chat: chat.jsonl, code: code.jsonl}.",
+    path: str | None = key("Held-out documents: data like data.path's, with the columns that data.columns says.", None)
+    sources: tuple[SourceConfig, ...] | None = key(
+        "In place of eval.path: several sources, each with its own path, name, split, subset and columns, as in "
+        "[{path: chat.jsonl}, {name: code, path: code.parquet}]. Each is reported apart, too.",
         None,
     )
     every: int = key(
@@ -395,8 +396,7 @@ class EvalConfig:
     )
     at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
     metric: str = key(
-        "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of a named file of "
-        "eval.path.",
+        "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of one of eval.sources.",
         "eval/loss",
     )
     patience: int | None = key(

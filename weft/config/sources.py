@@ -78,10 +78,10 @@ def column_problems(columns: Mapping[str, str]) -> Iterator[str]:
         yield f"{show(dict(columns))} names more than one format ({' and '.join(named)}): keep one."
 
 
-def source_problems(sources: Sequence[Any]) -> Iterator[str]:
-    """What is wrong with data.sources."""
+def source_problems(sources: Sequence[Any], path: str = "data.path") -> Iterator[str]:
+    """What is wrong with data.sources, or with others. path: the key that they stand in for."""
     if not sources:
-        yield "is empty: name at least one source, or set data.path."
+        yield f"is empty: name at least one source, or set {path}."
     for source in sources:
         texts = [f"columns: {text}" for text in column_problems(source.columns)]
         texts += [f"split: {text}" for text in split_problems(source.split)]

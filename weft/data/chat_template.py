@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
+from weft.config.schema import DataConfig
 from weft.errors import UserError
 from weft.models import hf
 
@@ -52,11 +53,15 @@ class Unclear(Exception):
         self.rendering = rendering
 
 
+class Lost(Unclear):
+    """A rendering leaves out a text of its conversation."""
+
+
 class ChatTemplate:
     """A Jinja chat template, with transformers' filters and globals, that notes what it writes for which message.
 
-    Notes are calls at the beginning and end of its loops, put into the parsed template. They write nothing, so the
-    text is the template's own. Loops in macros and captured blocks are left out: their text is not yet in its place.
+    Notes are outputs at the beginning and end of its loops, put into the parsed template. They are empty strings, so
+    the text is the template's own. Loops in macros and captured blocks are left out: their text is not yet in place.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -67,12 +72,12 @@ class ChatTemplate:
         )
         self._track: Any = environment.activate_tracker
         self._variables = dict(variables)
-        self.source = source
+        self._words = frozenset(re.findall(r"\w+", source))
         self.has_markers = bool(GENERATION_TAG.search(source))
 
     def names(self, word: str) -> bool:
         """Whether the template reads something of this name."""
-        return re.search(rf"\b{word}\b", self.source) is not None
+        return word in self._words
 
     def render(
         self,
@@ -83,84 +88,120 @@ class ChatTemplate:
         ask: bool = False,
     ) -> Rendering:
         """The conversation as text; ask: with what the template writes to ask for an answer. Raises RENDER_ERRORS."""
-        notes = _Notes({id(message): i for i, message in enumerate(messages)})
+        blocks: list[str] = []
         marked: list[Span] = []
-        with self._track(notes.blocks, marked) if self.has_markers else nullcontext():
+        with self._track(blocks, marked) if self.has_markers else nullcontext():
             stream = self._template.generate(
-                {**self._variables, **kwargs},
-                messages=list(messages),
+                {**self._variables, **kwargs, **_LOOP_NOTES},
+                messages=[_Message(message, place) for place, message in enumerate(messages)],
                 tools=None if tools is None else list(tools),
                 documents=None,
                 add_generation_prompt=ask,
-                weft_loop_begins=notes.loop_begins,
-                weft_item_begins=notes.item_begins,
-                weft_loop_ends=notes.loop_ends,
             )
-            for block in stream:
-                notes.blocks.append(block)
-                notes.length += len(block)
-        return notes.rendering(tuple(marked))
+            pieces = _pieces(stream, blocks)
+        regions = {message: spans[0] for message, spans in pieces.items() if len(spans) == 1}
+        return Rendering("".join(blocks), regions, frozenset(pieces) - frozenset(regions), tuple(marked))
 
 
-class _Notes:
-    """Collects the blocks that a template writes, and cuts them where another message begins."""
+class _Note(str):
+    """An empty text that says where a loop is: at a message, or that it begins, goes on or ends."""
 
-    def __init__(self, places: Mapping[int, int]) -> None:
-        self.blocks: list[str] = []
-        self.length = 0
-        self._places = places  # id of a message -> its place
-        self._stack: list[int | None] = []  # what each open loop is at; None: no message
-        self._pieces: dict[int, list[Span]] = {}
-        self._start = 0
+    place: int | None
 
-    def loop_begins(self) -> None:
-        self._cut()
-        self._stack.append(None)
+    def __str__(self) -> str:
+        return self  # str(note) would be a plain text
 
-    def item_begins(self, item: Any) -> None:
-        self._cut()
-        self._stack[-1] = self._places.get(id(item))
 
-    def loop_ends(self) -> None:
-        self._cut()
-        self._stack.pop()
+def _note(place: int | None = None) -> _Note:
+    note = _Note()
+    note.place = place
+    return note
 
-    def _cut(self) -> None:
-        start, self._start = self._start, self.length
-        if start == self.length:
-            return
-        message = next((place for place in reversed(self._stack) if place is not None), None)
-        if message is not None:
-            pieces = self._pieces.setdefault(message, [])
-            if pieces and pieces[-1][1] == start:
-                start = pieces.pop()[0]
-            pieces.append((start, self.length))
 
-    def rendering(self, marked: tuple[Span, ...]) -> Rendering:
-        regions = {message: pieces[0] for message, pieces in self._pieces.items() if len(pieces) == 1}
-        return Rendering("".join(self.blocks), regions, frozenset(self._pieces) - frozenset(regions), marked)
+_BEGINS, _ITEM, _ENDS = _note(), _note(), _note()
+_LOOP_NOTES = {"weft_loop_begins": _BEGINS, "weft_item": _ITEM, "weft_loop_ends": _ENDS}
+_PLACE = "\ue5e3"  # the key under which a message says where it is; no template asks for it, and none sees it
+
+
+class _Message(dict[str, Any]):
+    """A message that knows its place, and is equal to one that does not."""
+
+    def __init__(self, message: Mapping[str, Any], place: int) -> None:
+        super().__init__(message)
+        self._place = place
+
+    def __missing__(self, key: str) -> _Note:
+        if key == _PLACE:
+            return _note(self._place)
+        raise KeyError(key)
+
+
+def _pieces(stream: Iterable[str], blocks: list[str]) -> dict[int, list[Span]]:
+    """Collects what a template writes in `blocks`, and says which of it belongs to which message."""
+    pieces: dict[int, list[Span]] = {}
+    stack: list[int | None] = []  # what each open loop is at; None: no message
+    start = length = 0
+    for block in stream:
+        if type(block) is not _Note:
+            blocks.append(block)
+            length += len(block)
+            continue
+        if start < length:
+            message = next((place for place in reversed(stack) if place is not None), None)
+            if message is not None:
+                _add(pieces.setdefault(message, []), start, length)
+            start = length
+        if block is _BEGINS:
+            stack.append(None)
+        elif block is _ENDS:
+            stack.pop()
+        else:
+            stack[-1] = block.place
+    return pieces
+
+
+def _add(spans: list[Span], start: int, end: int) -> None:
+    if spans and spans[-1][1] == start:
+        start = spans.pop()[0]
+    spans.append((start, end))
+
+
+# Asked of messages and their calls by every template, as attributes, which the sandbox looks for at length before it
+# takes the item; both ways of asking give the same.
+_ITEMS = frozenset(
+    ("role", "content", "tool_calls", "reasoning_content", "thinking", "name", "function", "arguments", "type", "text")
+)
 
 
 class _NotedLoops(NodeTransformer):
-    """Puts calls of _Notes around the loops of a template and at the beginning of each turn."""
+    """Puts notes around the loops of a template and at the beginning of each turn."""
 
     def visit_For(self, node: nodes.For) -> Any:
         self.generic_visit(node)
         if node.recursive or not isinstance(node.target, nodes.Name):
             return node
         item = nodes.Name(node.target.name, "load", lineno=node.lineno)
-        node.body.insert(0, _call("weft_item_begins", node.lineno, item))
-        return [_call("weft_loop_begins", node.lineno), node, _call("weft_loop_ends", node.lineno)]
+        place = nodes.Getitem(item, nodes.Const(_PLACE), "load", lineno=node.lineno)
+        node.body.insert(0, nodes.Output([_name("weft_item", node), place], lineno=node.lineno))
+        begins, ends = (
+            nodes.Output([_name(name, node)], lineno=node.lineno) for name in ("weft_loop_begins", "weft_loop_ends")
+        )
+        return [begins, node, ends]
 
-    def _leave(self, node: nodes.Node) -> nodes.Node:
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        self.generic_visit(node)
+        if node.attr not in _ITEMS or node.ctx != "load":
+            return node
+        return nodes.Getitem(node.node, nodes.Const(node.attr, lineno=node.lineno), "load", lineno=node.lineno)
+
+    def _without_notes(self, node: nodes.Node) -> nodes.Node:
         return node
 
-    visit_Macro = visit_CallBlock = visit_FilterBlock = visit_AssignBlock = _leave
+    visit_Macro = visit_CallBlock = visit_FilterBlock = visit_AssignBlock = _without_notes
 
 
-def _call(name: str, lineno: int, *arguments: nodes.Expr) -> nodes.Node:
-    function = nodes.Name(name, "load", lineno=lineno)
-    return nodes.ExprStmt(nodes.Call(function, list(arguments), [], None, None, lineno=lineno), lineno=lineno)
+def _name(name: str, near: nodes.Node) -> nodes.Name:
+    return nodes.Name(name, "load", lineno=near.lineno)
 
 
 def common_start(a: str, b: str) -> int:
@@ -180,8 +221,11 @@ def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
     return prompt[: min(cut, default=n)]
 
 
-def read_template(name: str) -> str:
+def chosen_template(data: DataConfig) -> str | None:
     """The source of data.chat_template: a Jinja file, or one of those that come with weft. Raises UserError."""
+    name = data.chat_template
+    if name is None:
+        return None
     known = sorted(path.stem for path in NAMED.glob("*.jinja"))
     path = NAMED / f"{name}.jinja" if name in known else Path(name)
     try:

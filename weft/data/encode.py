@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig
 from weft.data.answers import Answers, Trained
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Rendering, Unclear, read_template
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
 from weft.errors import UserError
@@ -107,6 +107,11 @@ class Encoder:
                 f"{record.where}: the chat template refused this document: {_first_line(error)}. Change the messages, "
                 "or set data.chat_template."
             ) from error
+        except Lost as error:
+            raise UserError(
+                f"{record.where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that text, or set "
+                "data.chat_template (or data.template_kwargs) so that it is rendered."
+            ) from error
         except Unclear as error:
             raise UserError(
                 f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
@@ -181,7 +186,12 @@ class Encoder:
 
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
     """The encoding that a config asks for. date is there only for templates that write one. Raises UserError."""
-    source = None if data.chat_template is None else read_template(data.chat_template)
+    source = chosen_template(data)
+    if data.chat_template == "chatml" and "<|im_end|>" not in tokenizer.get_added_vocab():
+        raise UserError(
+            "data.chat_template: chatml ends answers with <|im_end|>, and the tokenizer has no such token: a model "
+            "would have to spell it. Name a Jinja file that ends them with {{ eos_token }}, or take another model."
+        )
     dated = "strftime_now" in (source or str(tokenizer.chat_template))
     return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
 
@@ -189,6 +199,15 @@ def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encod
 def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
     """Whether conversations can be rendered."""
     return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
+
+
+def renderer(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding
+) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
+    """(messages, whether to ask for an answer) -> the rendering, by the template that documents are rendered by."""
+    source = encoding.chat_template or tokenizer.get_chat_template()
+    template = ChatTemplate(source, {**tokenizer.special_tokens_map, **_clock(encoding.date)})
+    return lambda messages, ask: template.render(messages, encoding.template_kwargs, ask=ask).text
 
 
 def _clock(date: str | None) -> dict[str, Any]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from weft.data.chat_template import RENDER_ERRORS
+from weft.data.encode import Encoding, has_template, renderer
 from weft.errors import UserError
 
+Messages = list[dict[str, str]]
+Render = Callable[[Messages, bool], str]
+
+_MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts before one
 _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be continued)"
 
 
@@ -24,19 +29,23 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
-def load_prompts(source: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def load_prompts(
+    source: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
+) -> list[Prompt]:
     """The prompts of a JSONL file, or of a list of texts.
 
     A text of the list is what a user says where the tokenizer has a chat template, else a text to be continued. In a
     file, `messages` goes through the chat template, without the answers that end it, and `prompt` is continued as it
-    is, so that a file of training data serves too. Raises UserError, naming file and line.
+    is, so that a file of training data serves too. encoding: the chat template, if it is not the tokenizer's own, and
+    what it is told. Raises UserError, naming file and line.
     """
+    encoding = encoding or Encoding()
     if isinstance(source, str):
-        prompts = [_of_line(where, line, tokenizer) for where, line in _lines(source)]
+        prompts = [_of_line(where, line, tokenizer, encoding) for where, line in _lines(source)]
     else:
-        chat = bool(tokenizer.chat_template)
+        chat = has_template(tokenizer, encoding)
         prompts = [
-            _of_chat(f"eval.prompts[{i}]", [{"role": "user", "content": text}], tokenizer)
+            _of_chat(f"eval.prompts[{i}]", [{"role": "user", "content": text}], tokenizer, encoding)
             if chat
             else _of_text(f"eval.prompts[{i}]", text, tokenizer)
             for i, text in enumerate(source)
@@ -58,7 +67,7 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line
 
 
-def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -72,7 +81,7 @@ def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> Promp
     if isinstance(given, str):
         return _of_text(where, given, tokenizer)
     if isinstance(given, list):
-        return _of_chat(where, given, tokenizer)
+        return _of_chat(where, given, tokenizer, encoding)
     keys = ", ".join(f"`{key}`" for key in value) or "no keys"
     raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
@@ -86,25 +95,36 @@ def _of_text(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Promp
     return Prompt(text, tuple(tokens))
 
 
-def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise UserError(f"{where}: every message must be an object with `role` and `content`.")
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
-    if not tokenizer.chat_template:
+    if not has_template(tokenizer, encoding):
         raise UserError(
             f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be continued, "
             "or use the model's chat (instruct) variant."
         )
     try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        text = up_to_the_answer(renderer(tokenizer, encoding), messages)
+    except RENDER_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{where}: the tokenizer's chat template refused this chat: {reason}.") from error
-    assert not isinstance(rendered, str | list)
-    return Prompt(_as_text(messages), tuple(rendered["input_ids"]))
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return Prompt(_as_text(messages), tuple(tokens))
+
+
+def up_to_the_answer(render: Render, messages: Messages) -> str:
+    """The conversation as `render(messages, ask)` gives it, up to where the answer begins, whether or not the template
+    has a way to ask for that."""
+    plain, asking = render(messages, False), render(messages, True)
+    if asking != plain:
+        return asking
+    answered = render([*messages, {"role": "assistant", "content": _MARK}], False)
+    before, found, _ = answered.partition(_MARK)
+    return before if found and before.startswith(plain) else plain
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> str:

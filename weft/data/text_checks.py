@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.chat_template import ChatTemplate, Rendering, Span, Unclear
+from weft.data.chat_template import ChatTemplate, Lost, Rendering, Span, Unclear
 from weft.data.conversation import Conversation
 from weft.data.sentinels import SENTINEL
 
@@ -27,7 +27,7 @@ class TextChecks:
     def run(self) -> None:
         """Looks for the texts as they are; only for those that it does not find the conversation is rendered again.
 
-        Raises Unclear.
+        Raises Unclear, and Lost where a text is nowhere.
         """
         for place, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
@@ -54,7 +54,7 @@ class TextChecks:
         count = other.text.count(SENTINEL)
         # gpt-oss leaves out what an answer said beside a call, once the answer that it led to follows.
         if count == 0 and "tool_calls" not in self.chat.messages[place]:
-            raise Unclear(f"the template does not render the text of message {place + 1}", self.rendering)
+            raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
         if count > 1 or (count == 1 and SENTINEL not in other.of(place)):
             raise Unclear(
                 f"the text of message {place + 1} is not where the template renders this message", self.rendering
@@ -66,7 +66,7 @@ class TextChecks:
         if any(SENTINEL in other.of(answer) for answer in self.spans):
             raise Unclear(f"the template writes message {place + 1} into an answer", self.rendering)
         if needed and SENTINEL not in other.text:
-            raise Unclear(f"the template does not render the text of message {place + 1}", self.rendering)
+            raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
 
     def _thoughts(self) -> None:
         """Templates leave out the thoughts of earlier turns; those of the last answer are there to be trained."""
@@ -78,11 +78,7 @@ class TextChecks:
         if thought is None and isinstance(message["content"], str):
             thought = message["content"].rpartition("</think>")[0].rpartition("<think>")[2]
         if isinstance(thought, str) and thought.strip() not in self.rendering.text:
-            raise Unclear(
-                f"the template leaves out what message {last + 1} thinks before it answers (see data.template_kwargs; "
-                "or remove it)",
-                self.rendering,
-            )
+            raise Lost(f"the template leaves out what message {last + 1} thinks before it answers", self.rendering)
 
     def _marked(self, place: int) -> Rendering:
         marked = self.chat.replaced(place, content=SENTINEL)

@@ -25,12 +25,12 @@ def check_contract(engine: Engine) -> None:
         if parameter.device.type != engine.storage.type:
             raise RuntimeError(f"{name} is stored on {parameter.device.type}, not {engine.storage.type}")
         if not parameter.requires_grad and (parameter.grad is not None or parameter in state):
-            raise RuntimeError(f"{name} is frozen, and has a gradient or optimizer state all the same")
+            raise RuntimeError(f"{name} is frozen (model.freeze, lora) and has a gradient or optimizer state")
         for key, value in state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor) or own_part(value).shape != own_part(parameter.detach()).shape:
                 continue
-            if value.dtype not in engine.moments:
-                kept = ", ".join(map(str, engine.moments))
+            if value.dtype not in engine.state_dtypes:
+                kept = ", ".join(map(str, engine.state_dtypes))
                 raise RuntimeError(
                     f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {kept}"
                 )

@@ -110,6 +110,7 @@ class Engine:
             self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)
         rule = self._find_rule(sizes.dp_shard > 1)
         self.moments = moments(config.optimizer, self.precision.master, rule)  # dtypes
+        self.state_dtypes = frozenset(self.moments) if rule is None else rule.dtypes
         self.built: BuiltModel = build_model(
             config.model,
             config.lora,

@@ -7,6 +7,7 @@ is tried on small tensors before anything is loaded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.groups import set_rates
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.parallel.mesh import own_part
@@ -33,12 +35,15 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of how far an element 
 class ForeignRule:
     """An optimizer by import path that can be used. make: builds it from parameter groups.
 
-    moments: dtypes of the state that it keeps for each element.
+    moments: dtypes of the state that it keeps for each element of a matrix; dtypes: of those of any tensor. counters:
+    numbers that it keeps in its groups.
     """
 
     path: str
     make: Callable[[Groups], torch.optim.Optimizer]
     moments: tuple[torch.dtype, ...]
+    dtypes: frozenset[torch.dtype]
+    counters: tuple[str, ...]
 
 
 class OnShards:
@@ -49,6 +54,7 @@ class OnShards:
 
     def __init__(self, groups: Groups, rule: ForeignRule) -> None:
         """groups: of the model's parameters, with their settings."""
+        self.counters = rule.counters
         self._shards: dict[nn.Parameter, nn.Parameter] = {
             parameter: nn.Parameter(own_part(parameter).detach()) for group in groups for parameter in group["params"]
         }
@@ -62,9 +68,9 @@ class OnShards:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The state of those parameters that have one."""
+        """The state of those parameters that have one; of what is empty on this rank, none at all."""
         state = self._optimizer.state
-        return {parameter: state[shard] for parameter, shard in self._shards.items() if shard in state}
+        return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
 
     def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         """The optimizer itself, and its shard of a parameter."""
@@ -102,7 +108,14 @@ def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, dev
         taken = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
         return kind(taken, lr=config.lr, **options)
 
-    return ForeignRule(config.name, make, _Trial(config.name, make, dtype, device).moments(sharded))
+    found = _Trial(config.name, make, dtype, device).run(sharded)
+    kept = [
+        tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
+        for shape, state in zip(_SHAPES, found.state, strict=True)
+    ]
+    return ForeignRule(
+        config.name, make, kept[0], frozenset(dtype for part in kept for dtype in part), tuple(found.counters)
+    )
 
 
 def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bool]:
@@ -133,11 +146,15 @@ def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bo
 
 @dataclass(frozen=True)
 class _Run:
-    """Of a matrix and a vector: what they were, what they became, and the state that the optimizer has of each."""
+    """Of a matrix and a vector: what they were, what they became, and the state that the optimizer has of each.
+
+    counters: what has changed in its groups, a list of values for each.
+    """
 
     before: list[Tensor]
     after: list[Tensor]
     state: list[dict[str, Any]]
+    counters: dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -149,26 +166,27 @@ class _Trial:
     dtype: torch.dtype
     device: torch.device
 
-    def moments(self, sharded: bool) -> tuple[torch.dtype, ...]:
-        """Dtypes of its state for each element. UserError where it could not be used, saved or sharded."""
+    def run(self, sharded: bool) -> _Run:
+        """Its steps on whole tensors. UserError where it could not be used, saved or sharded."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
                 whole = self._run()
             except Exception as error:
                 raise self._refused(f"cannot be used: {type(error).__name__}: {error}") from error
             odd = [key for state in whole.state for key, value in state.items() if not storable(value)]
+            odd += [key for key, values in whole.counters.items() if not all(map(is_number, values))]
             if odd:
                 raise self._refused(f"keeps state that a checkpoint cannot hold: {', '.join(dict.fromkeys(odd))}.")
             if _equal(whole, self._run(lr=_LR / 2)):
                 raise self._refused("does not read the learning rate of its groups, which the schedule sets.")
-            if not _equal(whole, self._run(broken=True)):
+            if not _equal(whole, self._run(carried=list(whole.counters))):
                 raise self._refused(
-                    "does not go on from the state of its parameters, which is what a checkpoint holds: a resumed run "
-                    "would be another."
+                    "does not go on from the state of its parameters and the numbers in its groups, which is what a "
+                    "checkpoint holds: a resumed run would be another."
                 )
             if sharded:
                 self._check_rows(whole, [self._run(rows) for rows in _RANKS])
-        return tuple(v.dtype for v in whole.state[0].values() if isinstance(v, Tensor) and v.shape == _SHAPES[0])
+        return whole
 
     def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
         """UserError unless the steps of the rows are those of the whole."""
@@ -182,13 +200,17 @@ class _Trial:
                     raise self._refused(
                         f"keeps {key} of {list(value.shape)} for a parameter of {list(shape)}, {advice}"
                     )
+        for key, values in whole.counters.items():
+            if any(part.counters.get(key) != values for part in parts):
+                raise self._refused(f"keeps {key} in its groups, which depends on all rows, {advice}")
         for number, (before, after) in enumerate(zip(whole.before, whole.after, strict=True)):
             found = torch.cat([part.after[number] for part in parts])
             if not (found - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
                 raise self._refused(f"steps a tensor otherwise than its rows, {advice}")
 
-    def _run(self, rows: slice = slice(None), *, lr: float = _LR, broken: bool = False) -> _Run:
-        """Some steps. broken: by an optimizer that is replaced on the way by another with its state."""
+    def _run(self, rows: slice = slice(None), *, lr: float = _LR, carried: Sequence[str] | None = None) -> _Run:
+        """Some steps. carried: by an optimizer that is replaced on the way by another, which gets its state and these
+        entries of its groups."""
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
 
@@ -199,18 +221,22 @@ class _Trial:
         parameters = [nn.Parameter(draw(shape)) for shape in _SHAPES]
         before = [parameter.detach().clone() for parameter in parameters]
         optimizer = self._over(parameters)
+        fresh = _entries(optimizer)
         for number in range(_STEPS):
-            if broken and number == _BREAK:
+            if carried is not None and number == _BREAK:
                 optimizer, old = self._over(parameters), optimizer
+                for group, entries in zip(optimizer.param_groups, _entries(old), strict=True):
+                    group.update({key: entries[key] for key in carried if key in entries})
                 for parameter in parameters:
                     optimizer.state[parameter].update(_copied(old.state[parameter]))
-            for group in optimizer.param_groups:
-                group["lr"] = lr / (1 + number)
+            set_rates(optimizer.param_groups, lr / (1 + number))
             for parameter, shape in zip(parameters, _SHAPES, strict=True):
                 parameter.grad = draw(shape)
             optimizer.step()
         state = [dict(optimizer.state[parameter]) for parameter in parameters]
-        return _Run(before, [parameter.detach() for parameter in parameters], state)
+        return _Run(
+            before, [parameter.detach() for parameter in parameters], state, _changed(fresh, _entries(optimizer))
+        )
 
     def _over(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return self.make([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "lr_scale": 1.0} for p in parameters])
@@ -224,6 +250,32 @@ def storable(value: Any) -> bool:
     if isinstance(value, Tensor):
         return type(value) in (Tensor, DTensor) and value.layout == torch.strided
     return value is None or isinstance(value, bool | int | float)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, of Python or a tensor without dimensions."""
+    return isinstance(value, bool | int | float) or (type(value) is Tensor and not value.ndim)
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of what its groups hold beside parameters and rates."""
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "lr")})
+        for group in optimizer.param_groups
+    ]
+
+
+def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The entries that differ, by name, one of each group."""
+    names = dict.fromkeys(name for group in after for name in group)
+    pairs = list(zip(before, after, strict=True))
+    return {n: [b.get(n) for _, b in pairs] for n in names if any(not _same(a.get(n), b.get(n)) for a, b in pairs)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

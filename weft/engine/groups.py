@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
@@ -139,3 +140,13 @@ def _kinds(names: Iterable[str]) -> tuple[str, ...]:
     """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work."""
     short = (".".join(name.split(".")[-2:]) for name in names)
     return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
+
+
+def set_rates(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Make each group's share of `lr` its rate, which some optimizers keep in a tensor."""
+    for group in groups:
+        rate = lr * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
 from weft.engine.foreign import ForeignRule, OnShards
-from weft.engine.groups import NamedParameters, Treatment, treatments
+from weft.engine.groups import NamedParameters, Treatment, set_rates, treatments
 from weft.engine.rounded import RoundedAdamW, RoundedSGD
 from weft.observe.timing import waiting
 from weft.parallel.fsdp import DTYPES
@@ -77,8 +77,7 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | No
 
 def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
     """Makes `lr` the rate of the next step, and of every group its share of it."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+    set_rates(optimizer.param_groups, lr)
 
 
 def stepped_by(
@@ -86,6 +85,11 @@ def stepped_by(
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
     """The optimizer of torch's interface, and what it steps of a parameter: itself, or this rank's shard."""
     return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
+
+
+def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
+    """Entries of its groups that are part of its state."""
+    return optimizer.counters if isinstance(optimizer, OnShards) else ()
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -259,6 +259,18 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=generator)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
+    """W + s B A, in place, in fp32; of fused experts each with its own."""
+    if target.kind == "experts":
+        a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
+        deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
+    else:
+        weight, deltas = weight[None], [b @ a]
+    for own, delta in zip(weight, deltas, strict=True):
+        own.add_(delta.T if target.transposed else delta, alpha=lora.scale)
+    return weight if target.kind == "experts" else weight[0]
 
 
 def describe(plan: LoraPlan, module: nn.Module) -> list[str]:

@@ -26,6 +26,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
     if summary["last_losses"]:
         lines.append(f"loss     {_losses(summary['first_losses'], summary['last_losses'], summary['steps'])}")
+    if summary["evaluation"] is not None:
+        lines.append(f"held out {_evaluation(summary['evaluation'])}")
     train = seconds.get("train", 0.0)
     rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
     lines.append(
@@ -33,10 +35,27 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         f"{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
     )
     if summary["saved"] is not None:
-        lines.append(f"model    {summary['saved']}, a HuggingFace directory")
+        lines.append(f"model    {summary['saved']}")
+    if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
     return lines
+
+
+def _evaluation(evaluation: Mapping[str, Any]) -> str:
+    """The first and the last held-out loss and, where they were compared, the best evaluation."""
+    first, last, best = (evaluation[name] for name in ("first", "last", "best"))
+    texts = [f"{_four(found.get('eval/loss'))} (step {found['step']})" for found in (first, last)]
+    text = " -> ".join(dict.fromkeys(texts))
+    if best is None:
+        return text
+    metric = next(name for name in best if name not in ("step", "checkpoint"))
+    kept = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
+    return f"{text}; best {metric} {_four(best[metric])} (step {best['step']}){kept}"
+
+
+def _four(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:

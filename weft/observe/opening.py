@@ -150,8 +150,8 @@ def update_lines(config: SftConfig) -> list[str]:
         lines.append(f"update   {optimizer.name}{options}; each rank steps its own shards")
     if optimizer.ema_decay is not None:
         lines.append(
-            f"average  of the weights, decay {optimizer.ema_decay:g}; checkpoints hold it, and their HuggingFace "
-            f"directory the {config.checkpoint.weights} weights (checkpoint.weights)"
+            f"average  of the weights, decay {optimizer.ema_decay:g}; the HuggingFace directory of a checkpoint holds "
+            f"{'the average' if config.checkpoint.weights == 'ema' else 'the raw weights'} (checkpoint.weights)"
         )
     return lines
 

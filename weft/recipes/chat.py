@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStre
 from weft.checkpoint.retention import step_folder, whole_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
+from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
-
-Messages = list[dict[str, str]]
 
 ADAPTER = "adapter_config.json"
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
@@ -140,13 +139,7 @@ class Chat:
 def opened(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     """The conversation as the template renders it, up to where the answer begins, whether or not it has a way to ask
     for that."""
-    plain = _render(tokenizer, messages, False)
-    asking = _render(tokenizer, messages, True)
-    if asking != plain:
-        return asking
-    answered = _render(tokenizer, [*messages, {"role": "assistant", "content": _MARK}], False)
-    before, found, _ = answered.partition(_MARK)
-    return before if found and before.startswith(plain) else plain
+    return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:

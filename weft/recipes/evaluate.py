@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.retention import step_folder
 from weft.config.schema import DataConfig, SftConfig
+from weft.config.sources import source_name
 from weft.data.documents import DataReport
+from weft.data.encode import read_encoding
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document, DocumentMeta
 from weft.engine.engine import Engine
@@ -32,9 +34,12 @@ _UNNAMED = ""
 _ROWS = 16  # of a rank in one plan: planning costs more than in proportion, and keeps what it plans at hand
 
 
+_LOOKED_AT = 1000  # documents whose last trained token says how answers end
+
+
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on. documents, reports: by the names of eval.path; one file alone has none."""
+    """What a run is evaluated on. documents, reports: by the names of eval.sources; eval.path alone has none."""
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
@@ -48,7 +53,7 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """What a run says of it before it trains."""
-        found = [f"held out {name + ': ' if name else ''}{report}" for name, report in self.reports.items()]
+        found = [f"held out {report}" for report in self.reports.values()]
         if self.questions is not None:
             found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
         return found
@@ -61,14 +66,18 @@ Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
 def read_held_out(
     config: SftConfig, read: Read, tokenizer: PreTrainedTokenizerBase, trained: Sequence[Document]
 ) -> HeldOut:
-    """Documents and prompts of `eval`, whose files have the form of `data`. trained: the training documents, of which
+    """Documents and prompts of `eval`. read: documents of a data section. trained: the training documents, of which
     only the tokens that end their answers are of interest."""
-    path = config.eval.path
-    paths = path if isinstance(path, dict) else {} if path is None else {_UNNAMED: path}
-    found = {name: read(replace(config.data, path=file, sources=None)) for name, file in paths.items()}
+    found = {}
+    if config.eval.path is not None:
+        data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
+        found[_UNNAMED] = read(data)
+    for source in config.eval.sources or ():
+        documents, report = read(replace(config.data, path=None, sources=(source,)))
+        found[source_name(source)] = documents, report.sources[0]
     questions = None
     if config.eval.prompts is not None:
-        prompts = load_prompts(config.eval.prompts, tokenizer)
+        prompts = load_prompts(config.eval.prompts, tokenizer, read_encoding(config.data, tokenizer))
         questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer))
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},
@@ -79,7 +88,8 @@ def read_held_out(
 
 def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Special tokens that are the last that some document trains: with them the model learns to end its answers."""
-    last = {int(document.tokens[document.weights.nonzero()[-1]]) for document in documents if document.weights.any()}
+    some = (documents[i] for i in range(min(len(documents), _LOOKED_AT)))
+    last = {int(document.tokens[document.weights.nonzero()[-1]]) for document in some if document.weights.any()}
     return sorted(last & set(tokenizer.added_tokens_decoder))
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.boxes import Box, Shard, overlap
-from weft.checkpoint.export import ExportPlan, plan_export, prepare_export, write_export
+from weft.checkpoint.boxes import Box, overlap
+from weft.checkpoint.export import ExportPlan, WholeTensors, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.save import DTYPES, exported
@@ -88,7 +89,7 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
     prepare_export(plan, folder)
     kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
     names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
-    with _Weights(state, names) as weights:
+    with _weights(state, names) as weights:
         written = write_export(plan, weights, folder)
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
@@ -105,51 +106,27 @@ def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None,
     config = read_config(state.checkpoint)
     plan = ExportPlan(pieces, manifest, {ADAPTER: list(manifest)}, None, config, state.checkpoint, CONFIG)
     prepare_export(plan, folder)
-    with _Weights(state, names) as weights:
+    with _weights(state, names) as weights:
         write_export(plan, weights, folder)
 
 
-class _Weights(Mapping[str, Shard]):
-    """Whole tensors of a trainer state by the model's names, put together from the files of all ranks when they are
-    asked for. One is kept, because pieces of the same tensor follow one another.
+@contextmanager
+def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[WholeTensors]:
+    """Tensors of a trainer state, put together from the files of all ranks. names: the model's own -> the state's."""
+    with ExitStack() as stack:
+        files = [(file.boxes, stack.enter_context(TensorFile.open(state.folder / file.name))) for file in state.files]
 
-    names: the model's own -> the trainer state's.
-    """
+        def read(name: str) -> Tensor:
+            kept = names[name]
+            entry = state.content["tensors"][kept]
+            whole = Box.whole(tuple(entry["shape"]))
+            values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
+            for boxes, file in files:
+                if kept in boxes:
+                    start, size = boxes[kept]
+                    box = Box(tuple(start), tuple(size))
+                    assert overlap(box, whole) == box, kept
+                    values[box.within(whole)] = file.read(kept)
+            return values
 
-    def __init__(self, state: TrainerState, names: Mapping[str, str]) -> None:
-        self.state, self.names = state, names
-        self._files = [(file.boxes, TensorFile.open(state.folder / file.name)) for file in state.files]
-        self._last: tuple[str, Shard] | None = None
-
-    def __getitem__(self, name: str) -> Shard:
-        kept = self.names[name]
-        if self._last is None or self._last[0] != kept:
-            self._last = None  # before the next is read: memory holds one
-            values = self._read(kept)
-            self._last = kept, Shard(Box.whole(tuple(values.shape)), values)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __enter__(self) -> _Weights:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _, file in self._files:
-            file.close()
-
-    def _read(self, name: str) -> Tensor:
-        entry = self.state.content["tensors"][name]
-        whole = Box.whole(tuple(entry["shape"]))
-        values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
-        for boxes, file in self._files:
-            if name in boxes:
-                start, size = boxes[name]
-                box = Box(tuple(start), tuple(size))
-                assert overlap(box, whole) == box, name
-                values[box.within(whole)] = file.read(name)
-        return values
+        yield WholeTensors(list(names), read)

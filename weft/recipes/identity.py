@@ -15,7 +15,7 @@ from weft.models import hf
 from weft.observe.summary import versions as package_versions
 
 # Keys that need not be the same on every rank: what the data is, is compared by content.
-MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "data.workers", "data.cache")
+MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
 
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:

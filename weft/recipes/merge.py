@@ -6,14 +6,13 @@ W + s B A is computed in fp32 and rounded once, to the dtype that the base's fil
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.boxes import Box, Shard
-from weft.checkpoint.export import copy_companions, plan_export, prepare_export, write_export
+from weft.checkpoint.export import WholeTensors, copy_companions, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit
 from weft.checkpoint.save import DTYPES
@@ -21,9 +20,9 @@ from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.errors import UserError
 from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
-from weft.models.build import BuiltModel, build_model
-from weft.models.load import read_whole
-from weft.models.lora import LoraPlan, Target
+from weft.models.build import build_model
+from weft.models.load import LoadPlan, read_whole
+from weft.models.lora import LoraPlan, add_delta
 from weft.recipes.export import Shapes, find_checkpoint
 
 
@@ -60,35 +59,26 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     folder.mkdir(parents=True)
     copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
     prepare_export(plan, folder)
-    adapted = {target.weight: target for target in lora.targets}
-    written = 0
     with TensorFile.open(adapter / WEIGHTS) as file:
-        names = file_names([*(n for t in lora.targets for n in t.names), *_trained(built, lora)])
-        for runtime in dict.fromkeys(piece.runtime for piece in plan.pieces):
-            if runtime in names:
-                values = file.read(names[runtime])
-            else:
-                values = read_whole(load, runtime)
-            if runtime in adapted:
-                target = adapted[runtime]
-                matrices = [file.read(names[name]).float() for name in target.names]
-                values = add_delta(values.float(), target, lora, *matrices)
-            written += write_export(plan, {runtime: Shard(Box.whole(tuple(values.shape)), values)}, folder)
+        names = list(built.module.state_dict())
+        written = write_export(plan, WholeTensors(names, _merged(load, lora, file, names)), folder)
     load.source.close()
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
-def _trained(built: BuiltModel, lora: LoraPlan) -> list[str]:
-    return [name for name in built.module.state_dict() if lora.trains(name)]
+def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:
+    """What gives the merged weight of a name."""
+    targets = {target.weight: target for target in lora.targets}
+    trained = [name for name in names if lora.trains(name)]
+    stored = file_names([*(name for target in lora.targets for name in target.names), *trained])
 
+    def merged(name: str) -> Tensor:
+        if name in stored:
+            return file.read(stored[name])
+        weight, target = read_whole(load, name), targets.get(name)
+        if target is None:
+            return weight
+        a, b = (file.read(stored[matrix]).float() for matrix in target.names)
+        return add_delta(weight.float(), target, lora, a, b)
 
-def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A, in place, in fp32; of fused experts each with its own."""
-    if target.kind == "experts":
-        a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
-        deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
-    else:
-        weight, deltas = weight[None], [b @ a]
-    for own, delta in zip(weight, deltas, strict=True):
-        own.add_(delta.T if target.transposed else delta, alpha=lora.scale)
-    return weight if target.kind == "experts" else weight[0]
+    return merged

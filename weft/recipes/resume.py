@@ -23,6 +23,7 @@ from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
+from weft.models.adapter_files import CONFIG as ADAPTER
 from weft.observe.summary import versions
 from weft.recipes.folder import cut_lines, dropped_of, write_config
 from weft.recipes.identity import model_fingerprint
@@ -272,9 +273,9 @@ def _version_notes(before: Mapping[str, str | None]) -> list[str]:
 
 def _nothing_whole(folder: Path, skipped: Sequence[str]) -> str:
     with_weights = [
-        checkpoint
+        step_folder(folder / "checkpoints", step)
         for step in reversed(whole_steps(folder / "checkpoints"))
-        if ((checkpoint := step_folder(folder / "checkpoints", step)) / "config.json").exists()
+        if any((step_folder(folder / "checkpoints", step) / name).exists() for name in ("config.json", ADAPTER))
     ]
     advice = f"\nTo go on from weights alone, as a new run: {_from_weights(with_weights[0])}" if with_weights else ""
     return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
@@ -282,4 +283,7 @@ def _nothing_whole(folder: Path, skipped: Sequence[str]) -> str:
 
 def _from_weights(checkpoint: Path) -> str:
     config = checkpoint.parent.parent / "config.yaml"
+    if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
+        unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
+        return f"weft sft {config} lora.path={checkpoint} {unset} run.dir=NEW"
     return f"weft sft {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"

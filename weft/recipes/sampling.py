@@ -88,8 +88,8 @@ class Sampler:
 
 def _shown(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for line in lines[:_PRINTED]:
-        end = "" if line["finished"] else " ..."
-        yield f"sample   {_short(line['prompt'])} -> {_short(line['answer'])}{end}"
+        answer = _short(line["answer"] if line["finished"] else line["answer"] + " ...")
+        yield f"sample   {_short(line['prompt'])} -> {answer}"
     if len(lines) > _PRINTED:
         yield f"sample   {len(lines) - _PRINTED} more in {SAMPLES}"
 

@@ -19,6 +19,7 @@ from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import DataConfig, SftConfig
+from weft.data.chat_template import chosen_template
 from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
 from weft.data.encode import read_encoding
 from weft.data.order import Steps
@@ -38,6 +39,7 @@ from weft.observe.opening import print_dry_run, print_opening, say_finished, say
 from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
+from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
@@ -51,6 +53,7 @@ FRESH = Start()
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
     choose_objective(config.train.objective, hooks.objective)  # what is wrong with it is said before anything is read
+    check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(engine_config(config), ranks, weights=False)
@@ -157,7 +160,15 @@ def train(
     objective = choose_objective(config.train.objective, hooks.objective)
     evaluator = Evaluator(config, engine, held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
-    saver = Saver(engine, folder, config.checkpoint, constants(config, report, len(steps)), last=start.step)
+    template = chosen_template(config.data)
+    saver = Saver(
+        engine,
+        folder,
+        config.checkpoint,
+        constants(config, report, len(steps)),
+        last=start.step,
+        texts={} if template is None else {"chat_template.jinja": template},
+    )
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with recorder, saver, StopSignals() as signals, progress:
         if not start.step:

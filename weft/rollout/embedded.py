@@ -7,7 +7,7 @@ B prompts of a batch, T tokens of the longest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,9 +23,10 @@ from transformers import (
 
 from weft.checkpoint.boxes import Box
 from weft.checkpoint.export import manifest_of
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, whole
 from weft.models import hf
 from weft.models.facts import position_limit
+from weft.models.lora import add_delta
 from weft.models.walker import checked, walk
 from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
@@ -78,6 +79,7 @@ class EmbeddedEngine:
                 piece = pieces[name]
                 target = state[piece.runtime].detach()
                 target[piece.box.within(Box.whole(tuple(target.shape)))] = piece.to_runtime(tensor, piece.box)
+        self._add_adapters(state)
         if model is not None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
@@ -98,13 +100,32 @@ class EmbeddedEngine:
         return manifest_of(self.engine, self.engine.precision.compute)
 
     def _build(self) -> PreTrainedModel:
-        """The model with storage and nothing in it; tied where the trainer's is."""
+        """The model with storage and nothing in it; tied where the trainer's is, and no adapter changes one alone."""
         built = self.engine.built
         model = hf.build_meta(copy.deepcopy(built.config), dtype=self.engine.precision.compute, attention=None)
-        for name in hf.tied_parameters(model).keys() - hf.tied_parameters(built.module.hf_model).keys():
+        for name in hf.tied_parameters(model).keys() - self._tied().keys():
             hf.untie(model, name)
         materialize(model, self.engine.device)
         return model.eval().requires_grad_(False)
+
+    def _tied(self) -> dict[str, str]:
+        tied, lora = hf.tied_parameters(self.engine.built.module.hf_model), self.engine.lora
+        apart = set() if lora is None else {target.weight for target in lora.targets}
+        return {name: owner for name, owner in tied.items() if not {name, owner} & apart}
+
+    def _add_adapters(self, state: Mapping[str, Tensor]) -> None:
+        """W + s B A of what is adapted, rounded once to the copy's dtype; collective. state: of the copy, or empty."""
+        lora, parameters = self.engine.lora, dict(self.engine.module.named_parameters())
+        if lora is None:
+            return
+        for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
+            if name in state and name not in self._tied():
+                state[name].detach().copy_(state[owner].detach())  # the walker gave it under its owner's name alone
+        for target in lora.targets:
+            a, b = (whole(parameters[name]).float() for name in target.names)
+            if state:
+                weight = state[target.weight].detach()
+                weight.copy_(add_delta(weight.float(), target, lora, a, b))
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:

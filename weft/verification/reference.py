@@ -119,6 +119,6 @@ class Reference:
         self.optimizer.step()
         for state in self.optimizer.state.values():
             for value in state.values():
-                if value.ndim:
+                if isinstance(value, Tensor) and value.ndim:
                     value.copy_(value.to(self.state))
         return loss, float(norm)

@@ -180,10 +180,11 @@ ALL_UNITS = "experts are gathered with their layer, whichever of them are used: 
 
 # LoRA, and what is not supervised fine-tuning
 LORA = "say `lora.rank`; null trains all weights."
-LORA_ALPHA = "say `lora.alpha`."
+LORA_ALPHA = "say `lora.alpha`; null is twice `lora.rank`."
 LORA_DROPOUT = "say `lora.dropout`."
-LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns."
+LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns; fused experts are named there too."
 LORA_SAVED = "say `lora.modules_to_save`."
+LORA_PATH = "say `lora.path`, the folder of an adapter."
 RSLORA = "say `lora.rslora`."
 RL = "`rl` and `rollout` belong to reinforcement learning: leave it out."
 REWARD = "`rl` has the reward: leave it out of supervised fine-tuning."

@@ -8,7 +8,7 @@ from weft.config.trainers.trainer import Trainer
 _INTRODUCTION = """\
 Sections keep their sense and lose their `_target_`: weft builds the objects.
 
-```yaml
+```yaml file=theirs.yaml
 # Automodel                                            # weft
 model: {pretrained_model_name_or_path: Qwen/Qwen3-4B}  # model: {path: Qwen/Qwen3-4B}
 step_scheduler:

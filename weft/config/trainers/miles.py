@@ -8,7 +8,7 @@ from weft.config.trainers.trainer import Trainer
 _INTRODUCTION = """\
 Flags become keys of sections; there is no Ray to start, and no rollout function stands between the file and the step.
 
-```bash skip: flags of Miles, beside what weft calls them
+```bash skip: options of Miles, beside what weft calls them file=theirs.sh
 --hf-checkpoint /models/Qwen3-4B            # model.path=/models/Qwen3-4B
 --prompt-data chats.parquet                 # data.path=chats.parquet
 --input-key messages                        # found by its name, or data.columns

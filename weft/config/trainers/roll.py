@@ -8,7 +8,7 @@ from weft.config.trainers.trainer import Trainer
 _INTRODUCTION = """\
 ROLL's worker sections (`sft_train.training_args` and so on) become weft's sections; there is no Ray to start.
 
-```yaml
+```yaml file=theirs.yaml
 # ROLL                                            # weft
 pretrain: Qwen/Qwen3-4B                           # model: {path: Qwen/Qwen3-4B}
 sequence_length: 4096                             # data: {max_length: 4096}

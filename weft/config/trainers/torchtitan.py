@@ -9,7 +9,7 @@ _INTRODUCTION = """\
 The job config becomes a YAML file, and `./run_train.sh` becomes `weft sft` or torchrun. The model is HuggingFace's own,
 with its weights: there is no model registry, no flavor and no conversion.
 
-```yaml
+```yaml file=theirs.yaml
 # torchtitan (TOML, written as YAML)              # weft
 model: {hf_assets_path: assets/Qwen3-0.6B}        # model: {path: assets/Qwen3-0.6B}
 training:
@@ -151,6 +151,7 @@ TORCHTITAN = Trainer(
         "schedule.name": "linear",
         "schedule.warmup_steps": 200,
         "schedule.min_lr_ratio": 0.0,
+        "train.steps": 10000,
         "checkpoint.every": 500,
     },
 )

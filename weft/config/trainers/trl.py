@@ -8,7 +8,7 @@ from weft.config.trainers.trainer import Trainer
 _INTRODUCTION = """\
 One config replaces the training arguments and the accelerate file; `weft` starts its own ranks.
 
-```yaml
+```yaml file=theirs.yaml
 # trl sft --config this.yaml                 # weft sft this.yaml
 model_name_or_path: Qwen/Qwen3-0.6B          # model: {path: Qwen/Qwen3-0.6B}
 dataset_name: my/chats                       # data: {path: my/chats}
@@ -25,7 +25,8 @@ What is different:
 
 - A batch is a number of documents over all ranks and micro-batches. Change the number of GPUs or the token budget, and
   the result stays the same: losses, gradients and weights are those of one process.
-- Only answers are trained by default. TRL trains every token of a conversation unless `assistant_only_loss` is set.
+- Only answers are trained by default. TRL trains every token of `messages` unless `assistant_only_loss` is set;
+  `data.train_on: all` does the same.
 - Chats of your own need no template with generation markers.
 - A document longer than `data.max_length` is an error, which counts them; TRL cuts them. `data.long_documents` decides.
 - Intervals count optimizer steps. The last step is always saved, as a HuggingFace directory.
@@ -230,7 +231,6 @@ TRL = Trainer(
         },
     },
     {
-        "data.train_on": "all",
         "data.max_length": 1024,
         "data.long_documents": "truncate",
         "model.recompute": "full",

@@ -10,7 +10,7 @@ Overrides look alike: `python -m verl.trainer.sft_trainer data.train_batch_size=
 `weft sft base.yaml step.documents=256`. Lists and null are YAML's. Hydra's own syntax (`+key=...`, `~key`, `defaults:`,
 `${...}`) is not: several files merge left to right instead.
 
-```yaml
+```yaml file=theirs.yaml
 # verl                                            # weft
 data:
   train_files: chats.parquet                      # data: {path: chats.parquet}
@@ -156,7 +156,7 @@ VERL = Trainer(
             "target_modules": say.LORA_TARGETS,
             "exclude_modules": say.LORA_TARGETS,
             "target_parameters": say.LORA_TARGETS,
-            "lora_adapter_path": say.LORA,
+            "lora_adapter_path": say.LORA_PATH,
         },
         "Ranks and FSDP": {
             "fsdp_size": say.SHARD,
