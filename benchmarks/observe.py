@@ -1,11 +1,12 @@
 """What seeing a run costs: steps with everything on beside the same steps with everything off.
 
-    python benchmarks/observe.py                              # about two minutes, one rank
+    python benchmarks/observe.py                              # some minutes, one rank
     torchrun --nproc-per-node 2 benchmarks/observe.py         # two ranks
 
 On: the recipe's Recorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a terminal that nobody sees.
 Off: the Engine alone. One process and one engine take blocks of steps in turns (off, on, on, off, ...), over the same
-documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both.
+documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both. CPU
+time is that of the process, all its threads; unlike the wall clock's, its share means something on a busy machine too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from inputs import make
 from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
+from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
@@ -48,7 +50,7 @@ class Bench:
     """An engine and the documents of one step, which every step takes again."""
 
     def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
-        documents, _ = read_data(config)
+        documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
         self.step = next(iter(deal(config, documents).starting_at(1)))
         self.documents: list[Document] = [documents[index] for index in self.step.documents]
         self.engine = Engine(engine_config(config), ranks)
@@ -66,7 +68,7 @@ class Bench:
         flight.at("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
-            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory))
+            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory, {}))
         return time.perf_counter() - began
 
     @contextmanager
@@ -79,28 +81,32 @@ class Bench:
         self.recorder.times.close()
 
 
-def measure(bench: Bench, blocks: int, size: int) -> dict[str, list[float]]:
-    """Seconds of every step, by kind."""
-    found: dict[str, list[float]] = {"off": [], "on": []}
+def measure(bench: Bench, blocks: int, size: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every step by the wall clock, and CPU seconds of a step in every block; by kind."""
+    found: dict[str, dict[str, list[float]]] = {kind: {"wall": [], "CPU": []} for kind in ("off", "on")}
+    times = bench.recorder.times
+    assert times is not None
     with bench.recorder:
         for block in range(-2, blocks):  # two to warm up
             kind = "on" if block % 4 in (1, 2) else "off"
+            times.close()
             dist.barrier()
+            began = time.process_time()
             if kind == "on":
                 with bench.on() as progress:
                     seconds = [bench.take(progress) for _ in range(size)]
             else:
-                bench.recorder.times.close()  # type: ignore[union-attr]
                 seconds = [bench.take(None) for _ in range(size)]
             if block >= 0:
-                found[kind] += seconds
+                found[kind]["wall"] += seconds
+                found[kind]["CPU"].append((time.process_time() - began) / size)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--size", type=int, default=6, help="steps in a block")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--size", type=int, default=12, help="steps in a block")
     parser.add_argument("--documents", type=int, default=16, help="documents in a step")
     options = parser.parse_args()
     with join("cpu") as ranks:
@@ -119,13 +125,13 @@ def main() -> None:
             report(found, ranks.world)
 
 
-def report(found: dict[str, list[float]], ranks: int) -> None:
-    middle = {kind: median(seconds) for kind, seconds in found.items()}
-    mean = {kind: sum(seconds) / len(seconds) for kind, seconds in found.items()}
-    for kind, seconds in found.items():
-        print(f"{kind:>4}  {len(seconds)} steps, median {1000 * middle[kind]:.1f} ms, mean {1000 * mean[kind]:.1f} ms")
-    shares = [figure["on"] / figure["off"] for figure in (middle, mean)]
-    print(f"{ranks} rank(s): on / off {shares[0]:.4f} by medians, {shares[1]:.4f} by means")
+def report(found: dict[str, dict[str, list[float]]], ranks: int) -> None:
+    for clock in ("wall", "CPU"):
+        off, on = found["off"][clock], found["on"][clock]
+        print(
+            f"{ranks} rank(s), {clock}: off {1000 * median(off):.1f} ms, on {1000 * median(on):.1f} ms a step; "
+            f"on / off {median(on) / median(off):.4f} by medians, {mean(on) / mean(off):.4f} by means"
+        )
 
 
 if __name__ == "__main__":

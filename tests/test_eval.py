@@ -358,7 +358,7 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
     assert all(re.search(r": loss [\d.]+, perplexity .*%; a \d\.\d{4}, b \d\.\d{4}", line) for line in said)
     assert "; the best so far (" in said[0]
     assert re.search(
-        r"^held out \d\.\d{4} -> \d\.\d{4}\nbest     step \d, eval/b/loss .*: run/checkpoints/step-0", out, re.M
+        r"^held out \d\.\d{4} \(step \d\) -> .*; best eval/b/loss .*, kept as run/checkpoints/step-0", out, re.M
     )
     assert "sample   abc -> " in out and "sample   bcd -> " in out
     assert {p.name for p in (here / "run").iterdir()} == {

@@ -113,7 +113,11 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     qwen = family_tokenizer("qwen")
     chatml = read_encoding(DataConfig(path="", chat_template="chatml"), qwen)
     assert trained(Encoder(qwen, chatml), MULTI) == ["One.<|im_end|>", "Two.<|im_end|>"]
-    for name, words in (("none", ["no file none", "chatml"]), (str(tmp_path), ["cannot read"])):
+    for name, words in (
+        ("none", ["no file none", "chatml"]),
+        (str(tmp_path), ["cannot read"]),
+        ("chatml", ["spell it"]),
+    ):
         with pytest.raises(UserError) as error:
             read_encoding(DataConfig(path="", chat_template=name), tokenizer)
         assert all(word in str(error.value) for word in ("data.chat_template", *words))

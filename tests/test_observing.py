@@ -56,7 +56,7 @@ def test_every_line_has_the_seconds_by_phase(on: tuple[Path, str]) -> None:
         assert [name for name in line if name.startswith("time/")] == TIMES
         spent = [line[name] for name in TIMES]
         assert all(isinstance(seconds, float) and seconds >= 0 for seconds in spent)
-        assert sum(spent) == pytest.approx(line["seconds"], abs=2e-3)  # type: ignore[arg-type]
+        assert sum(spent) == pytest.approx(line["seconds"], abs=0.05)  # type: ignore[arg-type]
 
 
 def test_the_run_folder_has_trace_and_events(on: tuple[Path, str]) -> None:
@@ -72,7 +72,7 @@ def test_what_it_says(on: tuple[Path, str]) -> None:
     assert re.search(r"^step 3/3  loss \S+  grad_norm \S+  lr \S+  [\d,]+ tokens/s  [\d.]+ GiB  ETA 0:00$", out, re.M)
     assert re.search(r"^done     3 steps in 0:\d\d: data 0:\d\d, load 0:\d\d, train 0:\d\d, save 0:\d\d$", out, re.M)
     assert re.search(r"^loss     \d\.\d{4} -> \d\.\d{4}$", out, re.M)
-    assert "model    on/checkpoints/step-000003, a HuggingFace directory\nnext     weft chat on " in out
+    assert "model    on/checkpoints/step-000003\nnext     weft chat on " in out
 
 
 def test_timing_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +105,15 @@ def test_losses_at_the_end_are_means_where_there_are_enough() -> None:
     summary = {
         "steps": 25, "skipped_steps": 2, "documents": 100, "tokens": 5000, "loss_tokens": 1000, "saved": None,
         "first_losses": [4.0, 2.0], "last_losses": [1.0, 0.5], "peak_memory_gib": 1.5,
-        "seconds": {"load": 2.0, "train": 50.0, "total": 52.0},
+        "seconds": {"load": 2.0, "train": 50.0, "total": 52.0}, "stopped": None,
+        "evaluation": {
+            "first": {"step": 0, "eval/loss": 5.0}, "last": {"step": 25, "eval/loss": None},
+            "best": {"step": 20, "eval/a/loss": 1.25, "checkpoint": "checkpoints/20"},
+        },
     }  # fmt: skip
     assert closing(summary, Path("run")) == [
         "done     25 steps (2 skipped) in 0:52: load 0:02, train 0:50",
         "loss     3.0000 -> 0.7500 (means of the first and the last 2 steps)",
+        "held out 5.0000 (step 0) -> - (step 25); best eval/a/loss 1.2500 (step 20), kept as checkpoints/20",
         "tokens   5,000 (1,000 trained on) in 100 documents, 100 tokens/s; peak memory 1.50 GiB",
     ]

@@ -93,7 +93,8 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "finished after 120 steps", "some/model", "12K", "7.2K of them trained on", "1.50 GiB", "Tokens/s 200 median",
         "1.8000 best, at step 120", "1 skipped; epoch 1", "mean of the last 10; first 10:", "1:40",
         "▲ 1 skipped", "loss is not <finite>", "2 & 2?", "<b>3</b>", "2 earlier", "step-000120", "2 KiB", "latest",
-        "optimizer step", "nats per trained token, log scale", "accuracy", "eval/*/loss math code",
+        "optimizer step", "nats per trained token, log scale", "accuracy share of",
+        "eval/*/loss nats per trained token math code",
         "held out (eval/loss)", f"weft chat {run}", "train 1:30 (90%)", "lr: 0.001",
     ):  # fmt: skip
         assert words in seen.text, words

@@ -95,16 +95,17 @@ class Event:
 # ---------------------------------------------------------------- real ranks
 
 
-def step(engine: Engine) -> dict[str, torch.Tensor]:
-    """One step on awkward documents; this rank's shards of its gradients."""
+def step(engine: Engine) -> tuple[dict[str, torch.Tensor], float]:
+    """One step on awkward documents: this rank's shards of its gradients, and its seconds."""
     documents = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in awkward_steps(128)[0]]
+    began = time.perf_counter()
     flight.step(1, 1)
     plan = engine.plan([engine.meta(document) for document in documents])
     engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
     found = {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
     engine.apply(1e-3)
     flight.at("record")
-    return found
+    return found, time.perf_counter() - began
 
 
 def own_part(gradient: torch.Tensor) -> torch.Tensor:
@@ -113,16 +114,14 @@ def own_part(gradient: torch.Tensor) -> torch.Tensor:
 
 def timed_and_not(path: str, mesh: str, slow_rank: int | None) -> dict[str, Any]:
     """Gradients of one step with and without timing, and the seconds of the timed one."""
-    plain = step(open_engine(path, mesh))
+    plain, _ = step(open_engine(path, mesh))
     engine = open_engine(path, mesh)
     time_collectives(engine.module)
     if dist.get_rank() == slow_rank:
         make_slow(engine)
     times = StepTimes(engine.device, engine.ranks.world)
     times.open()
-    began = time.perf_counter()
-    timed = step(engine)
-    seconds = time.perf_counter() - began
+    timed, seconds = step(engine)
     times.close()
     return {
         "equal": plain.keys() == timed.keys() and all(torch.equal(plain[name], timed[name]) for name in plain),
@@ -132,8 +131,8 @@ def timed_and_not(path: str, mesh: str, slow_rank: int | None) -> dict[str, Any]
 
 
 def make_slow(engine: Engine) -> None:
-    """A tenth of a second more for every forward of the first layer."""
-    engine.module.layers[0][1].register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    """Three tenths of a second more for the forward of the first layer."""
+    engine.module.layers[0][1].register_forward_pre_hook(lambda *_: time.sleep(0.3))
 
 
 @pytest.mark.parametrize("mesh", ["2", "2x1"])
@@ -141,9 +140,8 @@ def test_who_waits_for_a_slow_rank_is_told_and_nothing_else_changes(mesh: str) -
     fast, slow = run(world_of(mesh), timed_and_not, saved_model("llama"), mesh, 1)
     for found in (fast, slow):
         assert found["equal"]
-        assert sum(found["times"].values()) == pytest.approx(found["seconds"], rel=0.05, abs=0.005)
-    assert slow["times"]["time/forward"] > 0.1 and fast["times"]["time/communication"] > 0.09
-    assert slow["times"]["time/forward"] > fast["times"]["time/forward"] + 0.05
+        assert sum(found["times"].values()) == pytest.approx(found["seconds"], rel=0.05, abs=0.05)
+    assert slow["times"]["time/forward"] > 0.3 and fast["times"]["time/communication"] > 0.2
     assert slow["times"]["time/communication"] < fast["times"]["time/communication"]
 
 

@@ -117,7 +117,7 @@ class Answers:
     def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
         """The turns for an answer at this place; learned once for those after a tool's result and once for others."""
         after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
-        key = after_tool, json.dumps(kwargs, sort_keys=True, default=str)
+        key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
         if key not in self._turns:
             self._turns[key] = self._learn(after_tool, kwargs)
         return self._turns[key] or self._study(chat, kwargs, place)

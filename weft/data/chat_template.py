@@ -72,12 +72,12 @@ class ChatTemplate:
         )
         self._track: Any = environment.activate_tracker
         self._variables = dict(variables)
-        self.source = source
+        self._words = frozenset(re.findall(r"\w+", source))
         self.has_markers = bool(GENERATION_TAG.search(source))
 
     def names(self, word: str) -> bool:
         """Whether the template reads something of this name."""
-        return re.search(rf"\b{word}\b", self.source) is not None
+        return word in self._words
 
     def render(
         self,

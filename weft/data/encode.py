@@ -187,6 +187,11 @@ class Encoder:
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
     """The encoding that a config asks for. date is there only for templates that write one. Raises UserError."""
     source = chosen_template(data)
+    if data.chat_template == "chatml" and "<|im_end|>" not in tokenizer.get_added_vocab():
+        raise UserError(
+            "data.chat_template: chatml ends answers with <|im_end|>, and the tokenizer has no such token: a model "
+            "would have to spell it. Name a Jinja file that ends them with {{ eos_token }}, or take another model."
+        )
     dated = "strftime_now" in (source or str(tokenizer.chat_template))
     return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
 

@@ -26,7 +26,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
     if summary["last_losses"]:
         lines.append(f"loss     {_losses(summary['first_losses'], summary['last_losses'], summary['steps'])}")
-    lines += _evaluation(summary["evaluation"])
+    if summary["evaluation"] is not None:
+        lines.append(f"held out {_evaluation(summary['evaluation'])}")
     train = seconds.get("train", 0.0)
     rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
     lines.append(
@@ -34,26 +35,26 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         f"{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
     )
     if summary["saved"] is not None:
-        lines.append(f"model    {summary['saved']}, a HuggingFace directory")
+        lines.append(f"model    {summary['saved']}")
+    if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
     return lines
 
 
-def _evaluation(evaluation: Mapping[str, Any] | None) -> list[str]:
-    """The held-out loss from the first evaluation to the last, and the best step."""
-    if evaluation is None:
-        return []
+def _evaluation(evaluation: Mapping[str, Any]) -> str:
+    """The first and the last held-out loss and, where they were compared, the best evaluation."""
     first, last, best = (evaluation[name] for name in ("first", "last", "best"))
-    lines = [f"held out {_number(first['eval/loss'])} -> {_number(last['eval/loss'])}"]
-    if best is not None:
-        figure = next(name for name in best if name.startswith("eval/"))
-        where = f": {best['checkpoint']}" if best["checkpoint"] else ""
-        lines.append(f"best     step {best['step']}, {figure} {_number(best[figure])}{where}")
-    return lines
+    texts = [f"{_four(found.get('eval/loss'))} (step {found['step']})" for found in (first, last)]
+    text = " -> ".join(dict.fromkeys(texts))
+    if best is None:
+        return text
+    metric = next(name for name in best if name not in ("step", "checkpoint"))
+    kept = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
+    return f"{text}; best {metric} {_four(best[metric])} (step {best['step']}){kept}"
 
 
-def _number(value: float | None) -> str:
+def _four(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 

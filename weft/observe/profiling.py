@@ -6,6 +6,7 @@ profile.memory is set, in https://pytorch.org/memory_viz. Imports torch where a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Itera
     if step not in config.steps or rank not in config.ranks:
         yield
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes two lines a trace, into the bar
     import torch
 
     path = folder / FOLDER / f"rank-{rank}-step-{step}"

@@ -50,6 +50,7 @@ class Progress:
                 TextColumn("{task.fields[status]}"),
                 console=self._console,
                 expand=True,
+                refresh_per_second=2,  # each costs a millisecond or two
             )
             self._task = self._bar.add_task("steps", total=self._total, status="")
             self._bar.start()

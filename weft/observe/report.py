@@ -41,7 +41,12 @@ _CHARTS: tuple[tuple[str, Chart], ...] = (
     ("fill", Chart("Fill of rows", "real tokens / budget", zero=True, noisy=True, percent=True)),
     ("utilisation", Chart("Balance of ranks", "mean / largest FLOPs", zero=True, noisy=True, percent=True)),
 )
-_NO_CHART = {"step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled"}
+_NO_CHART = {
+    "step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled",
+    "eval/seconds",
+}  # fmt: skip
+# Units of other metrics, by the last part of their names.
+_UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,9 @@ def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
         series = [one for key in members for one in _series(runs, key)]
         if len(members) > 1:
             series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
-        found.append(Chart(title if len(members) > 1 else members[0], "", series))
+        leaf = title.rpartition("/")[2]
+        name = title if len(members) > 1 else members[0]
+        found.append(Chart(name, _UNITS.get(leaf, ""), series, percent=leaf == "accuracy"))
     return found
 
 

@@ -117,6 +117,7 @@ class Recorder:
         line = {"step": 0, **evaluation}
         if evaluation and self.file is not None:
             self.file.write(line)
+            self.trackers.log(line)
         self.summary.add_evaluation(line)
 
     def _loss(self, metrics: dict[str, float | None]) -> float | None:
@@ -155,5 +156,4 @@ class Recorder:
         """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
-            if stopped in (None, "eval.patience"):
-                print_closing(self.summary.content(phases, saved, stopped, best), self.folder)
+            print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

@@ -39,6 +39,7 @@ from weft.observe.opening import print_dry_run, print_opening, say_finished, say
 from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
+from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
@@ -52,6 +53,7 @@ FRESH = Start()
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
     choose_objective(config.train.objective, hooks.objective)  # what is wrong with it is said before anything is read
+    check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(engine_config(config), ranks, weights=False)
