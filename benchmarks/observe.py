@@ -41,9 +41,10 @@ from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.progress import Progress
 from weft.observe.summary import RunSummary
+from weft.recipes.reading import deal, read_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start
-from weft.recipes.sft import deal, engine_config, read_data
+from weft.recipes.sft import engine_config, take_step
 
 
 class Bench:
@@ -61,14 +62,11 @@ class Bench:
         """Seconds of one step and, with `progress`, of all that is made of it."""
         began = time.perf_counter()
         flight.step(1, 1, [document.source for document in self.documents])
-        plan = self.engine.plan([self.engine.meta(document) for document in self.documents])
-        metrics = self.engine.accumulate(plan, dict(enumerate(self.documents)), CrossEntropy())
-        result = self.engine.apply(1e-5)
-        seconds = time.perf_counter() - began
+        taken = take_step(self.engine, self.documents, CrossEntropy(), 1e-5)
         flight.at("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
-            progress.step(self.recorder.record(self.step, plan, metrics, result, 1e-5, seconds, memory, {}))
+            progress.step(self.recorder.record(self.step, taken, memory, {}))
         return time.perf_counter() - began
 
     @contextmanager

@@ -35,6 +35,10 @@ def test_only_the_experts_of_a_token_count() -> None:
     assert model_flops(facts) == (6.0 * (1000 + 400), 0.0)
 
 
+def test_a_frozen_weight_costs_no_gradient_of_its_own() -> None:
+    assert model_flops(FlopFacts(dense=1000, frozen=True, trained=50.0)) == (4.0 * 1000 + 6.0 * 50, 0.0)
+
+
 def test_unequal_layers() -> None:
     attention = (AttentionFacts(heads=2, width=10), AttentionFacts(heads=3, width=(192 + 128) / 2))
     assert model_flops(FlopFacts(0, attention), causal=False)[1] == 12 * (20 + 480)

@@ -37,6 +37,7 @@ from weft.verification.reference import Reference
 
 EXPERTS = ("all-linear", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 STEPS = awkward_steps(128)
+BALANCED = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
 
 # ---------------------------------------------------------------- parity with peft
 
@@ -51,6 +52,9 @@ STEPS = awkward_steps(128)
         ("qwen3", "4", {"lora": {"rank": 4, "modules_to_save": ("lm_head", "norm")}}),
         ("qwen3_moe", "1", {"lora": {"rank": 2, "targets": EXPERTS}}),
         ("qwen3_moe", "4", {"lora": {"rank": 2, "targets": EXPERTS}, "model": {"recompute": "full"}}),
+        ("qwen3_moe", "2", {"lora": {"rank": 2, "targets": EXPERTS}, "model": BALANCED}),
+        ("llama", "4", {"lora": {"rank": 4}, "fsdp": {"overrides": {"*.self_attn": "replicate", "*.q_proj": 2}}}),
+        ("llama", "2", {"lora": {"rank": 4}, "fsdp": {"cpu_offload": True, "reshard_after_forward": False}}),
         ("gpt2", "2", {"lora": {"rank": 4}}),
     ],
 )
@@ -146,6 +150,7 @@ def trained(path: str, mesh: str, sections: Sections, folder: str) -> dict[str, 
         ("qwen3", "2", {"rank": 4, "targets": ("*.self_attn.*",), "modules_to_save": ("lm_head",)}),
         ("qwen3_moe", "4", {"rank": 3, "targets": EXPERTS}),
         ("gpt_oss", "2", {"rank": 2, "targets": ("experts.down_proj",)}),
+        ("glm4_moe", "1", {"rank": 2}),  # dense layers and shared experts, whose names peft takes for experts
         ("gemma3_text", "1", {"rank": 2, "targets": ("embed_tokens", "lm_head", "v_proj")}),
         ("gpt2", "1", {"rank": 2}),
     ],
@@ -204,15 +209,24 @@ def test_a_base_that_is_not_kept_is_not_read() -> None:
 # ---------------------------------------------------------------- runs
 
 
+RUN: Sections = {"lora": {"rank": 3, "modules_to_save": ("lm_head",)}}
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> Any:
+    """A run of ten steps on one rank."""
+    with tempfile.TemporaryDirectory(prefix="weft-lora-") as folder:
+        process(Path(folder) / "run", "1", sections=RUN)
+        yield Path(folder) / "run"
+
+
 @pytest.mark.parametrize(("before", "after"), [("4", "2"), ("1", "3")])
-def test_an_adapter_is_resumed_whole_on_another_mesh(before: str, after: str, tmp_path: Path) -> None:
-    sections: Sections = {"lora": {"rank": 3, "modules_to_save": ("lm_head",)}}
-    process(tmp_path / "cut", before, steps=4, sections=sections)
-    process(tmp_path / "cut", after, resume=True, sections=sections)
-    process(tmp_path / "whole", before, sections=sections)
-    for cut, unbroken in zip(lines(tmp_path / "cut"), lines(tmp_path / "whole"), strict=True):
-        assert cut["loss"] == pytest.approx(unbroken["loss"], rel=1e-5)
-    found, expected = (whole_state(tmp_path / name, 10) for name in ("cut", "whole"))
+def test_an_adapter_is_resumed_whole_on_another_mesh(before: str, after: str, unbroken: Path, tmp_path: Path) -> None:
+    process(tmp_path, before, steps=4, sections=RUN)
+    process(tmp_path, after, resume=True, sections=RUN)
+    for cut, whole in zip(lines(tmp_path), lines(unbroken), strict=True):
+        assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    found, expected = whole_state(tmp_path, 10), whole_state(unbroken, 10)
     assert found.keys() == expected.keys()
     assert {name.split("/")[-1].rpartition(".")[2] for name in found} == {"A", "B", "weight"}
     for name, tensor in found.items():
@@ -290,7 +304,7 @@ def test_what_names_nothing_is_refused(keys: dict[str, Any], words: str) -> None
 
 
 def test_dropout_of_fused_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="lora.dropout does not go with fused experts"):
+    with pytest.raises(UserError, match="lora.dropout does not go with an adapter of .*experts.down_proj"):
         plan_for("qwen3_moe", targets=("experts.down_proj",), dropout=0.1)
 
 
@@ -363,3 +377,16 @@ def idle(path: str) -> None:
 
 def test_an_adapter_that_takes_no_part_is_found() -> None:
     run(1, idle, saved_model("llama"))
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+def test_flops_by_hand() -> None:
+    """Two layers of q and o 64 to 64, k and v 64 to 32, gate and up 64 to 80, down 80 to 64."""
+    facts = run(1, flops_of, saved_model("llama"))[0]
+    assert facts.frozen and facts.trained == 4 * 2 * (2 * 128 + 2 * 96 + 3 * 144)
+
+
+def flops_of(path: str) -> Any:
+    return open_engine(path, "1", lora={"rank": 4}).built.flops

@@ -50,6 +50,7 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Needs, Need
         ("llama", "2", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}),
         ("llama_tied", "2x2", {"optimizer": {"name": "sgd"}}),
         ("qwen3_moe", "4", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}),
+        ("llama", "2", {"lora": {"rank": 4}, "fsdp": {"param_dtype": "bf16"}}),
         ("llama", "2", {"fsdp": {"master_dtype": "bf16"}, "optimizer": {"name": "sgd", "momentum": 0.9}}),
     ],
 )

@@ -116,7 +116,7 @@ def run_documents(poisoned: tuple[int, ...]) -> list[reference.Document]:
 
 def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...]) -> None:
     """`weft sft` behind its data, to its last step or until it gives up."""
-    from weft.recipes import sft
+    from weft.recipes import reading, sft
 
     config = run_config(path)
     documents = [
@@ -127,7 +127,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     with planted(plant):
         engine = Engine(sft.engine_config(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):
-            sft.train(config, engine, documents, report, Path(folder), Phases())
+            sft.train(config, engine, reading.RunData(documents, report), Path(folder), Phases())
 
 
 @cache
@@ -141,13 +141,13 @@ def lines(plant: str | None) -> list[dict[str, Any]]:
 @cache
 def expected_lines() -> list[tuple[float | None, float | None]]:
     """(loss, lr) of each step by the reference, None where the step is skipped; the rates by hand."""
-    from weft.recipes import sft
+    from weft.recipes import reading
 
     path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
     plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.model))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
-    for step in sft.deal(run_config(path), lengths):
+    for step in reading.deal(run_config(path), lengths):
         if 2 in step.documents:
             out.append((None, None))
         else:

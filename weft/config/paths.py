@@ -91,6 +91,11 @@ def _model_problem(config: Any, weights: bool) -> str:
 
 
 def _folder_problem(folder: Path, weights: bool) -> str:
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        return (
+            f"model.path {folder} holds an adapter, not a model: set lora.path to it and model.path to its base, or "
+            f"write the model: weft merge {folder}."
+        )
     if not (folder / "config.json").is_file():
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
     if weights and not holds_weights(folder):

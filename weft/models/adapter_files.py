@@ -20,6 +20,7 @@ from weft.checkpoint.boxes import Box, shard_of
 from weft.checkpoint.files import TensorFile
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.lora import (
     EMBEDDING,
     LoraPlan,
@@ -32,9 +33,13 @@ from weft.models.lora import (
     new_adapters,
 )
 from weft.models.low_rank import LowRank
+from weft.models.train_module import TrainModule
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# Names of modules that peft 0.21 takes for experts of the transformers 4 layout, by the layout that transformers
+# converts a family from (peft/utils/transformers_weight_conversion.py). Named as parameters they stay what they are.
+_OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
 # What peft knows and weft does not: keys of adapter_config.json -> the values that mean "not used".
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
@@ -45,9 +50,23 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
     """The adapters that a config asks for, new ones or those at lora.path; None for none."""
-    if config.path is not None:
-        return replace(read_plan(model, Path(config.path)), dropout=config.dropout)
-    return None if config.rank is None else new_adapters(model, config)
+    if not config.on:
+        return None
+    found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
+    plan = replace(found, dropout=config.dropout)
+    wrapped = _as_parameters(plan, model)
+    if plan.dropout and wrapped:
+        raise UserError(
+            f"lora.dropout does not go with an adapter of {wrapped[0].weight} ({len(wrapped)} such), because peft "
+            "could not load it: set lora.dropout=0, or leave these out of lora.targets."
+        )
+    return plan
+
+
+def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
+    """Targets that peft must be told of as parameters: fused experts, and what it would take for them by its name."""
+    taken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
+    return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in taken]
 
 
 # ---------------------------------------------------------------- names
@@ -79,12 +98,14 @@ def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
 # ---------------------------------------------------------------- the config
 
 
-def to_json(plan: LoraPlan, base: str, module: nn.Module) -> dict[str, Any]:
+def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
     """adapter_config.json. base: model.path; module: the model, with its adapters."""
     modules = [name for name, child in module.named_modules() if not isinstance(child, LowRank)]
     parameters = [name for name, _ in module.named_parameters() if not is_adapters(name)]
-    adapted = [target.module for target in plan.targets if target.kind != "experts"]
-    fused = [target.name for target in plan.targets if target.kind == "experts"]
+    wrapped = _as_parameters(plan, module.hf_model)
+    adapted = [target.module for target in plan.targets if target not in wrapped]
+    fused = shortest_names([target.name for target in wrapped if target.kind == "experts"], parameters)
+    others = [target.weight for target in wrapped if target.kind != "experts"]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,7 +117,7 @@ def to_json(plan: LoraPlan, base: str, module: nn.Module) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": any(target.kind == "linear" and target.transposed for target in plan.targets),
         "target_modules": shortest_names(adapted, modules),
-        "target_parameters": shortest_names(fused, parameters) or None,
+        "target_parameters": fused + others or None,
         "modules_to_save": list(plan.trained) or None,
         "init_lora_weights": True,
         "inference_mode": True,

@@ -14,7 +14,7 @@ from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.adapter_files import plan_lora
-from weft.models.cost import flop_facts
+from weft.models.cost import flop_facts, with_adapters
 from weft.models.layout import Piece, layout_of
 from weft.models.load import LoadPlan, plan_load
 from weft.models.lora import LoraPlan, attach, untied_for
@@ -94,6 +94,7 @@ def build_model(
     flops = flop_facts(module)
     if plan is not None and adapters == "attached":
         attach(module, plan)
+        flops = with_adapters(flops, plan, module)
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
     return BuiltModel(config.path, module, hf_config, findings, flops, folder, dtypes, buffers, pieces, load, plan)

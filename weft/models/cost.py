@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
 from weft.observe.flops import AttentionFacts, FlopFacts
 
@@ -38,3 +40,16 @@ def _attention(config: Any, layers: int) -> tuple[AttentionFacts, ...]:
         "chunked_attention": AttentionFacts(heads, width, getattr(config, "attention_chunk_size", None)),
     }
     return tuple(of_type[kind] for kind in types if kind in of_type)
+
+
+def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:
+    """The counts where the base is frozen under adapters. A module that is trained whole costs its gradients, a third
+    of what training a weight costs, on top of what it costs frozen."""
+    trained = 0.0
+    for target in plan.targets:
+        inputs = 0 if target.kind == "embedding" else target.inputs  # a look-up
+        visited = facts.experts_per_token if target.kind == "experts" else 1
+        trained += plan.rank * visited * (inputs + target.outputs)
+    whole = (p for name, p in module.named_parameters() if plan.trains(name) and not is_adapters(name) and p.ndim == 2)
+    trained += sum(p.numel() for p in whole) / 3
+    return replace(facts, frozen=True, trained=trained)

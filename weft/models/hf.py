@@ -6,8 +6,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   ._can_record_outputs with output_router_logits= (and load_balancing_loss_func in the family's module),
   .initialize_weights with ._is_hf_initialized, ._keys_to_ignore_on_load_unexpected,
   ._weight_conversions (read by revert_weight_conversion)
-- conversion_mapping.get_model_conversion_mapping; core_model_loading.{rename_source_key, revert_weight_conversion,
-  WeightConverter, WeightRenaming}
+- conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
+  rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
 - models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 - utils.chat_template_utils._compile_jinja_template (its environment: sandbox, filters, globals, activate_tracker)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
@@ -29,7 +29,7 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -249,6 +249,13 @@ def linear_widths(module: nn.Module) -> tuple[int, int]:
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether the module's forward goes through transformers' experts interface, on parameters [experts, ., .]."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+
+
+def checkpoint_layout(model: PreTrainedModel) -> str | None:
+    """The family whose checkpoints' layout this one's have, where transformers converts it; Mixtral's is its own."""
+    family = model.config.model_type
+    layout: str | None = _MODEL_TO_CONVERSION_PATTERN.get(family, family if family == "mixtral" else None)
+    return layout
 
 
 def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> None:

@@ -93,6 +93,11 @@ class LoraPlan:
     def scale(self) -> float:
         return scaling(self.alpha, self.rank, self.rslora)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether fused experts are among the targets."""
+        return any(target.kind == "experts" for target in self.targets)
+
     def trains(self, name: str) -> bool:
         """Whether a parameter of the adapted model, by its name, is trained."""
         return is_adapters(name) or any(name.startswith(f"{module}.") for module in self.trained)
@@ -115,11 +120,6 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
     trained = find_trained(model, config.modules_to_save)
     patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
     targets = find_targets(model, patterns, trained)
-    if config.dropout and any(target.kind == "experts" for target in targets):
-        raise UserError(
-            "lora.dropout does not go with fused experts in lora.targets, because peft could not load the adapter: set "
-            "lora.dropout=0."
-        )
     alpha = 2.0 * config.rank if config.alpha is None else config.alpha
     return LoraPlan(config.rank, alpha, config.rslora, config.dropout, targets, trained)
 
@@ -287,6 +287,8 @@ def describe(plan: LoraPlan, module: nn.Module) -> list[str]:
     ]
     if plan.trained:
         lines.append(f"trained whole: {', '.join(plan.trained)}")
+    if any(hf.is_fused_experts(child) for child in module.modules()) and not plan.has_experts:
+        lines.append("its experts are not adapted: name them, as in lora.targets=[all-linear, 'experts.*_proj']")
     if plan.dropout:
         lines.append(
             f"dropout {plan.dropout:g}: each rank draws masks for its own rows, so that results depend on the cut"

@@ -38,6 +38,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"model    {summary['saved']}")
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
+        if (Path(summary["saved"]) / "adapter_config.json").is_file():
+            lines.append(f"         weft merge {folder}     a model of base and adapter")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
     return lines
 

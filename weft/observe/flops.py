@@ -1,9 +1,9 @@
 """Training FLOPs of documents, peak rates of accelerators, and the share of the peak that a step reaches.
 
 Conventions (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
-a multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6;
-recomputation does not count; the embedding is a look-up and does not count, the head does; attention costs
-12 x heads x width for each (query, key) pair that sees each other.
+a multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6,
+and one that is frozen 4; recomputation does not count; the embedding is a look-up and does not count, the head does;
+attention costs 12 x heads x width for each (query, key) pair that sees each other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class FlopFacts:
     """Counts of weights that multiply tokens, over all layers.
 
     dense: used by every token, the head among them, the embedding not. expert: of all routed experts together, of
-    which a token visits experts_per_token out of `experts`.
+    which a token visits experts_per_token out of `experts`. frozen: they are not trained, so that their own gradients
+    are not computed, and backward costs them as much as forward. trained: weights beside them that are (adapters).
     """
 
     dense: int
@@ -65,6 +66,8 @@ class FlopFacts:
     expert: int = 0
     experts: int = 1
     experts_per_token: int = 1
+    frozen: bool = False
+    trained: float = 0.0
 
 
 def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
@@ -74,7 +77,8 @@ def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
     """
     active = facts.dense + facts.expert * facts.experts_per_token / facts.experts
     pairs = 0.5 if causal else 1.0
-    return 6.0 * active, pairs * sum(_per_pair(layer) for layer in facts.attention)
+    linear = (4.0 if facts.frozen else 6.0) * active + 6.0 * facts.trained
+    return linear, pairs * sum(_per_pair(layer) for layer in facts.attention)
 
 
 def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:

@@ -26,6 +26,17 @@ from weft.parallel.timed import time_collectives
 from weft.recipes.resume import Start
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a step did. metrics: reduced over all ranks; seconds: from its plan to its update."""
+
+    plan: StepPlan
+    metrics: Mapping[str, float | None]
+    result: StepResult
+    lr: float
+    seconds: float
+
+
 @dataclass
 class Recorder:
     """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json.
@@ -67,32 +78,29 @@ class Recorder:
     def record(
         self,
         step: Step,
-        plan: StepPlan,
-        metrics: dict[str, float | None],
-        result: StepResult,
-        lr: float,
-        seconds: float,
+        taken: Taken,
         memory_gib: float,
         evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
         """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
         the step, if it was evaluated."""
+        plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
         totals = plan.totals
         line: dict[str, object] = {
             "step": step.number,
             "epoch": step.epoch,
             "loss": None if result.skipped else self._loss(metrics),
             "grad_norm": None if result.skipped else result.grad_norm,
-            "lr": None if result.skipped else lr,
+            "lr": None if result.skipped else taken.lr,
             "documents": totals.documents,
             "tokens": totals.tokens,
             "loss_tokens": totals.loss_tokens,
             "micro_batches": plan.micro_batches,
             "fill": plan.fill,
             "utilisation": plan.utilisation,
-            "seconds": seconds,
-            "tokens_per_second": totals.tokens / seconds,
-            "mfu": self.throughput.mfu(plan, seconds),
+            "seconds": taken.seconds,
+            "tokens_per_second": totals.tokens / taken.seconds,
+            "mfu": self.throughput.mfu(plan, taken.seconds),
             "memory_gib": memory_gib,
         }
         if result.loss_scale is not None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.save import Saver
 from weft.cluster.agree import largest
@@ -18,20 +14,17 @@ from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
-from weft.config.schema import DataConfig, SftConfig
+from weft.config.schema import SftConfig
 from weft.data.chat_template import chosen_template
-from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
-from weft.data.encode import read_encoding
+from weft.data.documents import DataReport
 from weft.data.order import Steps
-from weft.data.tokenise import Tokenising
-from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
 from weft.engine.engine import Engine, EngineConfig
 from weft.engine.foreign import find_class
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
-from weft.models import hf
+from weft.objectives.base import Objective
 from weft.objectives.load import choose_objective
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
@@ -40,11 +33,12 @@ from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
-from weft.recipes.evaluate import NOTHING, Evaluator, HeldOut, patience_is_out, read_held_out
+from weft.recipes.evaluate import Evaluator, patience_is_out
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
-from weft.recipes.recorder import Recorder
+from weft.recipes.reading import RunData, dated, deal, read_run_data
+from weft.recipes.recorder import Recorder, Taken
 from weft.recipes.resume import Start, constants, find_start, take_up
 
 FRESH = Start()
@@ -67,15 +61,13 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             find_class(config.optimizer)  # an error need not wait for the data
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
-            tokenizer = load_tokenizer(config.model.path)
-            documents, report = read_data(config, config.data, tokenizer, shown)
-            held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
-        require_agreement(identity(config, report) | {"documents of eval.path": held_out.digest})
+            data = read_run_data(config, shown)
+        require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest})
         with open_folder(config, ranks, resume=resume) as folder:
-            steps = len(deal(config, documents))
+            steps = len(deal(config, data.documents))
             check_profile(config.profile, steps=steps)
-            start = find_start(config, folder, report, steps, ranks) if resume else FRESH
-            if start.step == steps or patience_is_out(config, held_out, start.evaluation):
+            start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
+            if start.step == steps or patience_is_out(config, data.held_out, start.evaluation):
                 say_finished(folder, start.step, steps, ranks)
                 return
             flight.in_run(folder)
@@ -84,8 +76,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
-            print_opening(config, engine, report, folder, [*held_out.lines(), *notes])
-            train(config, engine, documents, report, folder, phases, start, hooks, held_out)
+            print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
+            train(config, engine, data, folder, phases, start, hooks)
 
 
 def engine_config(config: SftConfig) -> EngineConfig:
@@ -102,73 +94,22 @@ def engine_config(config: SftConfig) -> EngineConfig:
     )
 
 
-def dated(config: SftConfig) -> SftConfig:
-    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
-    day = config.data.template_date or datetime.date.today().isoformat()
-    return replace(config, data=replace(config.data, template_date=day))
-
-
-def read_data(
-    config: SftConfig,
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    shown: Callable[[int, int], None] | None = None,
-) -> tuple[Documents, DataReport]:
-    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
-    budget = config.step.max_tokens_per_device
-    key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
-    return load_documents(
-        data,
-        tokenizer,
-        max_length=min(config.data.max_length or budget, budget),
-        max_length_key=key,
-        long_documents=config.data.long_documents,
-        vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
-        encoding=read_encoding(config.data, tokenizer),
-        how=Tokenising(config.data.workers, config.data.cache, shown),
-    )
-
-
-def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
-    """Which documents each optimizer step takes."""
-    return Steps(
-        lengths_of(documents),
-        documents=config.step.documents,
-        tokens=config.step.tokens,
-        epochs=config.train.epochs,
-        steps=config.train.steps,
-        seed=config.train.seed,
-        shuffle=config.data.shuffle,
-        shares=shares_of(documents),
-    )
-
-
 def train(
     config: SftConfig,
     engine: Engine,
-    documents: Sequence[Document],
-    report: DataReport,
+    data: RunData,
     folder: Path,
     phases: Phases,
     start: Start = FRESH,
     hooks: Hooks = NO_HOOKS,
-    held_out: HeldOut = NOTHING,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
-    steps, updates, stop = deal(config, documents), start.updates, 0
+    steps, updates, stop = deal(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
-    evaluator = Evaluator(config, engine, held_out, start.evaluation, folder, phases, objective)
-    recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=report.path), start)
-    template = chosen_template(config.data)
-    saver = Saver(
-        engine,
-        folder,
-        config.checkpoint,
-        constants(config, report, len(steps)),
-        last=start.step,
-        texts={} if template is None else {"chat_template.jinja": template},
-    )
+    evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
+    recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
+    saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first)
     with recorder, saver, StopSignals() as signals, progress:
         if not start.step:
@@ -176,26 +117,22 @@ def train(
         progress.notes(evaluator.take_news())
         for step in steps.starting_at(start.step + 1):
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
-                began = time.perf_counter()
-                chosen = [documents[index] for index in step.documents]
+                chosen = [data.documents[index] for index in step.documents]
                 flight.step(step.number, len(steps), [document.source for document in chosen])
-                plan = engine.plan([engine.meta(document) for document in chosen])
-                metrics = engine.accumulate(plan, {i: chosen[i] for i in engine.needs(plan)}, objective)
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
-                result = engine.apply(lr)
-                updates += not result.skipped
-                seconds = time.perf_counter() - began
+                taken = take_step(engine, chosen, objective, lr)
+            updates += not taken.result.skipped
             flight.at("record")
             if step.number == start.step + 1:
                 check_contract(engine)
             found = evaluator.at(step.number, len(steps))
             memory_gib, stop, overdue, failed = meet(engine, signals, saver)
-            line = recorder.record(step, plan, metrics, result, lr, seconds, memory_gib, found)
+            line = recorder.record(step, taken, memory_gib, found)
             progress.step(line)
             progress.notes(evaluator.take_news())
             if hooks.on_step is not None:
                 hooks.on_step(line)
-            recorder.stop_if_hopeless(result, [document.source for document in chosen])
+            recorder.stop_if_hopeless(taken.result, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.exhausted
@@ -211,14 +148,37 @@ def train(
         with phases("save"):
             saved = saver.finish()
         progress.notes(saver.take_news())
-    stopped = None
-    if step.number < len(steps):
-        stopped = signal.Signals(stop).name if stop else "eval.patience"
+    early = step.number < len(steps)
+    stopped = (signal.Signals(stop).name if stop else "eval.patience") if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
     if stopped is not None:
         say_stopped(folder, step.number, stopped, engine.ranks)
-    if stopped is not None and stop:
-        raise StoppedError(stop)
+        if stop:
+            raise StoppedError(stop)
+
+
+def take_step(engine: Engine, documents: Sequence[Document], objective: Objective, lr: float) -> Taken:
+    """One optimizer step over these documents."""
+    began = time.perf_counter()
+    plan = engine.plan([engine.meta(document) for document in documents])
+    metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, objective)
+    result = engine.apply(lr)
+    return Taken(plan, metrics, result, lr, time.perf_counter() - began)
+
+
+def open_saver(
+    config: SftConfig, engine: Engine, report: DataReport, folder: Path, steps: Steps, start: Start
+) -> Saver:
+    """What saves checkpoints. A chat template of data.chat_template goes with them."""
+    template = chosen_template(config.data)
+    return Saver(
+        engine,
+        folder,
+        config.checkpoint,
+        constants(config, report, len(steps)),
+        last=start.step,
+        texts={} if template is None else {"chat_template.jinja": template},
+    )
 
 
 def meet(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:

@@ -1,4 +1,5 @@
-"""The reference for adapters: peft's own model, one plain process. Of weft it imports the plain reference alone."""
+"""The reference for adapters: peft's own model, one plain process. Of weft it imports the plain
+reference and a class of errors."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import UserError
 from weft.verification.reference import Reference
 
 
@@ -25,8 +27,10 @@ class PeftReference(Reference):
         balance: float = 0.0,
         base: torch.dtype = torch.float32,
     ) -> None:
-        from peft import PeftModel
-
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise UserError("adapters are compared with peft, which is not installed: pip install peft") from error
         super().__init__(path, device, (), balance)
         self.model = PeftModel.from_pretrained(self.model.to(base), adapter, is_trainable=True).eval().to(device)
 

@@ -18,7 +18,9 @@ def print_verdict(verdict: Verdict, config: SftConfig, ranks: Ranks, subject: st
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")
     console.print(f"mesh     dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} on {ranks.device.type}")
-    console.print("against  transformers alone: one process, fp32, eager attention, one document at a time")
+    what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
+    what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
+    console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")
     if plant is not None:
         console.print(f"planted  {plant.name}: {plant.summary} (hit {plant.hits} times)")
     console.print(_table("check", verdict.figures))

@@ -1,0 +1,79 @@
+"""The data of a run: what its documents are, and which of them each optimizer step takes."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.schema import DataConfig, SftConfig
+from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
+from weft.data.encode import read_encoding
+from weft.data.order import Steps
+from weft.data.tokenise import Tokenising
+from weft.data.tokenizer import load_tokenizer
+from weft.engine.document import Document
+from weft.models import hf
+from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out
+
+Shown = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, and what it is evaluated on."""
+
+    documents: Sequence[Document]
+    report: DataReport
+    held_out: HeldOut = NOTHING
+
+
+def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
+    """All of it, tokenised. shown: told (bytes done, bytes in all)."""
+    tokenizer = load_tokenizer(config.model.path)
+    documents, report = read_data(config, config.data, tokenizer, shown)
+    held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
+    return RunData(documents, report, held_out)
+
+
+def dated(config: SftConfig) -> SftConfig:
+    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    day = config.data.template_date or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, template_date=day))
+
+
+def read_data(
+    config: SftConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Shown | None = None,
+) -> tuple[Documents, DataReport]:
+    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
+    budget = config.step.max_tokens_per_device
+    key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
+    return load_documents(
+        data,
+        tokenizer,
+        max_length=min(config.data.max_length or budget, budget),
+        max_length_key=key,
+        long_documents=config.data.long_documents,
+        vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        encoding=read_encoding(config.data, tokenizer),
+        how=Tokenising(config.data.workers, config.data.cache, shown),
+    )
+
+
+def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
+    """Which documents each optimizer step takes."""
+    return Steps(
+        lengths_of(documents),
+        documents=config.step.documents,
+        tokens=config.step.tokens,
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        shares=shares_of(documents),
+    )
