@@ -96,6 +96,8 @@ def test_an_objective_may_be_an_object(here: Path) -> None:
         ),
         ({"learning_rate": 1e-5}, "weft.sft: learning_rate is not a key of weft: say `optimizer.lr`"),
         ({"step": {"documents": "many"}}, "weft.sft: step.documents must be an integer or null, not many"),
+        ({"data": {"rows": ROWS, "split": 3}}, "weft.sft: data.split must be a string or null, not 3"),
+        ({"data": {"rows": ROWS, "path": "chats.jsonl"}}, "data={'rows': ..., 'path': ...} names the data twice"),
         ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
         ({"data": [{"text": {1, 2}}]}, "data: row 1 cannot be written as JSON"),
         ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),

@@ -31,6 +31,7 @@ from weft.observe.summary import Phases
 from weft.recipes import evaluate
 from weft.recipes.best import Best
 from weft.recipes.evaluate import Evaluator, HeldOut
+from weft.recipes.resume import put_best_in_order
 from weft.verification import reference
 from weft.verification.plants import planted
 
@@ -275,8 +276,8 @@ def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> Non
 
 
 def test_a_resumed_run_counts_on_and_ends_where_the_unbroken_one_does(patient: Path, tmp_path: Path) -> None:
+    """Killed after step 7; the checkpoint of step 6 knows of one evaluation without improvement."""
     scripted_process(tmp_path / "run", steps=7)
-    shutil.rmtree(step_folder(tmp_path / "run" / "checkpoints", 6))  # as if that save had been cut short
     scripted_process(tmp_path / "run", resume=True)
     assert lines(tmp_path / "run") == lines(patient)
     assert (whole_steps(tmp_path / "run" / "checkpoints"), best_step(tmp_path / "run" / "checkpoints")) == ([5, 8], 5)
@@ -323,6 +324,16 @@ def test_the_best_checkpoint_is_never_removed(tmp_path: Path) -> None:
     point_best(step_folder(tmp_path, 40))
     prune(tmp_path, keep=1, keep_every=None, trainer_state="all")
     assert whole_steps(tmp_path) == [40]
+
+
+def test_best_names_what_was_the_best_up_to_the_checkpoint_that_is_resumed_from(tmp_path: Path) -> None:
+    for step in (2, 4):
+        step_folder(tmp_path, step).mkdir()
+    point_best(step_folder(tmp_path, 4))  # found after the checkpoint, by steps that are done again
+    assert put_best_in_order(tmp_path, {"step": 2, "kept": True}) == [] and best_step(tmp_path) == 2
+    (note,) = put_best_in_order(tmp_path, {"step": 1, "kept": True})
+    assert "step 1 was the best so far" in note and "is gone" in note and not (tmp_path / "best").is_symlink()
+    assert put_best_in_order(tmp_path, {"step": 4, "kept": False}) == [] and best_step(tmp_path) is None
 
 
 # ---------------------------------------------------------------- what a user sees

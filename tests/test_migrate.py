@@ -46,7 +46,11 @@ def test_trl() -> None:
             "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
         },
     )  # fmt: skip
+    assert found["track.to"] == ["wandb"]
     assert "train.steps" not in found  # max_steps: -1
+    draft = migrate([str(FOREIGN / "trl.yaml")])
+    assert "documents: 16  # 2 x 8 x the number of GPUs: multiply by it, or say --nproc\n" in draft
+    assert "min_lr_ratio: 0.0  # TRL's default\n" in draft
 
 
 def test_what_trl_leaves_unsaid() -> None:
@@ -76,6 +80,13 @@ def test_verl() -> None:
     engine = values("verl_engine.yaml")
     expect(engine, {"step.max_tokens_per_device": 16384, "optimizer.name": "adamw", "schedule.min_lr_ratio": 0.1})
     assert "mesh.dp_shard" not in engine and "schedule.warmup_steps" not in engine  # -1: none
+
+
+def test_a_key_without_effect_is_left_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model_name_or_path: m\neval_steps: 50\nrun_name: a\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert "#   eval_steps: eval.every would have no effect:" in draft
+    assert "#   run_name: track.name would have no effect:" in draft
 
 
 def test_columns(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config("llama", vocab_size=264)
     hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
     write_jsonl(path / "d.jsonl", *({"prompt": "ab", "completion": "c" * (n + 1)} for n in range(6)))
-    (path / "my_losses.py").write_text(FOCAL)
+    (path / "own_losses.py").write_text(FOCAL)
     return path
 
 
@@ -77,14 +77,14 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 WORDS = ["sft", "model.path=model", "data.path=d.jsonl", "step.documents=6", "step.max_tokens_per_device=16"]
-WORDS += ["train.epochs=1", "train.objective=my_losses:Focal"]
+WORDS += ["train.epochs=1", "train.objective=own_losses:Focal"]
 
 
 @pytest.mark.slow
 def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss of the first step is what transformers and five lines of torch say."""
     assert cli.main([*WORDS, "run.dir=focal"]) == 0
-    assert "loss     my_losses:Focal" in capsys.readouterr().out
+    assert "loss     own_losses:Focal" in capsys.readouterr().out
     line = json.loads((here / "focal" / "metrics.jsonl").read_text().splitlines()[0])
     model = transformers.AutoModelForCausalLM.from_pretrained("model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained("model")
@@ -106,18 +106,18 @@ def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_an_objective_without_a_loss_to_show_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, "train.objective=my_losses:Mute", "run.dir=mute"]) == 2
-    assert "train.objective: my_losses:Mute gives no metric `loss`" in capsys.readouterr().err
+    assert cli.main([*WORDS, "train.objective=own_losses:Mute", "run.dir=mute"]) == 2
+    assert "train.objective: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
     [
         ("my_loss:Focal", "there is no module my_loss for my_loss:Focal"),
-        ("my_losses:Focus", "my_losses has no Focus"),
-        ("my_losses:Needy", "my_losses:Needy cannot be made without arguments"),
-        ("my_losses:half", "it has no normaliser, upstream, __call__, readouts, every_token"),
-        ("my_losses:Greedy", "asks for value in `readouts`; there are entropy and logprob"),
+        ("own_losses:Focus", "own_losses has no Focus"),
+        ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
+        ("own_losses:half", "it has no normaliser, upstream, __call__, readouts, every_token"),
+        ("own_losses:Greedy", "asks for value in `readouts`; there are entropy and logprob"),
         ("json:dumps", "is no objective: it has no normaliser, upstream, readouts, every_token"),
     ],
 )
@@ -137,5 +137,5 @@ def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.Captur
 
 def test_ways_to_name_one(here: Path) -> None:
     assert isinstance(choose_objective(None), CrossEntropy)
-    assert choose_objective("my_losses.Focal").gamma == 2.0  # type: ignore[attr-defined]
-    assert choose_objective("my_losses:sharp").gamma == 5.0  # type: ignore[attr-defined]
+    assert choose_objective("own_losses.Focal").gamma == 2.0  # type: ignore[attr-defined]
+    assert choose_objective("own_losses:sharp").gamma == 5.0  # type: ignore[attr-defined]

@@ -106,15 +106,16 @@ def test_one_that_fails_is_dropped_with_one_warning(tmp_path: Path, capsys: pyte
     assert [told for told in Recording.told if isinstance(told, tuple)][-1][0] == 3
 
 
+@pytest.mark.parametrize("failed", [False, True])
 def test_one_that_is_stuck_holds_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trackers, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers, "FAILED_PATIENCE" if failed else "PATIENCE", 0.05)
     Stuck.free.clear()
     began = time.monotonic()
     made = tracked(tmp_path, "stuck")
     made.log({"step": 1})
-    made.finish()
+    made.finish(failed)
     assert time.monotonic() - began < 5
     assert "stuck did not take everything in 0.05 s" in capsys.readouterr().err
 

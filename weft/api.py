@@ -56,7 +56,9 @@ def sft(
     """Supervised fine-tuning in this process, as one rank; under torchrun as one of its ranks.
 
     model, data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a
-    file, or a Dataset of them. They are written to RUN/data.jsonl, so that the run can go on from the command line.
+    file, or a Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to
+    RUN/data.jsonl, so that the run can go on from the command line.
+
     objective: in place of cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on
     every rank, with the step's line of metrics.jsonl. sections: those of docs/config.md, as in optimizer={"lr": 1e-5}.
 
@@ -64,18 +66,27 @@ def sft(
     """
     values: dict[str, Any] = dict(sections)
     values["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
-    if isinstance(data, Mapping):
-        values["data"] = dict(data)
-    elif isinstance(data, str | Path):
-        values["data"] = {"path": str(data)}
-    else:
+    section, rows = _split(data)
+    if rows is not None:
+        if "path" in section or "sources" in section:
+            raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
         folder = _folder_of(values)
         values["run"] = {**values.get("run", {}), "dir": str(folder)}
-        values["data"] = {"path": str(_write(data, folder / ROWS))}
+        section["path"] = str(_write(rows, folder / ROWS))
+    values["data"] = section
     config = load_values(values)
     if isinstance(objective, type):
         objective = objective()
     return _run(config, Hooks(objective=objective, on_step=on_step), device)
+
+
+def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
+    """The keys of the section, and the rows that are in memory."""
+    if isinstance(data, str | Path):
+        return {"path": str(data)}, None
+    if not isinstance(data, Mapping):
+        return {}, data
+    return {key: value for key, value in data.items() if key != "rows"}, data.get("rows")
 
 
 def _run(config: SftConfig, hooks: Hooks, device: Device) -> Run:

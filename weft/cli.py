@@ -415,8 +415,13 @@ def _verify_parser() -> argparse.ArgumentParser:
 
 
 def _data_parser() -> argparse.ArgumentParser:
-    parser = _parser("data", COMMANDS["data"].summary)
-    parser.usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser = _Parser(prog="weft data", usage=usage, description=COMMANDS["data"].summary, allow_abbrev=False)
+    parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft")
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks that rows are planned for (default: what mesh says, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     parser.add_argument(
         "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
     )

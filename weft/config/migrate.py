@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.aliases import advice_for, entry_of
-from weft.config.checks import EXCLUSIVE, inert_keys
+from weft.config.checks import EXCLUSIVE, INERT
 from weft.config.coerce import MismatchError, coerce
 from weft.config.keys import Key, schema_keys
 from weft.config.load import build, read_config_file
@@ -73,6 +73,8 @@ _SAME: dict[str, str] = {
     "checkpoint.keep": "save_total_limit max_ckpt_to_keep keep_latest_k",
     "checkpoint.dtype": "export_dtype",
     "run.dir": "output_dir default_local_dir dump_folder save",
+    "track.project": "project project_name wandb_project",
+    "track.name": "run_name experiment_name exp_name wandb_run_name",
     "eval.path": "val_files eval_prompt_data",
     "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
     "lora.rank": "lora_r lora_rank peft.dim",
@@ -83,6 +85,14 @@ _SAME: dict[str, str] = {
     "lora.rslora": "use_rslora",
 }
 MOVES: dict[str, str] = {name: key for key, names in _SAME.items() for name in names.split()}
+
+
+def _trackers(value: Any) -> list[str] | None:
+    """Those of a name or a list of names that weft has."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if name in ("tensorboard", "wandb", "trackio", "mlflow")] or None
+
+
 # Names whose value says the same in other words: -> (key, value in weft, or None where nothing is to be set).
 CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
@@ -95,6 +105,9 @@ CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "completion_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
     "bf16": ("fsdp.param_dtype", lambda v: "bf16" if v else None),
     "fp16": ("fsdp.param_dtype", lambda v: "fp16" if v else None),
+    "report_to": ("track.to", _trackers),
+    "logger": ("track.to", _trackers),
+    "track_with": ("track.to", _trackers),
     "optimizer": ("optimizer.name", lambda v: "adamw" if v == "adam" else v),
     "timeout_minutes": ("train.timeout", lambda v: v * 60),
     "distributed_timeout_minutes": ("train.timeout", lambda v: v * 60),
@@ -260,7 +273,7 @@ def _add_defaults(draft: Draft, trainer: Trainer | None) -> None:
     for key, value in ({} if trainer is None else trainer.defaults).items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
         if trainer is not None and key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
-            draft.take(key, value, key, f"{trainer.title}'s default")
+            draft.take(key, value, key, f"{trainer.title.partition(' and ')[0]}'s default")
 
 
 def _drop_idle(draft: Draft) -> None:
@@ -269,9 +282,10 @@ def _drop_idle(draft: Draft) -> None:
     for key, (value, _, _) in draft.taken.items():
         section, _, leaf = key.partition(".")
         tree.setdefault(section, {})[leaf] = value
-    for key in inert_keys(build(node_of(tree, ""), SftConfig)):
-        if key in draft.taken:
-            draft.drop(key, "it would have no effect beside the rest.")
+    config = build(node_of(tree, ""), SftConfig)
+    for rule in INERT:
+        if rule.key in draft.taken and rule.when(config):
+            draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
 
 
 def _fitting(key: Key, value: Any) -> Any:

@@ -14,7 +14,7 @@ _INTRODUCTION = """\
 
 Written by `python -m weft.config.reference > docs/config.md`; a test holds that it is current.
 
-A config is one or more YAML files, merged left to right, and `section.key=value` on the command line:
+A config is one or more YAML (or TOML) files, merged left to right, and `section.key=value` on the command line:
 
     weft sft base.yaml mine.yaml optimizer.lr=2e-5 step.documents=32 data.max_length=null
 

@@ -67,9 +67,9 @@ def column_problems(columns: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with a mapping of columns: targets that weft does not have, or of two formats."""
     for name, path in columns.items():
         if name not in COLUMNS:
-            hint = f"did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
+            hint = f"Did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
             if path in COLUMNS:
-                hint = f"weft's name comes first: {{{path}: {name}}}."
+                hint = f"Weft's name comes first: {{{path}: {name}}}."
             yield f"weft has no column {name}; it has {', '.join(COLUMNS)}. {hint}".rstrip()
         elif not path or not all(path.split(".")):
             yield f"{name}: {show(path)} names no column: write a name, or names joined by dots."

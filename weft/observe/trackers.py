@@ -34,6 +34,8 @@ from weft.errors import UserError
 IDENTITY = "track.json"
 # Seconds that the end of a run waits for trackers that have not taken everything yet.
 PATIENCE = 60.0
+# And that of one that failed, whose other ranks wait to be ended.
+FAILED_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -228,14 +230,15 @@ class Trackers:
             self._lines.put(line)
 
     def finish(self, failed: bool = False) -> None:
-        """Wait until every tracker has taken everything, PATIENCE seconds at most."""
+        """Wait until every tracker has taken everything, but not for long."""
         if self._thread is None:
             return
         self._failed = failed
         self._lines.put(None)
-        self._thread.join(PATIENCE)
+        patience = FAILED_PATIENCE if failed else PATIENCE
+        self._thread.join(patience)
         if self._thread.is_alive():
-            print(f"track    {', '.join(self._running)} did not take everything in {PATIENCE:g} s", file=sys.stderr)
+            print(f"track    {', '.join(self._running)} did not take everything in {patience:g} s", file=sys.stderr)
         self._thread = None
 
     def _work(self) -> None:
@@ -275,7 +278,8 @@ def _identity(folder: Path) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     made = uuid.uuid4().hex[:12]
-    path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
+    with suppress(OSError):  # a resumed run is another one then
+        path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
     return made
 
 

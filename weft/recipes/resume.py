@@ -175,7 +175,7 @@ def _put_in_order(folder: Path, start: Start) -> list[str]:
         notes.append(f"aside    checkpoints after step {start.step} are now {', '.join(aside)}")
     if start.state is not None:
         point_latest(start.state.checkpoint)
-        notes += _put_best_in_order(folder / "checkpoints", start.evaluation)
+        notes += put_best_in_order(folder / "checkpoints", start.evaluation)
     for name in ("metrics.jsonl", SAMPLES):
         dropped = cut_lines(folder / name, start.step)
         if dropped:
@@ -184,7 +184,7 @@ def _put_in_order(folder: Path, start: Start) -> list[str]:
     return notes
 
 
-def _put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
     """Let `best` name what was the best up to the checkpoint; a later one was taken as such, or is set aside."""
     forget_best(checkpoints)
     best = evaluation["step"] if evaluation.get("kept") else 0

@@ -241,6 +241,8 @@ TRL = Trainer(
         "schedule.warmup_ratio": 0.0,
         "schedule.min_lr_ratio": 0.0,
         "train.epochs": 3,
+        "lora.alpha": 16,
+        "lora.dropout": 0.05,
         "checkpoint.every": 500,
     },
 )

@@ -210,5 +210,6 @@ VERL = Trainer(
         "schedule.name": "constant",
         "schedule.warmup_ratio": 0.0,
         "schedule.min_lr_ratio": 0.0,
+        "lora.alpha": 16,
     },
 )
