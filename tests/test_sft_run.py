@@ -329,7 +329,7 @@ def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) ->
     done = weft("sft", "c.yaml", "run.dir=failed", "--nproc", "2", PYTHONPATH=path)
     assert time.monotonic() - began < 60
     assert done.returncode == 1
-    assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6, reducing the metrics")
+    assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6, planning the step")
     assert "1 other rank was stopped.\n" in done.stderr
     assert not (folder / "failed" / "checkpoints").exists()
 
