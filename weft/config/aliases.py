@@ -16,7 +16,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "data.streaming",
     "rl",
     "rollout",
     "cluster",
