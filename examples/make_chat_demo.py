@@ -153,7 +153,7 @@ def small_qwen3(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3Conf
 
 
 def main() -> None:
-    if len(sys.argv) > 2 or sys.argv[1:] and sys.argv[1].startswith("-"):
+    if len(sys.argv) > 2 or (sys.argv[1:] and sys.argv[1].startswith("-")):
         print(__doc__)
         sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ".demo")
