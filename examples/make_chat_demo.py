@@ -153,6 +153,9 @@ def small_qwen3(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3Conf
 
 
 def main() -> None:
+    if len(sys.argv) > 2 or (sys.argv[1:] and sys.argv[1].startswith("-")):
+        print(__doc__)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ".demo")
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "run", ignore_errors=True)  # an earlier demo's run: weft writes over no run

@@ -91,7 +91,7 @@ def test_a_terminal_has_a_conversation(
     assert "step-000004 on cpu" in out and "/exit or Ctrl-D ends" in out and "(stopped)" in out
 
 
-def test_which_model(run: Path, tmp_path: Path) -> None:
+def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model(str(run), None) == str(run / "checkpoints" / "step-000004")
     assert find_model(str(run), 2) == str(run / "checkpoints" / "step-000002")
     assert find_model(str(run / "checkpoints" / "step-000002"), None) == str(run / "checkpoints" / "step-000002")
@@ -107,6 +107,9 @@ def test_which_model(run: Path, tmp_path: Path) -> None:
         find_model(str(tmp_path / "none"), None)
     with pytest.raises(UserError, match=r"holds no config.json"):
         find_model(str(tmp_path), None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="adapter/none is no folder"):  # the hub is not asked: the folder is here
+        find_model("adapter/none", None)
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(UserError, match="no whole checkpoint yet"):
         find_model(str(tmp_path), None)

@@ -12,7 +12,7 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.aliases import ALIASES, entry_of, not_yet
 from weft.config.keys import schema_keys
-from weft.config.migrate import COLUMNS, CONVERTED, MOVES, PER_DEVICE, migrate
+from weft.config.migrate import COLUMNS, CONVERTED, MOVES, PER_DEVICE, SWITCHES, migrate
 from weft.config.trainers import TRAINERS
 from weft.config.yaml12 import Node, read_file
 
@@ -89,12 +89,23 @@ def test_a_key_without_effect_is_left_with_its_reason(tmp_path: Path) -> None:
     assert "#   run_name: track.name would have no effect:" in draft
 
 
+def columns(tmp_path: Path, text: str) -> Any:
+    (tmp_path / "a.yaml").write_text(text)
+    return yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))["data"].get("columns")
+
+
 def test_columns(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("data: {prompt_key: question, response_key: answer, messages_key: messages}\n")
-    found = yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))["data"]
-    assert found["columns"] == {"prompt": "question", "completion": "answer"}
-    (tmp_path / "a.yaml").write_text("prompt_data: d\ninput_key: conversation\n")
-    assert yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))["data"]["columns"] == {"messages": "conversation"}
+    """verl and ROLL put question and answer into the chat template, as weft does with instruction and output."""
+    both = "data: {prompt_key: question, response_key: answer, messages_key: messages}\n"
+    assert columns(tmp_path, both) == {"instruction": "question", "output": "answer"}
+    assert columns(tmp_path, "prompt_data: d\ninput_key: conversation\n") == {"messages": "conversation"}
+    nested = "prompt_key: extra_info\nresponse_key: extra_info\nprompt_dict_keys: [question]\nresponse_dict_keys: [a]\n"
+    assert columns(tmp_path, nested) == {"instruction": "extra_info.question", "output": "extra_info.a"}
+    roll = "prompt_key: prompt\nquery_key: input\nresponse_key: completion\nsystem_key: system\n"
+    expected = {"instruction": "prompt", "input": "input", "output": "completion", "system": "system"}
+    assert columns(tmp_path, roll) == expected
+    assert columns(tmp_path, "prompt_key: instruction\nquery_key: input\nresponse_key: output\n") is None
+    assert columns(tmp_path, "prompt_key: prompt\n") is None  # of reinforcement learning: nothing to train
 
 
 def test_roll() -> None:
@@ -103,7 +114,7 @@ def test_roll() -> None:
         {
             "step.documents": 1 * 32 * 8, "mesh.dp_shard": 8, "fsdp.param_dtype": "bf16", "schedule.name": "constant",
             "schedule.warmup_steps": 20, "optimizer.weight_decay": 0.0, "train.steps": 500, "data.shuffle": False,
-            "data.path": "data/train.json",
+            "data.path": "data/train.json", "eval.path": "data/held-out.json", "eval.every": 50,
         },
     )  # fmt: skip
 
@@ -157,7 +168,13 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     taken = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
         key = MOVES.get(entry_of(name) or "", name)
-        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (*CONVERTED, *PER_DEVICE, *COLUMNS, "min_lr")
+        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (
+            *CONVERTED,
+            *PER_DEVICE,
+            *COLUMNS,
+            *SWITCHES,
+            "min_lr",
+        )
         assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
 
 
@@ -178,3 +195,48 @@ def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "path: models/a  # hf_checkpoint" in out and "lr: 1e-06\n" in out and "epochs: 2  # num_epoch\n" in out
     assert cli.main(["migrate", str(tmp_path / "run.sh"), str(tmp_path / "gone.yaml")]) == 2
     assert "gone.yaml: no such config file" in capsys.readouterr().err
+
+
+def test_overrides_of_a_script(tmp_path: Path) -> None:
+    """verl's runs are scripts: overrides, with +, lists, variables and their defaults; nothing else of the script."""
+    found = values("verl_script.sh")
+    expect(
+        found,
+        {
+            "model.path": "models/org/base-7b", "data.path": "data/gsm8k/train.parquet", "step.documents": 32,
+            "optimizer.lr": 1e-4, "optimizer.betas": [0.9, 0.98], "lora.rank": 32, "lora.alpha": 16,
+            "lora.targets": ["q_proj", "v_proj"], "train.epochs": 2, "step.max_tokens_per_device": 8192,
+            "run.dir": "out/gsm8k-tp2", "track.name": "gsm8k-tp2",
+            "data.columns": {"instruction": "extra_info.question", "output": "extra_info.answer"},
+        },
+    )  # fmt: skip
+    assert found["track.to"] == ["wandb"]
+    draft = migrate([str(FOREIGN / "verl_script.sh")])
+    assert "path: $VAL  # val_files: write it out, weft knows no variables" in draft
+    assert "does not know it" not in draft and "40 GPUs" not in draft
+
+
+def test_a_launcher_of_ray_says_nothing(tmp_path: Path) -> None:
+    script = "A=(--lr 2e-5)\nray start --head --num-gpus 8\nray job submit --address=a \\\n -- python3 t.py \\\n"
+    (tmp_path / "run.sh").write_text(script + "   --num-epoch 2 ${A[@]}\n")
+    draft = migrate([str(tmp_path / "run.sh")])
+    assert "lr: 2e-05" in draft and "epochs: 2" in draft and "address" not in draft and "head" not in draft
+
+
+def test_defaults_of_the_older_verl(tmp_path: Path) -> None:
+    trainer = "trainer: {default_local_dir: a, total_epochs: 1, default_hdfs_dir: b}\ndata: {train_files: d}\n"
+    (tmp_path / "a.yaml").write_text(trainer + "model: {path: m}\n")
+    new = migrate([str(tmp_path / "a.yaml")])
+    (tmp_path / "a.yaml").write_text(trainer + "model: {partial_pretrain: m}\n")
+    old = migrate([str(tmp_path / "a.yaml")])
+    assert "documents: 256  # verl's default" in new and "documents: 256  # verl's default" in old
+    assert "name: constant  # verl's default" in new and "warmup_ratio: 0.1  # verl's default" in old
+    assert "constant" not in old and "lr:" not in old  # cosine and 1e-5, as in weft
+
+
+def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "per_device_train_batch_size: 1\ngradient_accumulation_steps: 4\nnum_gpus_per_node: 8\n"
+    (tmp_path / "a.yaml").write_text(text + "tensor_model_parallel_size: 4\noutput_dir: ${oc.env:WEFT_NO_SUCH,./out}\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert "documents: 8  # 1 x 4 x 2 data rank(s), each of several GPUs" in draft
+    assert "dir: ./out" in draft

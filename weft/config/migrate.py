@@ -6,11 +6,11 @@ What has one meaning is taken over; of everything else the draft says what to do
 from __future__ import annotations
 
 import math
-import shlex
+import os
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from weft.config.aliases import advice_for, entry_of
@@ -19,11 +19,11 @@ from weft.config.coerce import MismatchError, coerce
 from weft.config.keys import Key, schema_keys
 from weft.config.load import build, read_config_file
 from weft.config.schema import SftConfig
+from weft.config.scripts import read_script
 from weft.config.trainers import Trainer
 from weft.config.trainers.values import weft_value
 from weft.config.unknown import likely_trainer
 from weft.config.yaml12 import Node, node_of, read_value, show
-from weft.errors import UserError
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
@@ -75,7 +75,7 @@ _SAME: dict[str, str] = {
     "run.dir": "output_dir default_local_dir dump_folder save",
     "track.project": "project project_name wandb_project",
     "track.name": "run_name experiment_name exp_name wandb_run_name",
-    "eval.path": "val_files eval_prompt_data",
+    "eval.path": "val_files eval_prompt_data validation.data_args.file_name",
     "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
     "lora.rank": "lora_r lora_rank peft.dim",
     "lora.alpha": "lora_alpha peft.alpha",
@@ -97,6 +97,7 @@ def _trackers(value: Any) -> list[str] | None:
 CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
     "enable_gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
+    "recompute_granularity": ("model.recompute", lambda v: None if v in (None, "none") else "full"),
     "disable_gradient_checkpointing": ("model.recompute", lambda v: None if v else "full"),
     "activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
     "fsdp_activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
@@ -123,12 +124,15 @@ PER_DEVICE = (
 COLUMNS = {
     "messages_key": "messages",
     "input_key": "messages",
-    "prompt_key": "prompt",
-    "response_key": "completion",
+    "prompt_key": "instruction",
+    "query_key": "input",
+    "response_key": "output",
+    "system_key": "system",
     "tools_key": "tools",
     "dataset_text_field": "text",
 }
-_FOUND_BY_NAME = ("messages", "prompt", "completion", "text", "tools", "instruction", "output")
+# What else says which column it is; _take_columns reads it.
+SWITCHES = ("prompt_dict_keys", "response_dict_keys", "multiturn.enable")
 # Where a trainer says "no limit", or "never".
 _UNSET = {
     "lora.rank",
@@ -141,8 +145,16 @@ _UNSET = {
 }
 
 
-# How many GPUs of a machine ranks ran on.
-_GPUS = ("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node")
+# How many GPUs of a machine ranks ran on, and by how many of them a document is shared.
+_GPUS = ("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node", "nproc_per_node")
+_SHARED_BY = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "ulysses_size",
+)
+_OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 @dataclass
@@ -175,24 +187,30 @@ class Draft:
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: as many
     as the files say."""
-    found = {name: value for path in files for name, value in _leaves(_read(path))}
+    found = {name: _filled(value) for path in files for name, value in _leaves(_read(path))}
     draft = _draft(found, ranks or _ranks(found))
-    _add_defaults(draft, likely_trainer(found))
+    _add_defaults(draft, likely_trainer(found), found)
     _drop_idle(draft)
     return _HEAD.format(files=", ".join(files)) + _render(draft)
 
 
-def _ranks(found: Mapping[str, Any]) -> int:
-    """Processes of the old run, where its config says so; else 1."""
+def _ranks(found: Mapping[str, Any]) -> int | None:
+    """Data ranks of the old run, where its config says so."""
     by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
     if "num_processes" in by_entry:
         return int(by_entry["num_processes"])
     nodes = by_entry.get("nnodes") or by_entry.get("actor_num_nodes") or 1
-    each = next((by_entry[name] for name in _GPUS if by_entry.get(name)), 1)
-    return int(nodes) * int(each)
+    each = next((by_entry[name] for name in _GPUS if by_entry.get(name)), None)
+    return None if each is None else max(1, int(nodes) * int(each) // _shared_by(found))
 
 
-def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
+def _shared_by(found: Mapping[str, Any]) -> int:
+    """How many GPUs of the old run worked on the same documents."""
+    sizes = (value for name, value in found.items() if entry_of(name) in _SHARED_BY)
+    return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
+
+
+def _draft(found: Mapping[str, Any], ranks: int | None) -> Draft:
     draft = Draft()
     batch: dict[str, Any] = {}
     columns: dict[str, str] = {}
@@ -211,6 +229,8 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
             draft.take("optimizer.betas", both, name)
         elif entry in COLUMNS and isinstance(value, str):
             columns[name] = value
+        elif entry in SWITCHES:
+            continue
         elif entry in MOVES:
             _take_same(draft, MOVES[entry], value, name)
         elif entry in CONVERTED:
@@ -220,9 +240,11 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
         else:
             draft.left[name] = advice_for(name) or "weft does not know it."
     if batch and "step.documents" not in draft.taken:
-        documents = math.prod(int(value) for value in batch.values()) * ranks
+        documents = math.prod(int(value) for value in batch.values()) * (ranks or 1)
         factors = " x ".join(str(value) for value in batch.values())
-        gpus = f"{ranks} GPUs" if ranks > 1 else "the number of GPUs: multiply by it, or say --nproc"
+        gpus = "the number of GPUs: multiply by it, or say --nproc"
+        if ranks:
+            gpus = f"{ranks} data rank(s), each of several GPUs" if _shared_by(found) > 1 else f"{ranks} GPUs"
         draft.take("step.documents", documents, next(iter(batch)), f"{factors} x {gpus}")
     _take_columns(draft, columns, found)
     _settle(draft, found)
@@ -232,13 +254,18 @@ def _draft(found: Mapping[str, Any], ranks: int) -> Draft:
 def _take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
     """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
     columns = {COLUMNS[str(entry_of(name))]: column for name, column in given.items()}
-    if "messages" in columns and "prompt" in columns:  # verl has both, and a switch
-        chats = any(entry_of(name) == "multiturn.enable" and value for name, value in found.items())
-        for unused in ("prompt", "completion") if chats else ("messages",):
+    values = {entry_of(name): value for name, value in found.items()}
+    if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
+        for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
             columns.pop(unused, None)
-    renamed = {ours: theirs for ours, theirs in columns.items() if theirs not in _FOUND_BY_NAME}
-    if renamed:
-        draft.take("data.columns", renamed, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
+    for ours, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
+        path = values.get(inside)
+        if ours in columns and path:  # verl: the names under which the text lies in the column
+            columns[ours] = ".".join([columns[ours], *map(str, path if isinstance(path, list) else [path])])
+    if "output" not in columns:
+        columns.pop("instruction", None)  # the prompts of reinforcement learning
+    if any(theirs != ours for ours, theirs in columns.items()):
+        draft.take("data.columns", columns, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
 
 
 def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
@@ -255,6 +282,8 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         draft.left.pop(min_lr, None)
         ratio = float(f"{float(found[min_lr]) / float(draft.value('optimizer.lr')):.6g}")
         draft.take("schedule.min_lr_ratio", ratio, min_lr, "min_lr / lr")
+    if found.get("rollout_batch_size") == draft.value("step.documents"):
+        draft.left.pop("rollout_batch_size", None)
     for loser, winner in EXCLUSIVE:
         if winner in draft.taken and loser in draft.taken:
             draft.drop(loser, f"{winner} replaces it.")
@@ -268,11 +297,14 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         draft.take("step.max_tokens_per_device", longest, "", "a row holds the longest document")
 
 
-def _add_defaults(draft: Draft, trainer: Trainer | None) -> None:
+def _add_defaults(draft: Draft, trainer: Trainer | None, found: Mapping[str, Any]) -> None:
     """What nobody wrote down, because it was the other trainer's default and is not weft's."""
-    for key, value in ({} if trainer is None else trainer.defaults).items():
+    if trainer is None:
+        return
+    older = any(entry_of(name) in trainer.older_names for name in found)
+    for key, value in (trainer.older if older else trainer.defaults).items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
-        if trainer is not None and key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
+        if key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
             draft.take(key, value, key, f"{trainer.title.partition(' and ')[0]}'s default")
 
 
@@ -302,25 +334,15 @@ def _fitting(key: Key, value: Any) -> Any:
 
 
 def _read(path: str) -> Node:
-    """A file of YAML or TOML, or a shell script of which the options are read."""
-    if not path.endswith(".sh"):
-        return read_config_file(path)
-    try:
-        words = shlex.split(Path(path).read_text(encoding="utf-8"), comments=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
-    options: dict[str, list[str]] = {}
-    last: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            last = options[name.replace("-", "_")] = [value] if value else []
-        elif not word.strip("()\n") or "=(" in word or word.startswith("${"):
-            last = []  # where an array of the shell ends, begins or is used
-        else:
-            last.append(word)
-    values = {name: [read_value(word, path).value for word in given] for name, given in options.items()}
-    return node_of({name: given[0] if len(given) == 1 else given or True for name, given in values.items()}, path)
+    """A file of YAML or TOML, or a shell script of which options and overrides are read."""
+    return read_script(path) if path.endswith(".sh") else read_config_file(path)
+
+
+def _filled(value: Any) -> Any:
+    """A value with OmegaConf's ${oc.env:NAME,default} put in: the variable as it is set here, or the default."""
+    if not isinstance(value, str):
+        return value
+    return _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
 
 
 def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -342,6 +364,8 @@ def _render(draft: Draft) -> str:
         for name in keys:
             value, origin, _ = draft.taken[name]
             leaf = name.partition(".")[2]
+            if isinstance(value, str) and "$" in value:
+                origin += ": write it out, weft knows no variables"
             lines.append(f"  {leaf}: {show(value)}" + (f"  # {origin}" if origin != leaf else ""))
     by_advice: dict[str, list[str]] = {}
     for name, advice in draft.left.items():

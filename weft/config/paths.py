@@ -46,6 +46,8 @@ def near_names(file: Path, folders: bool = False) -> str:
 def _prompts_problem(path: str) -> str:
     if Path(path).expanduser().is_file():
         return ""
+    if path.startswith("["):
+        return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
     return (
         f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: eval.prompts=[{path!r}].{near}"

@@ -55,7 +55,8 @@ def find_model(path: str, step: int | None) -> str:
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
         return path
-    if folder.exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    beside = folder.parent != Path() and folder.parent.is_dir()  # runs/x, and there is a folder runs
+    if folder.exists() or beside or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
     return path
 

@@ -57,6 +57,7 @@ FREEZE = "say `model.freeze`: a list of names of parameters or modules."
 CHUNKED = "the loss is always computed in chunks of tokens and full logits are never held: leave it out."
 ROUTER_LOSS = "say `model.router_aux_loss` (none or document) and `model.router_aux_loss_coef`."
 ROUTER_COEFFICIENT = "say `model.router_aux_loss_coef`, with `model.router_aux_loss` document."
+FP32_SUMS = "sums over ranks, softmax and loss are in fp32 unless `fsdp.reduce_dtype` says otherwise: leave it out."
 NO_DROPOUT = "dropout and router jitter of the base model are 0 while weft trains it: leave it out."
 QUANTISED = "training on a quantised base is not in this version: leave it out."
 ACTIVATION_OFFLOAD = "activations are not offloaded; `model.recompute` full saves most of their memory. Leave it out."
@@ -70,6 +71,10 @@ MIXTURE = "say `data.sources`: a list of name, path and weight."
 COLUMNS = (
     "`messages`, `prompt` and `completion`, and `text` are found by name; say `data.columns` for columns that are "
     "called otherwise."
+)
+THINKING = (
+    "a column that says so of each document is not read: say `data.template_kwargs` ({enable_thinking: false}) for all "
+    "of them, or have a column `chat_template_kwargs` of such objects."
 )
 MASKED = (
     "the loss falls on assistant turns of `messages`, on `completion`, or on all of `text`; say `data.train_on` for "

@@ -70,6 +70,8 @@ MILES = Trainer(
             "recompute_method": say.RECOMPUTE_HOW,
             "recompute_num_layers": say.RECOMPUTE_HOW,
             "log_probs_chunk_size": say.CHUNKED,
+            "accumulate_allreduce_grads_in_fp32": say.FP32_SUMS,
+            "attention_softmax_in_fp32": say.FP32_SUMS,
             "attention_dropout": say.NO_DROPOUT,
             "hidden_dropout": say.NO_DROPOUT,
             "initial_loss_scale": say.LOSS_SCALE,

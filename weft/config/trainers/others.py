@@ -28,6 +28,7 @@ OTHERS: dict[str, str] = {
     "num_warmup_steps": say.WARMUP,
     "max_epochs": say.EPOCHS,
     "nproc_per_node": say.RANKS,
+    "standalone": say.LAUNCHER,
     "dist_timeout_s": say.TIMEOUT,
     "save_every": say.SAVE,
     "save_every_steps": say.SAVE,

@@ -8,7 +8,8 @@ from weft.config.trainers.trainer import Trainer
 _INTRODUCTION = """\
 Overrides look alike: `python -m verl.trainer.sft_trainer data.train_batch_size=256` becomes
 `weft sft base.yaml step.documents=256`. Lists and null are YAML's. Hydra's own syntax (`+key=...`, `~key`, `defaults:`,
-`${...}`) is not: several files merge left to right instead.
+`${...}`) is not: several files merge left to right instead. `weft migrate` takes the YAML, the script that starts the
+run (`weft migrate run_sft.sh`: its overrides, with the variables that it sets put in), or both, the script last.
 
 ```yaml file=theirs.yaml
 # verl                                            # weft
@@ -31,6 +32,8 @@ What is different:
 - Checkpoints are HuggingFace directories: there is no `verl.model_merger` step, and one resumes on another number of
   GPUs.
 - Loss falls on every assistant turn of `messages`, from the rendering of the whole conversation.
+- Files of the former `fsdp_sft_trainer` (they have `partial_pretrain`) are drafted with its own defaults: learning rate
+  1e-5, cosine, 0.1 of the steps of warm-up.
 - Sequence parallelism (`ulysses_sequence_parallel_size`) is not in this version; raise `step.max_tokens_per_device` and
   set `model.recompute: full` for long documents.
 """
@@ -88,7 +91,7 @@ VERL = Trainer(
             "val_max_samples": say.SAMPLES,
             "messages_key": say.COLUMNS,
             "tools_key": say.COLUMNS,
-            "enable_thinking_key": say.COLUMNS,
+            "enable_thinking_key": say.THINKING,
             "prompt_key": say.COLUMNS,
             "response_key": say.COLUMNS,
             "prompt_dict_keys": say.COLUMNS,
@@ -204,12 +207,25 @@ VERL = Trainer(
     },
     {
         "model.recompute": "full",
+        "step.documents": 256,
         "optimizer.lr": 1.0e-3,
         "optimizer.weight_decay": 0.01,
         "optimizer.betas": [0.9, 0.999],
         "schedule.name": "constant",
         "schedule.warmup_ratio": 0.0,
         "schedule.min_lr_ratio": 0.0,
+        "train.epochs": 4,
+        "checkpoint.every": 0,
         "lora.alpha": 16,
     },
+    {
+        "step.documents": 256,
+        "optimizer.weight_decay": 0.01,
+        "schedule.warmup_ratio": 0.1,
+        "schedule.min_lr_ratio": 0.0,
+        "train.epochs": 4,
+        "checkpoint.every": 0,
+        "lora.alpha": 16,
+    },
+    ("partial_pretrain",),
 )

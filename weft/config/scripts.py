@@ -1,0 +1,109 @@
+"""Options and overrides of a shell script, as a config: --lr 1e-5 and optim.lr=1e-5. Nothing of it is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from weft.config.yaml12 import Node, node_of, read_value
+from weft.errors import UserError
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+# A line is read where it has one of these commands, or begins with an option as lines of arrays do.
+_COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S+\.py)")
+
+
+def read_script(path: str) -> Node:
+    """name -> value of all options, and of all overrides of the commands that start Python.
+
+    Variables that the script sets are put in, with the defaults of those that it does not (`${NAME:-default}`); others
+    stay as they are.
+    """
+    try:
+        lines = list(_lines(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
+    variables = {"HOME": os.path.expanduser("~")}
+    found: dict[str, list[str]] = {}
+    for words in lines:
+        for name, given in _values(_arguments(words, variables)):
+            found[name] = given
+    values = {name: [read_value(word, path).value for word in given] for name, given in found.items()}
+    return node_of({name: given[0] if len(given) == 1 else given or True for name, given in values.items()}, path)
+
+
+def _lines(text: str) -> Iterator[list[str]]:
+    """The words of each command, over continued lines and without comments."""
+    text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
+    text = re.sub(r"(?m)\s#.*$", "", text)
+    words = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
+    words.whitespace, words.whitespace_split, words.commenters = " \t\r", True, ""
+    line: list[str] = []
+    for word in words:
+        if word.strip("\n;&|"):
+            line.append(word)
+        elif line:
+            yield line
+            line = []
+    yield line
+
+
+def _arguments(words: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """What a line says to a program; assignments are kept in `variables`."""
+    rest = [word for word in words if word != "export"]
+    if rest and (array := re.match(r"\w+\+?=\((.*)", rest[0], re.DOTALL)):
+        rest[0] = array[1]
+        words = rest = [*rest[:-1], rest[-1].removesuffix(")")]
+    elif any("$(" in word or "`" in word for word in rest):
+        return []  # what a command prints is not known here
+    while rest and (assignment := _ASSIGNMENT.fullmatch(rest[0])):
+        variables[assignment[1]] = _expanded(assignment[2], variables)
+        rest = rest[1:]
+    if "--" in rest:  # ray job submit ... -- python3 train.py ...
+        rest = rest[rest.index("--") + 1 :]
+    expanded = [part for word in rest for part in _parts(word, variables)]
+    options = bool(expanded) and expanded[0].startswith("--")
+    return expanded if options or any(_COMMAND.fullmatch(word) for word in expanded) else []
+
+
+def _parts(word: str, variables: dict[str, str]) -> list[str]:
+    """A word with its variables put in; one that is a variable and nothing else may hold several words."""
+    if word in ("$@", "$*") or "[@]" in word or "[*]" in word:
+        return []
+    return shlex.split(_expanded(word, variables)) if _VARIABLE.fullmatch(word) else [_expanded(word, variables)]
+
+
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[2], match[3]
+        return variables.get(name, match[0] if default is None else default)
+
+    for _ in range(4):  # a default may name another variable
+        word = _VARIABLE.sub(value, word)
+    return word
+
+
+def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(name, values) of `--name value ...`, `--name=value`, `name.name=value` and `+name=value`."""
+    name, given = "", list[str]()
+    for word in words:
+        if word.startswith("--"):
+            if name:
+                yield name, given
+            name, _, value = word[2:].partition("=")
+            name, given = name.replace("-", "_"), [value] if value else []
+        elif override := _OVERRIDE.fullmatch(word):
+            yield override[1], [override[2]]
+        elif word == "-m" or _COMMAND.fullmatch(word):
+            if name:
+                yield name, given
+            name = ""  # the options of a launcher end
+        elif name:
+            given.append(word)
+    if name:
+        yield name, given
