@@ -6,5 +6,5 @@ import os
 
 
 def business() -> float:
-    """Processes that want a core, for each core there is; at least 1. Bounds of a quiet machine are to be multiplied."""
+    """Processes that want a core, for each core there is (1 or more). Bounds are multiplied by it."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
