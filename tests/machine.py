@@ -6,5 +6,5 @@ import os
 
 
 def business() -> float:
-    """Processes that want a core, for each core; at least 1: what the bounds of a quiet machine are multiplied by."""
+    """Processes that want a core, for each core there is (1 or more). Bounds are multiplied by it."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

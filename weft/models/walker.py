@@ -1,7 +1,7 @@
 """The tensor walker: a sharded model as (HuggingFace name, whole tensor), bucket by bucket, for whoever takes weights.
 
 Tensors are cast before they are gathered, so that the wire carries the receiver's dtype. While one bucket is consumed
-the next is gathered: of two, each has half the bytes that the caller allows.
+the next is gathered: of two, each has half the bytes that the caller allows. A tensor that exceeds them travels alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def walk(
     parts = [part for group in _by_runtime(pieces) for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
+        if pending is not None and pending.bytes + sum(part.bytes for part in bucket) > bucket_bytes:
+            yield from pending.tensors()
+            pending = None
         started = _Gather(state, bucket, manifest)
         if pending is not None:
             yield from pending.tensors()
@@ -127,6 +130,10 @@ class _Gather:
         for lane in self.lanes.values():
             lane.start(state)
 
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.bucket)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In the order of the bucket's parts."""
         for part in self.bucket:
@@ -171,8 +178,8 @@ class _Lane:
             box, local = local_box(state[part.runtime])
             share = overlap(part.box, box)
             if share is not None:
-                values = local[share.within(box)].to(part.dtype).reshape(-1).view(torch.uint8)
-                sent[starts[part] : starts[part] + values.numel()] = values
+                end = starts[part] + share.numel * part.dtype.itemsize
+                sent[starts[part] : end].view(part.dtype).view(share.size).copy_(local[share.within(box)])
         self.gathered = torch.empty(size * self.length, dtype=torch.uint8, device=device)
         group = self.mesh.get_group(self.axis)
         self.work = all_gather_single(self.gathered, sent, group=group, async_op=True)
