@@ -272,6 +272,10 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and value <= 0 and key in _UNSET:
         return  # no limit
+    if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
+        several = len(value) > 1
+        key = key.replace("path", "sources") if several else key
+        value = [{"path": path} for path in value] if several else "".join(map(str, value))
     draft.take(key, max(0, value) if number and key == "checkpoint.every" else value, name)
 
 
@@ -356,7 +360,7 @@ def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
 def _render(draft: Draft) -> str:
     lines: list[str] = []
     for required in ("model.path", "data.path"):
-        if required not in draft.taken:
+        if required not in draft.taken and required.replace("path", "sources") not in draft.taken:
             draft.taken[required] = (None, "set it", "")
     for section in dict.fromkeys(name.partition(".")[0] for name in schema_keys(SftConfig)):
         keys = [name for name in schema_keys(SftConfig) if name.startswith(f"{section}.") and name in draft.taken]
