@@ -30,7 +30,7 @@ def curve(path: str, mesh: str) -> list[tuple[float, float]]:
 def test_ten_steps(family: str, mesh: str) -> None:
     path = saved_model(family, initializer_range=0.02)  # larger weights start with a norm that is always clipped
     plain = reference.Reference(path)
-    plain.start(reference_optimizer.Optimizer(weight_decay=DECAY).over(plain.model), CLIP)
+    plain.start(reference_optimizer.Optimizer(weight_decay=DECAY).over(plain.named()), CLIP)
     steps = awkward_steps(128)
     expected = [plain.step(steps[number % 3], LR) for number in range(STEPS)]
     seen = run(int(mesh), curve, path, mesh)[0]

@@ -286,7 +286,7 @@ def test_readouts_are_the_references_in_document_order(mesh: str) -> None:
     path, steps = saved_model("llama"), 3
     ranks = run(int(mesh), readouts, path, mesh, steps)
     plain = reference.Reference(path)
-    plain.start(reference_optimizer.Optimizer("sgd").over(plain.model))
+    plain.start(reference_optimizer.Optimizer("sgd").over(plain.named()))
     for stage in (0, 1):
         dealt = [part for rank in ranks for part in rank[stage][0]]
         assert sorted(dealt) == list(range(len(EVERYTHING)))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.machine import business
 from weft.cluster.failures import diagnose
 from weft.cluster.guard import guarded
 from weft.cluster.launch import launch
@@ -42,7 +43,7 @@ def start(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
     def run(*arguments: str) -> tuple[int, str, str]:
         began = time.monotonic()
         status = launch([sys.executable, SCRIPT, *arguments], 2, debug="--debug" in arguments)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 30 * business()
         captured = capfd.readouterr()
         return status, captured.out, captured.err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cases import describe, open_engine, parity, saved_model, world_of
@@ -19,7 +20,7 @@ from tests.resuming import Sections, inputs, lines, process, whole_state
 from tests.zoo import tiny_config
 from weft.checkpoint.adapters import save_adapter
 from weft.cluster.options import ExportOptions, MergeOptions
-from weft.config.schema import LoraConfig
+from weft.config.schema import LoraConfig, ParameterGroup
 from weft.engine.contract import check_contract
 from weft.errors import UserError
 from weft.models import hf
@@ -37,6 +38,10 @@ from weft.verification.reference import Reference
 
 EXPERTS = ("all-linear", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 STEPS = awkward_steps(128)
+GROUPS = (
+    ParameterGroup(match=("transformer.h.1.*.B",), lr_scale=16.0),
+    ParameterGroup(match=("*.lora.A",), weight_decay=0.5),
+)
 BALANCED = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
 
 # ---------------------------------------------------------------- parity with peft
@@ -55,7 +60,7 @@ BALANCED = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
         ("qwen3_moe", "2", {"lora": {"rank": 2, "targets": EXPERTS}, "model": BALANCED}),
         ("llama", "4", {"lora": {"rank": 4}, "fsdp": {"overrides": {"*.self_attn": "replicate", "*.q_proj": 2}}}),
         ("llama", "2", {"lora": {"rank": 4}, "fsdp": {"cpu_offload": True, "reshard_after_forward": False}}),
-        ("gpt2", "2", {"lora": {"rank": 4}}),
+        ("gpt2", "2", {"lora": {"rank": 4}, "optimizer": {"groups": GROUPS}}),
     ],
 )
 def test_parity(family: str, mesh: str, sections: Sections) -> None:
@@ -232,6 +237,17 @@ def test_an_adapter_is_resumed_whole_on_another_mesh(before: str, after: str, un
     for name, tensor in found.items():
         assert not tensor.isnan().any()
         assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_on_another_base_an_adapter_is_not_resumed(tmp_path: Path) -> None:
+    """Its config.json is the same, and no checkpoint holds the base."""
+    base, sections = tmp_path / "base", {**RUN, "model": {"path": str(tmp_path / "base")}}
+    shutil.copytree(inputs() / "model", base)
+    process(tmp_path / "run", "1", steps=2, sections=sections)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 1.01 * tensor for name, tensor in weights.items()}, base / "model.safetensors")
+    with pytest.raises(AssertionError, match=r"model\.path: config\.json or the weights of .*base differ from before"):
+        process(tmp_path / "run", "1", resume=True, sections=sections)
 
 
 def test_a_run_ends_in_an_adapter_that_is_exported_and_merged(tmp_path: Path) -> None:

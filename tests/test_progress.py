@@ -49,6 +49,7 @@ def test_bar_on_a_terminal(width: int) -> None:
         progress.step({**LINE, "step": 5, "loss": None})
     text = out.getvalue()
     assert "saved [step-1]" in text and "step 5/5" in text and "loss -" in text
+    assert "ETA 0:00" in text  # the last to go where the terminal is narrow
     assert all(len(line) < 2 * width for line in text.splitlines())  # escape codes aside, nothing wraps
 
 

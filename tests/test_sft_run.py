@@ -20,6 +20,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.machine import business
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
@@ -327,7 +328,7 @@ def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) ->
     path = os.pathsep.join([str(folder / "spoilt"), *filter(None, [os.environ.get("PYTHONPATH")])])
     began = time.monotonic()
     done = weft("sft", "c.yaml", "run.dir=failed", "--nproc", "2", PYTHONPATH=path)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 60 * business()
     assert done.returncode == 1
     assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6, planning the step")
     assert "1 other rank was stopped.\n" in done.stderr
@@ -352,7 +353,7 @@ def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
         finally:
             launcher.kill()
     assert launcher.returncode == 11
-    assert took < timeout + 20  # five seconds until the stopped rank is killed, and what a busy machine needs
+    assert took < timeout + 20 * business()  # five seconds until the stopped rank is killed
     assert err.startswith("rank 1 is stuck: it did not come within train.timeout seconds; it is stopped (SIGSTOP)\n")
     assert re.search(r"^waiting: rank 0 \(in step \d+ of \d+, ", err, re.MULTILINE)
     assert not victim.is_running()

@@ -15,13 +15,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.config.schema import DataConfig, ModelConfig, SftConfig
+from weft.cluster.options import VerifyOptions
+from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
 from weft.errors import UserError
 from weft.models import hf, startup
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
 from weft.ops.attention import Bounds
+from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
 from weft.verification import reference
 from weft.verification.documents import awkward_steps
@@ -235,9 +237,21 @@ def test_the_engine_refuses_it_on_every_rank() -> None:
 
 def test_verify_compares_in_fp32_whatever_the_kernel_asked_for() -> None:
     """varlen knows 16 bits only; the verdict is in fp32."""
-    config = SftConfig(model=ModelConfig(path="m", attention="varlen"), data=DataConfig(path="d.jsonl"))
+    lora = LoraConfig(rank=2, dropout=0.1)
+    config = SftConfig(model=ModelConfig(path="m", attention="varlen"), data=DataConfig(path="d.jsonl"), lora=lora)
     exact = verified_config(config, "elsewhere")
     assert (exact.model.attention, exact.model.path, exact.fsdp.param_dtype) == ("auto", "elsewhere", "fp32")
+    assert (exact.lora.rank, exact.lora.dropout) == (2, 0.0)  # the reference has none
+
+
+def cut_short(path: str) -> None:
+    config = SftConfig(model=ModelConfig(path=path, freeze=("model.layers.1.*",)), data=DataConfig(path="d.jsonl"))
+    verify_recipe.run(config, VerifyOptions(device="cpu", layers=1))
+
+
+def test_what_a_copy_with_fewer_layers_lacks_is_said_to_be_lacking_there() -> None:
+    with pytest.raises(AssertionError, match=r"model\.freeze(.|\n)*cut to 1 layers(.|\n)*give --layers a number"):
+        run(1, cut_short, saved_model("llama"))
 
 
 def logprobs_without_sdpa(path: str) -> dict[int, dict[str, Tensor]]:

@@ -110,6 +110,15 @@ def test_without_a_terminal_names_are_whole() -> None:
     assert any(name in line for line in lines)
 
 
+@pytest.mark.parametrize(("given", "page"), [(80, 120), (150, 150)])
+def test_without_a_terminal_a_list_of_names_folds_at_a_page(given: int, page: int) -> None:
+    names = tuple(f"some_projection_{i}.weight" for i in range(20))
+    out = io.StringIO()
+    show(optimizer_table([OptimizerGroupRow("decayed", 0.1, 20, 1000, names)]), Console(file=out, width=given))
+    assert all(len(line) <= page for line in out.getvalue().splitlines())
+    assert all(name in out.getvalue() for name in names)
+
+
 def test_counts() -> None:
     assert [count(n) for n in (0, 999, 1000, 4_980_736, 70_600_000_000)] == ["0", "999", "1K", "4.98M", "70.6B"]
     assert [byte_count(n) for n in (12, 1536, 20_657_000, 3 << 40)] == ["12 B", "1.5 KiB", "19.7 MiB", "3 TiB"]

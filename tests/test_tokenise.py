@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -83,6 +84,31 @@ def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest
     load(str(moved))
     assert sum(calls) == 120
     assert len(list((tmp_path / "kept" / "tokens").glob("*/table.json"))) == 3
+    assert not list((tmp_path / "kept" / "tokens").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *itertools.product(["ids", "lengths", "losses", "table.json"], ["cut", "emptied", "gone"]),
+        *itertools.product(["ids", "trained", "lengths"], ["changed"]),
+    ],
+)
+def test_what_is_kept_and_damaged_is_made_anew(name: str, harm: str, tmp_path: Path) -> None:
+    path, kept = write(tmp_path, 5), str(tmp_path / "kept")
+    first, report = load(path, cache=kept)
+    expected = flat(first)
+    [file] = (tmp_path / "kept" / "tokens").glob(f"*/{name}")
+    (tmp_path / "kept" / "tokens" / f"{file.parent.name}.1.partial").mkdir()  # of one that was killed
+    whole = file.read_bytes()
+    file.unlink()  # `first` maps it
+    if harm != "gone":
+        cut = {"cut": whole[: len(whole) // 2], "emptied": b"", "changed": bytes([whole[0] ^ 1]) + whole[1:]}
+        file.write_bytes(cut[harm])
+    for _ in range(2):
+        again, other = load(path, cache=kept)
+        assert flat(again) == expected and report == other
+        assert file.read_bytes() == whole
     assert not list((tmp_path / "kept" / "tokens").glob("*.partial"))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import weft
 from weft.data import table as tables
 from weft.data.sources import Part
-from weft.data.table import Chunk, Table
+from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError
 from weft.observe import flight
 
@@ -42,16 +42,22 @@ def key(part: Part, work: Work) -> str | None:
 
 
 def table(folder: str, name: str, part: Part, chunks: Callable[[], Iterator[Chunk]]) -> Table:
-    """The table `name` of a cache folder; made from `chunks` by the first who asks, while others wait."""
+    """The table `name` of a cache folder; made from `chunks` by the first who asks, while others wait.
+
+    One that is damaged is made anew: a disk may lose what it was given before a crash.
+    """
     root = Path(folder).expanduser() / "tokens"
     kept = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not kept.is_dir():
+        found = _whole(kept, part)
+        if found is None:
             with _locked(root / f"{name}.lock"):
-                if not kept.is_dir():
+                found = _whole(kept, part)
+                if found is None:
                     _make(kept, chunks)
-        return tables.read(kept, part.origin, part.by_line)
+                    found = tables.read(kept, part.origin, part.by_line)
+        return found
     except OSError as error:
         raise StorageError(
             f"data.cache: {root} cannot be used: {error.strerror or error}. Set data.cache to a folder on a disk with "
@@ -59,12 +65,23 @@ def table(folder: str, name: str, part: Part, chunks: Callable[[], Iterator[Chun
         ) from error
 
 
+def _whole(kept: Path, part: Part) -> Table | None:
+    """The table that is kept; None where there is none, or a damaged one."""
+    try:
+        return tables.read(kept, part.origin, part.by_line) if kept.is_dir() else None
+    except DamagedTableError:
+        return None
+
+
 def _make(kept: Path, chunks: Callable[[], Iterator[Chunk]]) -> None:
+    """Under its lock, so that what others have begun was given up."""
+    for given_up in kept.parent.glob(f"{kept.name}.*.partial"):
+        shutil.rmtree(given_up, ignore_errors=True)
     partial = kept.with_name(f"{kept.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         tables.write(partial, chunks())
+        shutil.rmtree(kept, ignore_errors=True)
         partial.rename(kept)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -139,12 +139,29 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
     (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
+class DamagedTableError(Exception):
+    """The files of a table are not what was written."""
+
+
 def read(folder: Path, origin: str, by_line: bool) -> Table:
-    """What `write` has written; tokens stay on the disk and are mapped."""
-    meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-    arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in _DOCUMENTS.items()}
-    for name, dtype in _TOKENS.items():
-        empty = (folder / name).stat().st_size == 0  # which cannot be mapped
-        arrays[name] = np.empty(0, dtype) if empty else np.memmap(folder / name, dtype, mode="r")
-    assert len(arrays["lengths"]) == meta["documents"]
+    """What `write` has written; tokens stay on the disk and are mapped. Raises DamagedTableError where it is not."""
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in _DOCUMENTS.items()}
+        arrays |= {name: _mapped(folder / name, dtype) for name, dtype in _TOKENS.items()}
+    except (FileNotFoundError, ValueError) as error:
+        raise DamagedTableError(str(error)) from error
+    digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
+    digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
+    counts = [
+        *(len(arrays[name]) - tokens for name in _TOKENS),
+        *(len(arrays[n]) - meta["documents"] for n in _DOCUMENTS),
+    ]
+    if any(counts) or digest.hexdigest() != meta["digest"]:
+        raise DamagedTableError(f"{folder} is not what was written")
     return Table(origin, by_line, arrays, meta["digest"], meta["largest"])
+
+
+def _mapped(path: Path, dtype: Any) -> Array:
+    empty = path.stat().st_size == 0  # which cannot be mapped
+    return np.empty(0, dtype) if empty else np.memmap(path, dtype, mode="r")

@@ -70,11 +70,11 @@ class Progress:
         self._times.append(self._clock())
         if not self._show:
             return
-        status = "  ".join([*describe(line, self._extra), f"ETA {duration(self.remaining())}"])
+        status, eta = "  ".join(describe(line, self._extra)), f"ETA {duration(self.remaining())}"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, status=escape(status))
+            self._bar.update(self._task, completed=self._done, status=escape(f"{eta}  {status}"))
         else:
-            self._print(f"step {self._done}/{self._total}  {status}")
+            self._print(f"step {self._done}/{self._total}  {status}  {eta}")
 
     def note(self, text: str) -> None:
         """A line of text, above the bar where there is one."""

@@ -13,10 +13,13 @@ from itertools import pairwise
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
+# Columns where no terminal says how wide it is: what fits a log viewer and a pager.
+_PAGE = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +169,14 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Print a table: folded to a terminal's width, or as wide as it needs where no terminal limits it."""
+    """Print a table: folded to a terminal's width; elsewhere to a page's, wider where a name would be broken."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        console = Console(file=console.file, width=_UNLIMITED, highlight=False)
+        for column in table.columns:
+            column.no_wrap = " " not in max(map(str, column.cells), key=len, default="")
+        page = Console(file=console.file, width=_UNLIMITED, highlight=False)
+        needed = Measurement.get(page, page.options, table).minimum
+        console = Console(file=console.file, width=max(_PAGE, console.width, needed), highlight=False)
     console.print(table)
     console.print()
 

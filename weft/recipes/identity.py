@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from weft.checkpoint.boxes import Box
 from weft.cluster.alike import versions
 from weft.config.render import to_dict
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.models import hf
+from weft.models.source import open_source
 from weft.observe.summary import versions as package_versions
 
 # Keys that need not be the same on every rank: what the data is, is compared by content.
 MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
+_LOOKED_AT = 64  # tensors
 
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
@@ -31,9 +37,25 @@ def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
     }  # fmt: skip
 
 
-def model_fingerprint(path: str) -> str:
-    """Changes with config.json, but for what does not change what the model computes."""
-    raw, _ = PretrainedConfig.get_config_dict(path)
+def model_fingerprint(config: SftConfig) -> str:
+    """Changes with config.json, but for what does not change what the model computes; and with the base of adapters,
+    which no checkpoint holds."""
+    raw, _ = PretrainedConfig.get_config_dict(config.model.path)
     for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         raw.pop(name, None)
-    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
+    if config.lora.on:
+        for row in _rows_of(config.model.path):
+            digest.update(row.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _rows_of(path: str) -> Iterator[Tensor]:
+    """The row in the middle of some of a model's tensors: enough to tell trained weights from others."""
+    source = open_source(path)
+    names = sorted(source.files)
+    for name in names[:: -(-len(names) // _LOOKED_AT)]:
+        shape = source.files[name].entries[name].shape
+        middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
+        yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()
+    source.close()

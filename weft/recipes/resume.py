@@ -205,7 +205,7 @@ def constants(config: SftConfig, data: DataReport, steps: int) -> dict[str, Any]
         "steps": steps,
         "config": to_dict(config),
         "data": {"documents": data.documents, "digest": data.digest},
-        "model": {"sha256": model_fingerprint(config.model.path)},
+        "model": {"sha256": model_fingerprint(config)},
     }
 
 
@@ -260,8 +260,9 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
             f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
             "the place in the data would mean nothing"
         )
-    if state.content["model"]["sha256"] != model_fingerprint(config.model.path):
-        problems.append(f"model.path: config.json of {config.model.path} is another than before")
+    if state.content["model"]["sha256"] != model_fingerprint(config):
+        what = "config.json or the weights" if config.lora.on else "config.json"
+        problems.append(f"model.path: {what} of {config.model.path} differ from before")
     return problems
 
 

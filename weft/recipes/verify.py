@@ -15,6 +15,7 @@ from weft.cluster.options import VerifyOptions
 from weft.cluster.process import Ranks, join
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.models import hf
 from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
@@ -34,10 +35,12 @@ COPIES = 10  # of the fp32 weights: what the reference and the record of the eng
 
 @dataclass(frozen=True)
 class Subject:
-    """path: a HuggingFace directory with weights. words: what it is, where it is not simply the user's model."""
+    """path: a HuggingFace directory with weights. words: what it is, where it is not simply the user's model. cut:
+    whether it has fewer layers than the user's."""
 
     path: str
     words: str
+    cut: bool = False
 
 
 def run(config: SftConfig, options: VerifyOptions) -> bool:
@@ -47,7 +50,12 @@ def run(config: SftConfig, options: VerifyOptions) -> bool:
         subject = choose_subject(config, options, ranks, folder)
         steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
         with planted(options.plant) as plant:
-            verdict = check(config, subject, steps, ranks)
+            try:
+                verdict = check(config, subject, steps, ranks)
+            except UserError as error:
+                if subject.cut:
+                    raise UserError(_of_a_copy(error, subject)) from error
+                raise
         answer = [verdict is None or verdict.passed]
         if verdict is not None:
             print_verdict(verdict, config, ranks, subject.words, plant)
@@ -71,7 +79,8 @@ def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ran
 
 
 def verified_config(config: SftConfig, path: str) -> SftConfig:
-    """The user's config, in fp32, on these weights, with an optimizer whose noise leaves something to see.
+    """The user's config, in fp32, on these weights, without dropout, with an optimizer whose noise leaves something to
+    see.
 
     Attention is left to weft: the kernel of model.attention may know 16 bits only.
     """
@@ -82,6 +91,7 @@ def verified_config(config: SftConfig, path: str) -> SftConfig:
     return replace(
         config,
         model=replace(config.model, path=path, init="pretrained", attention="auto"),
+        lora=replace(config.lora, dropout=0.0),
         fsdp=replace(config.fsdp, **exact),  # type: ignore[arg-type]
         optimizer=optimizer,
     )
@@ -110,7 +120,14 @@ def choose_subject(config: SftConfig, options: VerifyOptions, ranks: Ranks, fold
             shared[0]
         )
     dist.barrier()
-    return Subject(shared[0], words)
+    return Subject(shared[0], words, cut=layers is not None)
+
+
+def _of_a_copy(error: UserError, subject: Subject) -> str:
+    return (
+        f"{error}\nWhat is verified is {subject.words}. If the whole model has what the config names, give --layers a "
+        "number that reaches it, or verify without that key."
+    )
 
 
 def _fits(config: SftConfig) -> bool:

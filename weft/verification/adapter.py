@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from weft.checkpoint.adapters import save_adapter
 from weft.checkpoint.boxes import Box, shard_of
+from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
 from weft.models.adapter_files import PREFIX, names_of
 from weft.models.lora import is_adapters
+from weft.models.patterns import names_it
 from weft.verification.observed import Observed, Tensors
 
 
@@ -46,12 +48,33 @@ def written(engine: Engine) -> Iterator[str | None]:
         dist.barrier()
 
 
-def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
-    """Tensors by the names of the reference: those of the adapter's file without its prefix."""
+def _names(engine: Engine) -> dict[str, str]:
+    """What is trained -> its name in the reference: that of the adapter's file without its prefix."""
     if engine.lora is None:
-        return tensors
-    names = {ours: stored.removeprefix(PREFIX) for ours, stored in names_of(engine.lora, engine.module).items()}
+        return {}
+    return {ours: stored.removeprefix(PREFIX) for ours, stored in names_of(engine.lora, engine.module).items()}
+
+
+def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
+    """Tensors by the names of the reference."""
+    names = _names(engine)
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def optimizer_by_files(engine: Engine) -> OptimizerConfig:
+    """The engine's optimizer, its groups by the names of the reference: patterns are written for weft's."""
+    config = engine.config.optimizer
+    if engine.lora is None:
+        return config
+    groups = [
+        replace(group, match=tuple(theirs for ours, theirs in _names(engine).items() if _is_named(group.match, ours)))
+        for group in config.groups
+    ]
+    return replace(config, groups=tuple(groups))
+
+
+def _is_named(patterns: Iterable[str], name: str) -> bool:
+    return any(names_it(pattern, name) for pattern in patterns)
 
 
 def renamed(engine: Engine, seen: Observed) -> Observed:

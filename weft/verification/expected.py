@@ -74,7 +74,7 @@ class Trainer:
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
         groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
         optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
-        plain.start(optimizer.over(plain.model), c.max_grad_norm, state)
+        plain.start(optimizer.over(plain.named()), c.max_grad_norm, state)
         curve = []
         with _recording(recorder, plain, self.layers):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):

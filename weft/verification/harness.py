@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.verification.adapter import as_in_files, renamed, stir, written
+from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
 from weft.verification.routing import Differences, Routes
@@ -74,10 +74,12 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     stir(engine)
     with written(engine) as adapter:
         if engine.ranks.is_first:
-            config, layers = engine.config, engine.module.facts.layers
-            trainer = Trainer(
-                path, lrs, config.optimizer, str(engine.device), layers, config.model.freeze, engine.balance, adapter
+            optimizer, layers, freeze = (
+                optimizer_by_files(engine),
+                engine.module.facts.layers,
+                engine.config.model.freeze,
             )
+            trainer = Trainer(path, lrs, optimizer, str(engine.device), layers, freeze, engine.balance, adapter)
             expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:

@@ -40,12 +40,13 @@ class PeftReference(Reference):
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every parameter but what peft keeps of modules that are trained whole."""
-        return {name: parameter.detach().clone() for name, parameter in self._named()}
+        return {name: parameter.detach().clone() for name, parameter in self.named()}
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: parameter.grad.clone() for name, parameter in self._named() if parameter.grad is not None}
+        return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter but what peft keeps of modules that are trained whole."""
         return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
 
     def _balance_sum(self, out: Any, lengths: list[int]) -> Tensor:

@@ -92,6 +92,10 @@ class Reference:
     def _gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter, under each of its names."""
+        return list(self.model.named_parameters(remove_duplicate=False))
+
     def weights(self) -> dict[str, Tensor]:
         """A copy of every parameter."""
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,10 +27,10 @@ class Optimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[tuple[Sequence[str], float, float | None]] = ()
 
-    def over(self, model: nn.Module) -> torch.optim.Optimizer:
-        """A fresh one."""
+    def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """A fresh one. named: parameters by name; one that is tied comes under each of its names."""
         names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in named:
             names.setdefault(parameter, []).append(name)
         groups = [self._group(parameter, several) for parameter, several in names.items()]
         if self.name == "sgd":
