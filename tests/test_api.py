@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 import weft
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
-from weft import cli
+from weft import api, cli
 from weft.config import to_dict
 from weft.config.load import load_config
 from weft.errors import UserError
@@ -99,7 +101,11 @@ def test_an_objective_may_be_an_object(here: Path) -> None:
         ({"data": {"rows": ROWS, "split": 3}}, "weft.sft: data.split must be a string or null, not 3"),
         ({"data": {"rows": ROWS, "path": "chats.jsonl"}}, "data={'rows': ..., 'path': ...} names the data twice"),
         ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
-        ({"data": [{"text": {1, 2}}]}, "data: row 1 cannot be written as JSON"),
+        ({"data": [{"text": {1, 2}}]}, "data: row 1, column 'text' cannot be written as JSON"),
+        ({"data": [{"text": "a", "score": float("nan")}]}, "row 1, column 'score' cannot be written as JSON"),
+        ({"data": DatasetDict(train=Dataset.from_list(ROWS))}, "data has splits (train): give the rows of one"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, not a path or hub id"),
+        ({"on_step": 3}, "on_step is of type int: give a function"),
         ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),
         ({"objective": object()}, "train.objective: object is no objective"),
     ],
@@ -109,6 +115,11 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
         weft.sft(**given)
     assert words in str(caught.value)
+
+
+def test_scalars_of_numpy_are_written_as_numbers() -> None:
+    row = {"text": "a", "id": np.int64(3), "scores": np.arange(2)}
+    assert json.loads(api._line(row, 1)) == {"text": "a", "id": 3, "scores": [0, 1]}
 
 
 def test_several_ranks_need_a_file_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

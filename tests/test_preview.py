@@ -81,6 +81,8 @@ def test_sources_have_their_names_and_weights(capsys: pytest.CaptureFixture[str]
     assert "d.jsonl:1" in out and "c.jsonl:1" in out  # a sample of each
     assert "weight   0.5 of d: an epoch takes 3 documents" in out
     assert "steps    3 in an epoch" in out  # 3 + 2 documents
+    out = shown(capsys, keys.replace("0.5", "0.75"), "step.documents=2")
+    assert "weight   0.75 of d: an epoch takes 5 documents" in out  # 4.5, rounded as the run rounds
 
 
 def test_a_large_file_is_sampled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

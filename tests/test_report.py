@@ -101,6 +101,13 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "<b>3</b>" not in text  # it is shown, not obeyed
 
 
+@pytest.mark.parametrize(
+    ("steps", "words"), [(1, "the last step; the first: 100.0000"), (6, "mean of the last 3; first 3: 61.1111")]
+)
+def test_the_first_losses_of_a_short_run_are_not_the_last(tmp_path: Path, steps: int, words: str) -> None:
+    assert words in page([read_run(make_run(tmp_path / "a", steps=steps))])
+
+
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=5e-4, finished=False)
     target = tmp_path / "both.html"

@@ -65,7 +65,11 @@ def sft(
     Raises UserError for what the command line would refuse; StoppedError where a signal ended the run early.
     """
     values: dict[str, Any] = dict(sections)
-    values["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
+    values["model"] = _model(model)
+    if on_step is not None and not callable(on_step):
+        raise UserError(
+            f"on_step is of type {type(on_step).__name__}: give a function of one argument, the step's line."
+        )
     section, rows = _split(data)
     if rows is not None:
         if "path" in section or "sources" in section:
@@ -80,12 +84,26 @@ def sft(
     return _run(config, Hooks(objective=objective, on_step=on_step), device)
 
 
+def _model(model: Any) -> dict[str, Any]:
+    """The section."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    if isinstance(model, str | Path):
+        return {"path": str(model)}
+    raise UserError(
+        f"model is a {type(model).__name__}, not a path or hub id: weft reads weights from files, each rank its part. "
+        'Call save_pretrained("base") on the model and on its tokenizer, and say model="base".'
+    )
+
+
 def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
     """The keys of the section, and the rows that are in memory."""
     if isinstance(data, str | Path):
         return {"path": str(data)}, None
     if not isinstance(data, Mapping):
         return {}, data
+    if hasattr(data, "num_rows"):  # a DatasetDict
+        raise UserError(f"data has splits ({', '.join(map(str, data))}): give the rows of one, data=data[...].")
     return {key: value for key, value in data.items() if key != "rows"}, data.get("rows")
 
 
@@ -129,8 +147,30 @@ def _write(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
                     f"data: row {number} is a {type(row).__name__}, not a dict such as "
                     '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}.'
                 )
-            try:
-                stream.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
-            except (TypeError, ValueError) as error:
-                raise UserError(f"data: row {number} cannot be written as JSON: {error}.") from error
+            stream.write(_line(row, number) + "\n")
     return path
+
+
+def _line(row: Mapping[str, Any], number: int) -> str:
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        column = next((f", column {key!r}" for key in row if not _is_json(row[key])), "")
+        raise UserError(
+            f"data: row {number}{column} cannot be written as JSON: {error}. Leave it out, or make it text or null."
+        ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False, default=_plain)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """What numpy and torch hold, as Python has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -16,6 +16,7 @@ from rich.text import Text
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
 from weft.data.opened import Source
+from weft.data.order import Share
 from weft.data.sources import Part
 from weft.observe.tables import byte_count
 
@@ -155,7 +156,7 @@ def _token_lines(preview: Preview) -> list[str]:
     lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
     for one in preview.read:
         if one.source.weight != 1.0:
-            count = round(one.source.weight * len(one.table) / one.taken)
+            count = Share(round(len(one.table) / one.taken), one.source.weight).in_epoch
             lines.append(
                 f"weight   {one.source.weight:g} of {one.source.name}: an epoch takes {about}{count:,} documents"
             )

@@ -320,10 +320,11 @@ def _figures(run: RunData) -> dict[str, tuple[str, str]]:
     losses = [value for value in run.points("loss")[1] if value is not None]
     figures: dict[str, tuple[str, str]] = {}
     if losses:
-        few = min(10, len(losses))
+        few = max(1, min(10, len(losses) // 2))  # the first and the last have no step in common
+        what = f"mean of the last {few}; first {few}" if few > 1 else "the last step; the first"
         figures["Loss"] = (
             f"{_mean(losses[-few:]):.4f}",
-            f"mean of the last {few}; first {few}: {_mean(losses[:few]):.4f}",
+            f"{what}: {_mean(losses[:few]):.4f}",
         )
     steps, held_out = run.points("eval/loss")
     found = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
