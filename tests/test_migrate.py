@@ -234,6 +234,20 @@ def test_defaults_of_the_older_verl(tmp_path: Path) -> None:
     assert "constant" not in old and "lr:" not in old  # cosine and 1e-5, as in weft
 
 
+def test_lists_of_files(tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 100)  # a draft cuts nothing
+    text = f"data: {{train_files: [{long}, b.parquet], val_files: [c.parquet]}}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    found = values(str(tmp_path / "a.yaml"))
+    assert found["data.sources"] == [{"path": str(long)}, {"path": "b.parquet"}] and "data.path" not in found
+    assert found["eval.path"] == "c.parquet"
+    (tmp_path / "a.yaml").write_text(text + "input_key: chat\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert [source["columns"] for source in found["data.sources"]] == [{"messages": "chat"}] * 2
+    assert found["eval.sources"] == [{"path": "c.parquet", "columns": {"messages": "chat"}}]
+    assert "data.columns" not in found and "eval.path" not in found
+
+
 def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "per_device_train_batch_size: 1\ngradient_accumulation_steps: 4\nnum_gpus_per_node: 8\n"
     (tmp_path / "a.yaml").write_text(text + "tensor_model_parallel_size: 4\noutput_dir: ${oc.env:WEFT_NO_SUCH,./out}\n")

@@ -23,7 +23,7 @@ from weft.config.scripts import read_script
 from weft.config.trainers import Trainer
 from weft.config.trainers.values import weft_value
 from weft.config.unknown import likely_trainer
-from weft.config.yaml12 import Node, node_of, read_value, show
+from weft.config.yaml12 import Node, node_of, read_value, show, written
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
@@ -272,6 +272,10 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and value <= 0 and key in _UNSET:
         return  # no limit
+    if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
+        several = len(value) > 1
+        key = key.replace("path", "sources") if several else key
+        value = [{"path": path} for path in value] if several else "".join(map(str, value))
     draft.take(key, max(0, value) if number and key == "checkpoint.every" else value, name)
 
 
@@ -292,9 +296,24 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
         shape, _, name = draft.taken.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
+    _columns_of_sources(draft)
     longest = draft.value("data.max_length", 0)
     if longest > draft.value("step.max_tokens_per_device", 8192):
         draft.take("step.max_tokens_per_device", longest, "", "a row holds the longest document")
+
+
+def _columns_of_sources(draft: Draft) -> None:
+    """Sources have columns of their own: data.columns goes into each."""
+    if "data.sources" not in draft.taken or "data.columns" not in draft.taken:
+        return
+    columns, _, _ = draft.taken.pop("data.columns")
+    if "eval.path" in draft.taken:
+        path, origin, name = draft.taken.pop("eval.path")
+        draft.taken["eval.sources"] = ([{"path": path}], origin, name)
+    for key in ("data.sources", "eval.sources"):
+        if key in draft.taken:
+            sources, origin, name = draft.taken[key]
+            draft.taken[key] = ([{**source, "columns": columns} for source in sources], origin, name)
 
 
 def _add_defaults(draft: Draft, trainer: Trainer | None, found: Mapping[str, Any]) -> None:
@@ -356,7 +375,7 @@ def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
 def _render(draft: Draft) -> str:
     lines: list[str] = []
     for required in ("model.path", "data.path"):
-        if required not in draft.taken:
+        if required not in draft.taken and required.replace("path", "sources") not in draft.taken:
             draft.taken[required] = (None, "set it", "")
     for section in dict.fromkeys(name.partition(".")[0] for name in schema_keys(SftConfig)):
         keys = [name for name in schema_keys(SftConfig) if name.startswith(f"{section}.") and name in draft.taken]
@@ -366,7 +385,7 @@ def _render(draft: Draft) -> str:
             leaf = name.partition(".")[2]
             if isinstance(value, str) and "$" in value:
                 origin += ": write it out, weft knows no variables"
-            lines.append(f"  {leaf}: {show(value)}" + (f"  # {origin}" if origin != leaf else ""))
+            lines.append(f"  {leaf}: {written(value)}" + (f"  # {origin}" if origin != leaf else ""))
     by_advice: dict[str, list[str]] = {}
     for name, advice in draft.left.items():
         by_advice.setdefault(advice, []).append(name)

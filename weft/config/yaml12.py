@@ -126,10 +126,15 @@ def read_value(text: str, where: str) -> Node:
     return node
 
 
-def show(value: Any) -> str:
-    """A value as one would write it in YAML, on one line, for messages."""
+def written(value: Any) -> str:
+    """A value as one would write it in YAML, on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
-    text = text.removesuffix("\n...\n").strip()
+    return text.removesuffix("\n...\n").strip()
+
+
+def show(value: Any) -> str:
+    """The same for messages: a long one is cut."""
+    text = written(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
