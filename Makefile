@@ -40,7 +40,7 @@ types: $(STAMP)
 
 # Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
 suite: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

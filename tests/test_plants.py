@@ -145,7 +145,7 @@ def expected_lines() -> list[tuple[float | None, float | None]]:
 
     path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
-    plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.model))
+    plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.named()))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
     for step in reading.deal(run_config(path), lengths):
         if 2 in step.documents:
