@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from weft.observe import timing
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def time_collectives(module: nn.Module) -> None:
@@ -39,7 +38,7 @@ class TimedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         with timing.waiting():
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class TimedReduceScatter:
@@ -61,7 +60,7 @@ class TimedReduceScatter:
         async_op: bool = False,
     ) -> Any:
         with timing.waiting():
-            work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            work = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._ready = time.perf_counter()
         return work
 
