@@ -225,17 +225,3 @@ def test_a_bad_config_is_answered_without_torch(tmp_path: Path) -> None:
 def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sft", "c.yaml", "step.documents=x", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_the_program_ends_without_native_destructors_and_leaves_nothing_unsaid() -> None:
-    script = (
-        "import atexit, sys, weft.cluster.guard as guard\n"
-        "class Native:\n"
-        "    def __del__(self): print('destroyed')\n"
-        "kept = Native()\n"
-        "atexit.register(lambda: print('registered'))\n"
-        "print('said')\n"
-        "guard.end_process(7)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (7, "said\nregistered\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weft.cli import entry
+import sys
+
+from weft.cli import main
 
 if __name__ == "__main__":
-    entry()
+    sys.exit(main())

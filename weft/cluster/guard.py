@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import os
 import signal
 import sys
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -161,16 +160,10 @@ def _gone(scratch: Path) -> list[int]:
 
 
 def _end_rank(status: int) -> int:
-    """End a rank of several at once; else return `status`."""
-    if joined():
-        end_process(status)
-    return status
-
-
-def end_process(status: int) -> NoReturn:
-    """End this process with what Python has registered for its end, and without native destructors: they wait for
-    other ranks after a failure, and run beside gloo's threads, which has crashed a run that had saved everything."""
-    atexit._run_exitfuncs()
+    """End a rank of several at once, without destructors that wait for the other ranks; else return `status`."""
+    if not joined():
+        return status
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
