@@ -18,6 +18,11 @@ class UserError(ValueError):
     """
 
 
+def first_line(error: Exception) -> str:
+    """What an exception of a library says, as a part of a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 class StorageError(UserError):
     """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
 

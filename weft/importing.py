@@ -11,17 +11,26 @@ from weft.errors import UserError
 
 
 def import_named(path: str, key: str) -> Any:
-    """What `package.module.Name` or `package.module:Name` is; the working folder is looked through last.
+    """What `package.module:Name` or `package.module.Name` is; the last dot counts where there is no colon.
 
-    key: the config's, for the UserError where there is no such thing.
+    The working folder is looked through last. key: the config's, for the UserError where there is no such thing.
     """
-    module_name, _, name = path.replace(":", ".").rpartition(".")
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+        sys.path.append(os.getcwd())  # `python -m weft` has it, the command `weft` does not
     try:
-        module = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"{key}: {path} cannot be imported: {error}. Install it, or mend the path.") from error
-    if not hasattr(module, name):
-        raise UserError(f"{key}: {module_name} has no {name}.")
-    return getattr(module, name)
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        what = f"there is no module {error.name} for {path}, which" if absent else path
+        raise UserError(
+            f"{key}: {what} cannot be imported: {error}. It is looked for among the installed packages, in PYTHONPATH "
+            f"and in {os.getcwd()}: install it, or mend the path."
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{key}: {module_name} has no {name}.")
+        found = getattr(found, part)
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.checkpoint.boxes import Box, Shard, shard_of
 from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
-from weft.models.adapter_files import CONFIG, WEIGHTS, names_of, to_json
+from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, to_json
 from weft.models.layout import Piece
 
 
@@ -18,13 +21,22 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
     lora, built = engine.lora, engine.built
     assert lora is not None
     parameters = dict(built.module.named_parameters())
+    trained = {
+        name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta")
+        for name, p in parameters.items()
+        if lora.trains(name)
+    }
+    return plan_files(trained, to_json(lora, built.path, built.module), built.source)
+
+
+def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path | None) -> ExportPlan:
+    """tensors: what an adapter's file holds, on meta, by the model's own names and in its order."""
     pieces, manifest = [], {}
-    for name, stored in names_of(lora, built.module).items():
-        shape = tuple(parameters[name].shape)
+    for name, stored in file_names(tensors).items():
+        shape = tuple(tensors[name].shape)
         pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
-        manifest[stored] = torch.empty(shape, dtype=dtype or parameters[name].dtype, device="meta")
-    config = to_json(lora, built.path, built.module)
-    return ExportPlan(pieces, manifest, {WEIGHTS: list(manifest)}, None, config, built.source, CONFIG)
+        manifest[stored] = tensors[name]
+    return ExportPlan(pieces, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
 
 
 def shards_of(engine: Engine) -> dict[str, Shard]:

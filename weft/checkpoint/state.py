@@ -28,7 +28,7 @@ from weft.checkpoint.files import TensorFile, create
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.foreign import is_number
-from weft.engine.optimizer import counters, stepped_by, steps_on_device
+from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.observe.metrics import plain
 from weft.observe.summary import versions
@@ -308,6 +308,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     """Empty moments for every parameter that has saved ones: torch makes them at the first step, too late to fill."""
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
+    on_device = stepped_on_device(engine.optimizer)
     for entry, described in content["tensors"].items():
         if entry.startswith(OPTIMIZER):
             key, parameter = _split(entry, owner)
@@ -324,7 +325,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             continue
         key, parameter = _split(entry, owner)
         optimizer, stepped = stepped_by(engine.optimizer, parameter)
-        optimizer.state[stepped][key] = _number(number, stepped.device, steps_on_device(optimizer, stepped))
+        optimizer.state[stepped][key] = _number(number, stepped.device, stepped in on_device)
 
 
 def _number(described: Mapping[str, Any], device: torch.device, on_device: bool) -> Any:

@@ -15,7 +15,7 @@ from weft.data.answers import Answers, Trained
 from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 
 _SHOWN = 1500  # characters of a rendering that an error shows
 
@@ -104,7 +104,7 @@ class Encoder:
                 except RENDER_ERRORS:
                     pass
             raise UserError(
-                f"{record.where}: the chat template refused this document: {_first_line(error)}. Change the messages, "
+                f"{record.where}: the chat template refused this document: {first_line(error)}. Change the messages, "
                 "or set data.chat_template."
             ) from error
         except Lost as error:
@@ -307,7 +307,3 @@ def _shown(rendering: Rendering) -> str:
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]}\n...\n{text[-_SHOWN // 2 :]}"
     return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from weft.config.schema import DataConfig
 from weft.data.table import Array, Digest, Table
 from weft.errors import UserError
 
@@ -107,6 +108,13 @@ class Limits:
                 f"{table.where(index)}: no trained token is left after truncation to {self.max_length} tokens "
                 f"({len(empty):,} such documents). Raise {self.key}, or set data.long_documents: drop."
             )
+
+
+def length_limit(data: DataConfig, budget: int) -> tuple[int, str]:
+    """Longest document in tokens, and the key that says so. budget: step.max_tokens_per_device."""
+    if data.max_length is None:
+        return budget, "step.max_tokens_per_device"
+    return min(data.max_length, budget), "data.max_length"
 
 
 def _longest(table: Table) -> int:

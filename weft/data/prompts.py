@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RENDER_ERRORS
 from weft.data.encode import Encoding, has_template, renderer
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
@@ -110,8 +110,7 @@ def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase
     try:
         text = up_to_the_answer(renderer(tokenizer, encoding), messages)
     except RENDER_ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UserError(f"{where}: the tokenizer's chat template refused this chat: {reason}.") from error
+        raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return Prompt(_as_text(messages), tuple(tokens))
 

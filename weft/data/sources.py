@@ -22,7 +22,7 @@ from weft.config.paths import data_problem, is_saved_dataset
 from weft.config.schema import SourceConfig
 from weft.config.sources import Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
 from weft.data.blocks import BYTE_ORDER_MARK, ArrowBlock, Block, FileBlock, LineBlock, RowBlock, not_blank
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 from weft.observe import flight
 
 _T = TypeVar("_T")
@@ -228,7 +228,7 @@ def _parquet(path: str, split: Split) -> Part:
         try:
             file = parquet.ParquetFile(path)
         except pyarrow.ArrowException as error:
-            raise UserError(f"{path}: is not a Parquet file that can be read: {_first_line(error)}.") from None
+            raise UserError(f"{path}: is not a Parquet file that can be read: {first_line(error)}.") from None
     count, size = file.metadata.num_rows, _size(path)
 
     def blocks() -> Iterator[Block]:
@@ -257,7 +257,7 @@ def _hub_dataset(path: str, subset: str | None, split: Split) -> Part:
         loaded = datasets.load_dataset(path, subset, split=split.name or None)
     except Exception as error:  # a library's, a network's, the hub's: of any type
         raise UserError(
-            f"data.path: {path} is no local file, and datasets could not load it from the hub: {_first_line(error)}."
+            f"data.path: {path} is no local file, and datasets could not load it from the hub: {first_line(error)}."
         ) from error
     return _dataset(path, loaded, split)
 
@@ -339,14 +339,10 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: is not a whole gzip file: {_first_line(error)}. Write it again.") from None
+        raise UserError(f"{path}: is not a whole gzip file: {first_line(error)}. Write it again.") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: is not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
         ) from None
     except OSError as error:
-        raise UserError(f"data.path: cannot read {path}: {error.strerror or _first_line(error)}.") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"data.path: cannot read {path}: {error.strerror or first_line(error)}.") from None

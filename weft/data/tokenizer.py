@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -15,7 +15,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise UserError(
-            f"model.path: no tokenizer could be read from {path}: {_first_line(error)}. It needs tokenizer.json and "
+            f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."
         ) from error
     # Given a config alone, transformers makes an empty tokenizer and says nothing.
@@ -26,7 +26,3 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

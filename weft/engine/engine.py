@@ -230,7 +230,7 @@ class Engine:
         balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
-        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        rows = self._sources(plan, documents)
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
@@ -276,6 +276,10 @@ class Engine:
         parts: list[list[str]] = [[] for _ in range(self.ranks.world)]
         dist.all_gather_object(parts, mine)
         return list(dict.fromkeys(text for part in parts for text in part))
+
+    def _sources(self, plan: StepPlan, documents: Mapping[int, Document]) -> list[list[str]]:
+        """Where the documents of each row of this rank come from."""
+        return [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
 
     def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
         rank = self.mesh.data_rank
@@ -323,7 +327,7 @@ class Engine:
         documents: those of `needs(plan)`. The sums are not yet those of all ranks.
         """
         sums = Sums()
-        rows = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
+        rows = self._sources(plan, documents)
         with self._without_gradients():
             for micro in range(plan.micro_batches):
                 flight.at("evaluate", micro + 1, rows[micro])

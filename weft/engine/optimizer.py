@@ -92,10 +92,10 @@ def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
     return optimizer.counters if isinstance(optimizer, OnShards) else ()
 
 
-def steps_on_device(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether the numbers of its state have to be where the parameter is, and not on the host."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    return bool(group.get("fused") or group.get("capturable"))
+def stepped_on_device(optimizer: torch.optim.Optimizer | OnShards) -> set[nn.Parameter]:
+    """Those that it steps whose state's numbers have to be where they are, and not on the host."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {parameter for group in groups for parameter in group["params"]}
 
 
 @torch.no_grad()

@@ -171,7 +171,7 @@ def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Seque
             raise UserError(_nothing_named(model, pattern, candidates))
         chosen |= names
     whole = tuple(f"{module}." for module in trained)
-    return tuple(t for n, t in candidates.items() if n in chosen and not f"{t.weight}".startswith(whole or ("\0",)))
+    return tuple(t for n, t in candidates.items() if n in chosen and not t.weight.startswith(whole))
 
 
 def ends_like(name: str, pattern: str) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import Any
 
 from weft.errors import UserError
+from weft.importing import import_named
 from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy
 
@@ -25,7 +23,7 @@ def choose_objective(path: str | None, given: Objective | None = None) -> Object
         return check_objective(given, type(given).__name__)
     if path is None:
         return CrossEntropy()
-    found = _find(path)
+    found = import_named(path, "train.objective")
     if isinstance(found, type):
         try:
             found = found()
@@ -52,26 +50,3 @@ def check_objective(found: Any, name: str) -> Objective:
         raise UserError(f"train.objective: {name} {what} in `readouts`; there are {' and '.join(sorted(READOUTS))}.")
     checked: Objective = found
     return checked
-
-
-def _find(path: str) -> Any:
-    """The object at an import path; the last dot counts where there is no colon."""
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `python -m weft` has it, the command `weft` does not
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
-        raise UserError(
-            f"train.objective: there is no module {error.name} for {path}. It is looked for in {os.getcwd()}, in "
-            "PYTHONPATH and among the installed packages."
-        ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UserError(f"train.objective: {module_name} has no {name}.")
-        found = getattr(found, part)
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.observe.progress import duration
+from weft.observe.progress import duration, number
 
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
@@ -47,17 +47,13 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
     """The first and the last held-out loss and, where they were compared, the best evaluation."""
     first, last, best = (evaluation[name] for name in ("first", "last", "best"))
-    texts = [f"{_four(found.get('eval/loss'))} (step {found['step']})" for found in (first, last)]
+    texts = [f"{number(found.get('eval/loss'), '.4f')} (step {found['step']})" for found in (first, last)]
     text = " -> ".join(dict.fromkeys(texts))
     if best is None:
         return text
     metric = next(name for name in best if name not in ("step", "checkpoint"))
     kept = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
-    return f"{text}; best {metric} {_four(best[metric])} (step {best['step']}){kept}"
-
-
-def _four(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return f"{text}; best {metric} {number(best[metric], '.4f')} (step {best['step']}){kept}"
 
 
 def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:

@@ -114,16 +114,16 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
     words = [
-        f"loss {_number(line.get('loss'), '.4f')}",
-        f"grad_norm {_number(line.get('grad_norm'), '.3g')}",
-        f"lr {_number(line.get('lr'), '.2e')}",
-        f"{_number(line.get('tokens_per_second'), ',.0f')} tokens/s",
+        f"loss {number(line.get('loss'), '.4f')}",
+        f"grad_norm {number(line.get('grad_norm'), '.3g')}",
+        f"lr {number(line.get('lr'), '.2e')}",
+        f"{number(line.get('tokens_per_second'), ',.0f')} tokens/s",
     ]
     if line.get("mfu") is not None:
-        words.append(f"mfu {_number(line.get('mfu'), '.1%')}")
+        words.append(f"mfu {number(line.get('mfu'), '.1%')}")
     if line.get("memory_gib") is not None:
-        words.append(f"{_number(line.get('memory_gib'), '.2f')} GiB")
-    return words + [f"{key} {_number(line.get(key), '.4g')}" for key in extra]
+        words.append(f"{number(line.get('memory_gib'), '.2f')} GiB")
+    return words + [f"{key} {number(line.get(key), '.4g')}" for key in extra]
 
 
 def duration(seconds: float) -> str:
@@ -137,5 +137,6 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-def _number(value: object, form: str) -> str:
+def number(value: object, form: str) -> str:
+    """A number in this form, `-` where there is none."""
     return format(value, form) if isinstance(value, int | float) else "-"

@@ -19,8 +19,8 @@ from weft.cluster.process import choose_device
 from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
+from weft.models.adapter_files import CONFIG as ADAPTER
 
-ADAPTER = "adapter_config.json"
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 

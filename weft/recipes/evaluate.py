@@ -25,6 +25,7 @@ from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.observe import flight
 from weft.observe.metrics import Sums
+from weft.observe.progress import number
 from weft.observe.summary import Phases
 from weft.recipes.best import Best
 from weft.recipes.sampling import Questions, Sampler
@@ -32,8 +33,6 @@ from weft.recipes.sampling import Questions, Sampler
 PREFIX = "eval/"
 _UNNAMED = ""
 _ROWS = 16  # of a rank in one plan: planning costs more than in proportion, and keeps what it plans at hand
-
-
 _LOOKED_AT = 1000  # documents whose last trained token says how answers end
 
 
@@ -202,7 +201,7 @@ class Evaluator:
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
         """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%; the best so far (0.8 s)`."""
         said = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
-        named = [f"{name} {_number(figures[f'{PREFIX}{name}/loss'])}" for name in self.held_out.documents if name]
+        named = [f"{name} {number(figures[f'{PREFIX}{name}/loss'], '.4f')}" for name in self.held_out.documents if name]
         if named:
             said.append(", ".join(named))
         if not _is_finite(figures.get(self.config.metric)):
@@ -236,15 +235,11 @@ def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, 
 
 
 def _words(figures: Mapping[str, float | None]) -> str:
-    words = [f"loss {_number(figures['loss'])}"]
+    words = [f"loss {number(figures['loss'], '.4f')}"]
     perplexity, accuracy = figures.get("perplexity"), figures.get("accuracy")
     if perplexity is not None and accuracy is not None:
         words.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}")
     return ", ".join(words)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _is_finite(value: float | None) -> bool:

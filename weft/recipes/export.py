@@ -6,7 +6,7 @@ Tensor by tensor: memory holds the largest one, never the model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.boxes import Box, overlap
-from weft.checkpoint.export import ExportPlan, WholeTensors, plan_export, prepare_export, write_export
+from weft.checkpoint.export import WholeTensors, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.save import DTYPES, exported
@@ -23,10 +24,8 @@ from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_content
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
-from weft.models.adapter_files import CONFIG, file_names, read_config
-from weft.models.adapter_files import WEIGHTS as ADAPTER
+from weft.models.adapter_files import CONFIG, read_config
 from weft.models.build import BuiltModel, build_model
-from weft.models.layout import Piece
 
 
 @dataclass
@@ -51,14 +50,19 @@ def run(options: ExportOptions) -> Path:
         raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
     name = f"{checkpoint.name}-{'ema-' * options.ema}{options.dtype}"
     target = Path(options.output) if options.output else checkpoint.with_name(name)
+    write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
+    write_folder(target, lambda partial: write(state, partial, DTYPES[options.dtype], average=options.ema))
+    return target
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder, and give it its name when it is whole. UserError where that is taken."""
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
-    write(state, partial, DTYPES[options.dtype], average=options.ema)
+    write(partial)
     commit(partial, target)
-    return target
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -97,14 +101,11 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
 def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
     """Of a run with adapters the adapter, in another dtype."""
     entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
-    manifest, pieces = {}, []
-    for name, stored in file_names(names).items():
-        entry = entries[names[name]]
-        shape = tuple(entry["shape"])
-        pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
-        manifest[stored] = torch.empty(shape, dtype=dtype or getattr(torch, entry["dtype"]), device="meta")
-    config = read_config(state.checkpoint)
-    plan = ExportPlan(pieces, manifest, {ADAPTER: list(manifest)}, None, config, state.checkpoint, CONFIG)
+    tensors = {
+        name: torch.empty(entries[kept]["shape"], dtype=dtype or getattr(torch, entries[kept]["dtype"]), device="meta")
+        for name, kept in names.items()
+    }
+    plan = plan_files(tensors, read_config(state.checkpoint), state.checkpoint)
     prepare_export(plan, folder)
     with _weights(state, names) as weights:
         write_export(plan, weights, folder)

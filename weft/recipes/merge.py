@@ -5,7 +5,6 @@ W + s B A is computed in fp32 and rounded once, to the dtype that the base's fil
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from weft.checkpoint.export import WholeTensors, copy_companions, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
-from weft.checkpoint.retention import commit
 from weft.checkpoint.save import DTYPES
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
@@ -23,7 +21,7 @@ from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
 from weft.models.build import build_model
 from weft.models.load import LoadPlan, read_whole
 from weft.models.lora import LoraPlan, add_delta
-from weft.recipes.export import Shapes, find_checkpoint
+from weft.recipes.export import Shapes, find_checkpoint, write_folder
 
 
 def run(options: MergeOptions) -> Path:
@@ -35,12 +33,7 @@ def run(options: MergeOptions) -> Path:
     if not base:
         raise UserError(f"{adapter / CONFIG} does not say what it was trained on: name it with --base.")
     target = Path(options.output) if options.output else adapter.with_name(f"{adapter.name}-merged")
-    if target.exists():
-        raise UserError(f"--output: {target} exists already: name another folder.")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    _write(adapter, str(base), partial, DTYPES[options.dtype])
-    commit(partial, target)
+    write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype]))
     return target
 
 

@@ -61,7 +61,7 @@ def _sampled(part: Part) -> Iterator[Block]:
 
 def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
     from weft.data.encode import has_template, read_encoding
-    from weft.data.limits import Limits, check_trained
+    from weft.data.limits import Limits, check_trained, length_limit
     from weft.data.table import in_memory
     from weft.data.tokenise import Work
     from weft.data.tokenizer import load_tokenizer
@@ -74,9 +74,7 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
         chunks = [work.encode(encoder, block) for block in one.blocks]
         read.append(Read(one.source, in_memory(one.part.origin, one.part.by_line, chunks), one.taken))
     check_trained([one.table for one in read])
-    budget = config.step.max_tokens_per_device
-    key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
-    limits = Limits(min(config.data.max_length or budget, budget), key, config.data.long_documents)
+    limits = Limits(*length_limit(config.data, config.step.max_tokens_per_device), config.data.long_documents)
     # What training would refuse is left out of the plan, to show what the rest makes.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
 from weft.data.encode import read_encoding
+from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
 from weft.data.tokenizer import load_tokenizer
@@ -51,12 +52,11 @@ def read_data(
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
     """Every document, tokenised. shown: told (bytes done, bytes in all)."""
-    budget = config.step.max_tokens_per_device
-    key = "step.max_tokens_per_device" if config.data.max_length is None else "data.max_length"
+    max_length, key = length_limit(config.data, config.step.max_tokens_per_device)
     return load_documents(
         data,
         tokenizer,
-        max_length=min(config.data.max_length or budget, budget),
+        max_length=max_length,
         max_length_key=key,
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
@@ -46,7 +47,8 @@ FRESH = Start()
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
-    choose_objective(config.train.objective, hooks.objective)  # what is wrong with it is said before anything is read
+    # What is wrong with it is said before anything is read.
+    hooks = replace(hooks, objective=choose_objective(config.train.objective, hooks.objective))
     check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
