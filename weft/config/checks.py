@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ EXCLUSIVE = (
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
 
+Test = Callable[[Any], bool]
 BUILT_IN = ("adamw", "sgd")
 _TORCHS = tuple(f"torch.optim.{name}" for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"))
 _ONLY_ADAMW = "only optimizer.name=adamw reads it (one by import path takes optimizer.options)"
@@ -35,6 +36,22 @@ class Inert:
     key: str
     when: Callable[[Any], bool]
     because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
+    values that do not go together."""
+
+    exclusive: Sequence[tuple[str, str]]
+    inert: Sequence[Inert]
+    ranges: Mapping[str, tuple[Test, str]]
+    combinations: Callable[[Any], Iterator[tuple[str, str]]]
+
+    @property
+    def unsettable(self) -> tuple[str, ...]:
+        """Keys that null unsets."""
+        return tuple(dict.fromkeys(rule.key for rule in self.inert))
 
 
 _NO_DOCUMENTS = "neither eval.path nor eval.sources is set: no documents are evaluated"
@@ -107,28 +124,26 @@ INERT = (
     Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
     Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
-UNSETTABLE = tuple(dict.fromkeys(rule.key for rule in INERT))
 
-_IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
+IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 # What weft itself tells a chat template.
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
-Test = Callable[[Any], bool]
-_POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
-_NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
-_AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
-_AT_LEAST_2: tuple[Test, str] = (lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
-_SHARE: tuple[Test, str] = (lambda v: 0 <= v <= 1, "between 0 and 1")
-_BELOW_1: tuple[Test, str] = (lambda v: 0 <= v < 1, "0 or more and below 1")
-_AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
+POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
+NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
+AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
+AT_LEAST_2: tuple[Test, str] = (lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
+SHARE: tuple[Test, str] = (lambda v: 0 <= v <= 1, "between 0 and 1")
+BELOW_1: tuple[Test, str] = (lambda v: 0 <= v < 1, "0 or more and below 1")
+AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
 
 RANGES: dict[str, tuple[Test, str]] = {
-    "mesh.dp_replicate": _AXIS,
-    "mesh.dp_shard": _AXIS,
-    "model.router_aux_loss_coef": _POSITIVE,
+    "mesh.dp_replicate": AXIS,
+    "mesh.dp_shard": AXIS,
+    "model.router_aux_loss_coef": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
     "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
-    "fsdp.loss_scale_interval": _AT_LEAST_1,
+    "fsdp.loss_scale_interval": AT_LEAST_1,
     "fsdp.overrides": (
         lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
         "of full, replicate, or groups of 2 or more",
@@ -137,44 +152,44 @@ RANGES: dict[str, tuple[Test, str]] = {
         lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))),
         "1 or more, or two such numbers",
     ),
-    "data.max_length": _AT_LEAST_2,
-    "lora.rank": _AT_LEAST_1,
-    "lora.alpha": _POSITIVE,
-    "lora.dropout": _BELOW_1,
+    "data.max_length": AT_LEAST_2,
+    "lora.rank": AT_LEAST_1,
+    "lora.alpha": POSITIVE,
+    "lora.dropout": BELOW_1,
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
-    "data.workers": _AT_LEAST_1,
+    "data.workers": AT_LEAST_1,
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
     ),
-    "step.documents": _AT_LEAST_1,
-    "step.tokens": _AT_LEAST_2,
-    "step.max_tokens_per_device": _AT_LEAST_2,
-    "optimizer.lr": _POSITIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "step.documents": AT_LEAST_1,
+    "step.tokens": AT_LEAST_2,
+    "step.max_tokens_per_device": AT_LEAST_2,
+    "optimizer.lr": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.betas": (lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
-    "optimizer.eps": _POSITIVE,
-    "optimizer.momentum": _BELOW_1,
+    "optimizer.eps": POSITIVE,
+    "optimizer.momentum": BELOW_1,
     "optimizer.max_grad_norm": (lambda v: v > 0, "above 0, or null for no clipping"),
     "optimizer.ema_decay": (lambda v: 0 < v < 1, "above 0 and below 1, or null for no average"),
-    "schedule.warmup_ratio": _SHARE,
-    "schedule.warmup_steps": _NOT_NEGATIVE,
-    "schedule.min_lr_ratio": _SHARE,
-    "schedule.decay_ratio": _SHARE,
-    "train.steps": _AT_LEAST_1,
-    "train.epochs": _AT_LEAST_1,
-    "train.seed": _NOT_NEGATIVE,
-    "train.timeout": _POSITIVE,
-    "train.max_nonfinite": _AT_LEAST_1,
-    "checkpoint.every": _NOT_NEGATIVE,
+    "schedule.warmup_ratio": SHARE,
+    "schedule.warmup_steps": NOT_NEGATIVE,
+    "schedule.min_lr_ratio": SHARE,
+    "schedule.decay_ratio": SHARE,
+    "train.steps": AT_LEAST_1,
+    "train.epochs": AT_LEAST_1,
+    "train.seed": NOT_NEGATIVE,
+    "train.timeout": POSITIVE,
+    "train.max_nonfinite": AT_LEAST_1,
+    "checkpoint.every": NOT_NEGATIVE,
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
-    "checkpoint.keep_every": _AT_LEAST_1,
-    "eval.every": _NOT_NEGATIVE,
-    "eval.patience": _AT_LEAST_1,
-    "eval.min_delta": _NOT_NEGATIVE,
-    "eval.max_new_tokens": _AT_LEAST_1,
-    "eval.temperature": _NOT_NEGATIVE,
+    "checkpoint.keep_every": AT_LEAST_1,
+    "eval.every": NOT_NEGATIVE,
+    "eval.patience": AT_LEAST_1,
+    "eval.min_delta": NOT_NEGATIVE,
+    "eval.max_new_tokens": AT_LEAST_1,
+    "eval.temperature": NOT_NEGATIVE,
     "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
     "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
@@ -182,20 +197,27 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
     """The problems of a typed config, each a message. `explicit`: where each key that the user set was written."""
-    where = explicit or {}
-    problems = _ranges(config, where)
-    problems += _exclusive(config, where)
+    where, rules = explicit or {}, rules_of(type(config))
+    problems = _ranges(config, where, rules)
+    problems += _exclusive(config, where, rules)
     problems += [
         f"{where[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
-        for rule in INERT
-        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where)
+        for rule in rules.inert
+        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where, rules)
     ]
-    return problems + [_at(where, key) + text for key, text in _combinations(config)]
+    return problems + [_at(where, key) + text for key, text in rules.combinations(config)]
+
+
+def rules_of(schema: type) -> Rules:
+    """The rules of `weft sft`, or of the command whose configs have this type."""
+    from weft.config import rl_checks  # it builds on these
+
+    return rl_checks.RULES if schema is rl_checks.RlConfig else SFT
 
 
 def inert_keys(config: Any) -> set[str]:
     """Keys that this config does not read."""
-    return {rule.key for rule in INERT if rule.when(config)}
+    return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
 
 
 def _held_out(config: Any) -> bool:
@@ -203,9 +225,9 @@ def _held_out(config: Any) -> bool:
     return config.eval.path is not None or config.eval.sources is not None
 
 
-def _ranges(config: Any, where: Mapping[str, str]) -> list[str]:
+def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
     problems = []
-    for name, (holds, requirement) in RANGES.items():
+    for name, (holds, requirement) in rules.ranges.items():
         value = get(config, name)
         if value is not None and not holds(value):
             default = schema_keys(type(config))[name].default
@@ -215,9 +237,9 @@ def _ranges(config: Any, where: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
+def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
     problems = []
-    for key, partner in EXCLUSIVE:
+    for key, partner in rules.exclusive:
         if key in where and partner in where:
             problems.append(
                 f"{key} ({where[key]}) and {partner} ({where[partner]}) are both set: "
@@ -232,24 +254,36 @@ def _exclusive(config: Any, where: Mapping[str, str]) -> list[str]:
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
-    yield from _source_problems(config.data)
-    longest, row = config.data.max_length, config.step.max_tokens_per_device
+    longest, row, tokens = config.data.max_length, config.step.max_tokens_per_device, config.step.tokens
     if longest is not None and longest > row:
         yield (
             "data.max_length",
             f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
             f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
         )
-    day = config.data.template_date
-    if day is not None and not _is_day(day):
-        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
-    tokens = config.step.tokens
     if tokens is not None and longest is not None and longest > tokens:
         yield (
             "step.tokens",
             f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
             f"set step.tokens={longest} or more.",
         )
+    objective = config.train.objective
+    if objective is not None and not IMPORT_PATH.fullmatch(objective):
+        yield (
+            "train.objective",
+            f"train.objective is {objective}, which is no import path: write package.module:Name, as in "
+            "my_losses:Focal for the class Focal in my_losses.py.",
+        )
+    yield from common_combinations(config)
+    yield from _eval_combinations(config.eval)
+
+
+def common_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """Those of the sections that all training has."""
+    yield from _source_problems(config.data)
+    day = config.data.template_date
+    if day is not None and not _is_day(day):
+        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
     yield from _optimizer_combinations(config.optimizer)
     if config.lora.on and config.model.init == "random":
         yield (
@@ -258,13 +292,6 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
     yield from _schedule_combinations(config.schedule, config.train.steps)
-    objective = config.train.objective
-    if objective is not None and not _IMPORT_PATH.fullmatch(objective):
-        yield (
-            "train.objective",
-            f"train.objective is {objective}, which is no import path: write package.module:Name, as in "
-            "my_losses:Focal for the class Focal in my_losses.py.",
-        )
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:
         yield (
@@ -272,8 +299,6 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
         )
-
-    yield from _eval_combinations(config.eval)
 
 
 def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
@@ -377,8 +402,8 @@ def _show(value: Any) -> str:
     return show(list(value) if isinstance(value, tuple) else value)
 
 
-def _pair_is_reported(key: str, where: Mapping[str, str]) -> bool:
-    return any(key == default and partner in where for default, partner in EXCLUSIVE)
+def _pair_is_reported(key: str, where: Mapping[str, str], rules: Rules) -> bool:
+    return any(key == default and partner in where for default, partner in rules.exclusive)
 
 
 def _nullable(config: Any, name: str) -> bool:
@@ -387,3 +412,6 @@ def _nullable(config: Any, name: str) -> bool:
 
 def _at(where: Mapping[str, str], name: str) -> str:
     return f"{where[name]}: " if name in where else ""
+
+
+SFT = Rules(EXCLUSIVE, INERT, RANGES, _combinations)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.config.aliases import NOT_YET_VALUES
-from weft.config.checks import EXCLUSIVE, UNSETTABLE, check_config
+from weft.config.checks import check_config, rules_of
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
@@ -110,12 +110,13 @@ def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
 
 def _settle(tree: Node, schema: type) -> dict[str, str]:
     """Drop keys that are unset by null, let a default yield to its exclusive partner; name -> where of the rest."""
-    for name in UNSETTABLE:
+    rules = rules_of(schema)
+    for name in rules.unsettable:
         node = _find(tree, name)
         if node is not None and node.value is None and not _accepts_null(schema_keys(schema).get(name)):
             section, _, leaf = name.partition(".")
             del tree.value[section].value[leaf]
-    for default_key, other_key in EXCLUSIVE:
+    for default_key, other_key in rules.exclusive:
         other = _find(tree, other_key)
         if other is not None and other.value is not None and _find(tree, default_key) is None:
             section, _, leaf = default_key.partition(".")

@@ -20,8 +20,9 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
-    if isinstance(config.eval.prompts, str):
-        found.append(("eval.prompts", _prompts_problem(config.eval.prompts)))
+    prompts = getattr(config.eval, "prompts", None)  # that of `weft sft`
+    if isinstance(prompts, str):
+        found.append(("eval.prompts", _prompts_problem(prompts)))
     found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
 
