@@ -69,7 +69,10 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+
+    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    """
 
     model: ModelConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -80,6 +83,7 @@ class EngineConfig:
     seed: int = 0
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
+    temperature: float = 1.0
 
 
 class Engine:
@@ -121,6 +125,7 @@ class Engine:
             weights=weights,
         )
         self.module = self.built.module
+        self.module.head.temperature = config.temperature
         self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")

@@ -31,6 +31,7 @@ class Head(nn.Module):
         self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
         self.bias = linear.bias
         self.transform = transform
+        self.temperature = 1.0  # what logits are divided by, after the family's own transform
         self.lora: LowRank | None = None
 
     def forward(
@@ -47,11 +48,13 @@ class Head(nn.Module):
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
             weight = torch.cat([weight, self.lora.B], 1)
         if "top1" in readouts:
-            found = logprob_and_top1(hidden_NH, weight, self.bias, targets_N, self.transform)
+            found = logprob_and_top1(
+                hidden_NH, weight, self.bias, targets_N, self.transform, temperature=self.temperature
+            )
             return dict(zip(("logprob", "top1"), found, strict=True))
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts, upstream=upstream_N,
+            entropy="entropy" in readouts, temperature=self.temperature, upstream=upstream_N,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
