@@ -43,6 +43,7 @@ from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
 from weft.models.lora import LoraPlan, freeze_base
 from weft.models.train_module import Balance
+from weft.models.value_head import First, fill_value_head
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
@@ -69,7 +70,12 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+
+    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
+    the files have none.
+    """
 
     model: ModelConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -80,6 +86,8 @@ class EngineConfig:
     seed: int = 0
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
+    temperature: float = 1.0
+    value_head: First | None = None
 
 
 class Engine:
@@ -119,8 +127,10 @@ class Engine:
             device=ranks.device,
             seed=config.seed,
             weights=weights,
+            values=config.value_head is not None,
         )
         self.module = self.built.module
+        self.module.head.temperature = config.temperature
         self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
@@ -142,6 +152,9 @@ class Engine:
         self.loaded = self._load_weights(progress, fill or self.lora is not None)
         if self.lora is not None and weights:
             fill_adapters(self.module, self.lora, config.seed)
+        if config.value_head is not None and weights:
+            fresh = None if self.built.load is None else self.built.load.fresh
+            fill_value_head(self.module, fresh, config.value_head, config.seed)
         self.optimizer: torch.optim.Optimizer | OnShards | None = None
         self.ema: Ema | None = None
         if config.purpose == "train" and weights:
