@@ -36,6 +36,7 @@ _WORDS = {
     "data": "reading the data",
     "load": "loading the model",
     "plan": "planning the step",
+    "count": "counting the experts' choices, micro-batch {micro_batch}",
     "rows": "laying out micro-batch {micro_batch}",
     "forward": "forward of micro-batch {micro_batch}",
     "backward": "backward of micro-batch {micro_batch}",
@@ -51,7 +52,7 @@ _WORDS = {
     "generate": "generating",
     "logprobs": "computing logprobs, forward of micro-batch {micro_batch}",
 }
-_ABOUT_DOCUMENTS = ("plan", "rows", "forward", "backward", "reduce", "evaluate")
+_ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

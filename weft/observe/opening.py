@@ -89,6 +89,11 @@ def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> Non
     show(sharding_table(rows) if parameters else sharding_totals_table(rows))
 
 
+def _balancing(engine: Engine) -> str:
+    of = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
+    return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
+
+
 def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
     """The model and how it is laid out."""
     say, built = Console(highlight=False, soft_wrap=True).print, engine.built
@@ -101,8 +106,7 @@ def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
         "eager forward, documents do not see each other"
     )
     if built.flops.expert:
-        loss = f"auxiliary loss of each document x {engine.balance:g}" if engine.balance else "no auxiliary loss"
-        say(f"experts  {loss} (model.router_aux_loss); dropout and router jitter are 0")
+        say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
     for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
         say(f"lora     {line}")
     if _layers(engine):
