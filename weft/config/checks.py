@@ -110,6 +110,13 @@ INERT = (
     Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
     Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.target", lambda c: not _held_out(c), _NO_DOCUMENTS),
+    Inert("eval.target", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert(
+        "eval.target",
+        lambda c: c.train.objective is not None,
+        "train.objective is evaluated in place of the cross entropy, and has no eval/exact",
+    ),
     Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
     Inert(
         "eval.metric",
@@ -187,6 +194,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.keep_every": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
     "eval.patience": AT_LEAST_1,
+    "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
     "eval.min_delta": NOT_NEGATIVE,
     "eval.max_new_tokens": AT_LEAST_1,
     "eval.temperature": NOT_NEGATIVE,
