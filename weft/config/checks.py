@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
@@ -41,12 +41,13 @@ class Inert:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together."""
+    values that do not go together; presets: key -> value of it -> other keys that it sets where nobody has."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
     ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def unsettable(self) -> tuple[str, ...]:
@@ -210,9 +211,10 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
 
 def rules_of(schema: type) -> Rules:
     """The rules of `weft sft`, or of the command whose configs have this type."""
-    from weft.config import rl_checks  # it builds on these
+    from weft.config.rl_checks import RULES  # it builds on these
+    from weft.config.rl_schema import RlConfig
 
-    return rl_checks.RULES if schema is rl_checks.RlConfig else SFT
+    return RULES if schema is RlConfig else SFT
 
 
 def inert_keys(config: Any) -> set[str]:
