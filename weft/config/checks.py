@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
@@ -41,12 +41,13 @@ class Inert:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together."""
+    values that do not go together; presets: key -> value of it -> other keys that it sets where nobody has."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
     ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def unsettable(self) -> tuple[str, ...]:
