@@ -16,11 +16,9 @@ from transformers import PreTrainedModel
 from weft.models import hf
 from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
-from weft.objectives.balance import balance_sum
+from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 from weft.ops.head import LogitTransform, chunked_readouts, logprob_and_top1
-
-Balance = tuple[Tensor, int, int]  # owner_M, documents, top_k: the arguments of balance_sum
 
 
 class Head(nn.Module):
@@ -135,11 +133,14 @@ class TrainModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        balance: asks for `balance` too, the sum of the documents' auxiliary losses (objectives/balance.py).
+        balance: asks for `balance` too, the row's part of the experts' auxiliary loss, or for `choices` alone
+        (objectives/balance.py).
         """
         extra = {} if balance is None else {"output_router_logits": True}
         out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)
-        if balance is not None:
-            found["balance"] = balance_sum(out.router_logits, *balance)
+        if balance is not None and balance.counting:
+            found["choices"] = count_choices(out.router_logits, balance)
+        elif balance is not None:
+            found["balance"] = balance_sum(out.router_logits, balance)
         return found
