@@ -141,7 +141,7 @@ def with_values(config: PretrainedConfig) -> PretrainedConfig:
     if found is None:
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "
-            f"{config.model_type!r}, so that no critic can be made of it. Name a model of another family as critic.path."
+            f"{config.model_type!r}, so that no critic can be made of it: name one of another family as critic.path."
         )
     values.architectures, values.num_labels = [found], 1
     return values
