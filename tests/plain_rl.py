@@ -1,7 +1,7 @@
 """The update of every algorithm in plain PyTorch: one process, transformers' model, one sample at a time.
 
-Imports nothing of weft, on purpose. A row is what a rollout leaves: ids, places of those that were drawn, the group, the
-reward (None: the sample is not trained), logprobs of the drawn tokens under three policies, and a critic's values.
+Imports nothing of weft, on purpose. A row is what a rollout leaves: ids, places of those that were drawn, the group,
+the reward (None: the sample is not trained), logprobs of the drawn tokens under three policies, and a critic's values.
 """
 
 from __future__ import annotations
