@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from weft import __version__
-from weft.cluster.guard import Body, guarded, joined
+from weft.cluster.guard import Body, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
 from weft.cluster.options import (
@@ -112,6 +112,11 @@ def _foreign_options(message: str) -> list[str]:
         if text
     ]
     return [*messages(found), *page_hint(found)]
+
+
+def entry() -> NoReturn:
+    """The program `weft`, and every rank that it starts."""
+    program(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
