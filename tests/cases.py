@@ -57,6 +57,7 @@ def open_engine(
     seed: int = 0,
     deterministic: bool = False,
     temperature: float = 1.0,
+    value_head: Literal["zeros", "normal"] | None = None,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -72,6 +73,7 @@ def open_engine(
             seed=seed,
             deterministic=deterministic,
             temperature=temperature,
+            value_head=value_head,
         ),
         join("cpu"),
     )

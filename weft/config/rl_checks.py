@@ -15,6 +15,7 @@ from weft.config.checks import (
     Rules,
     Test,
     common_combinations,
+    held_out_problems,
 )
 from weft.config.checks import (
     EXCLUSIVE as SFT_EXCLUSIVE,
@@ -138,7 +139,14 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
             "dealt to the optimizer steps whole, and equally.",
         )
-    yield from common_combinations(config)
+    if config.data.long_documents == "truncate":
+        yield (
+            "data.long_documents",
+            "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
+            "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
+        )
+    yield from common_combinations(config, free_columns=True)
+    yield from held_out_problems(config.eval, free_columns=True)
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
