@@ -43,8 +43,8 @@ class RlAlgorithm:
         default_factory=dict,
     )
     reward_timeout: float = key(
-        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended then, "
-        "and each sample tried alone.",
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
+        "then, and each sample tried alone.",
         30.0,
     )
     reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
@@ -55,16 +55,6 @@ class RlAlgorithm:
     )
     max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
     environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
-    dynamic_sampling: bool = key(
-        "Replace prompts whose samples all have the same reward, from which nothing is learnt, by the next prompts of "
-        "the data (DAPO, Yu et al. 2025).",
-        False,
-    )
-    max_resamples: int = key(
-        "How often rl.dynamic_sampling draws further prompts for one rollout step; what is missing then is filled up "
-        "with those that were set aside.",
-        3,
-    )
     algorithm: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
     ] = key(
