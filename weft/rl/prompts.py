@@ -106,7 +106,9 @@ def load_rl_prompts(
 def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> Prompts:
     """Reads, checks and tokenises prompts, in the order of their sources."""
     reader = _Reader(tokenizer, encoding, rules)
-    shares, prompts, dropped = [], [], 0
+    shares: list[Share] = []
+    prompts: list[Prompt] = []
+    dropped = 0
     sources = open_data(data)
     for source in sources:
         found = list(reader.read(source))
