@@ -13,6 +13,9 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
+- DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
+  .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
+  GenerationMixin._supports_default_dynamic_cache
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -309,3 +312,55 @@ def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> No
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """[S, out]: the rows up to ends[0] through weight[0], those up to ends[1] through weight[1], ..."""
     return _grouped_linear(rows, weight, ends, bias, transposed)
+
+
+# ---------------------------------------------------------------- what generation needs to know
+
+
+def cache_argument(base: nn.Module) -> str:
+    """What the base model's forward calls its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(base.forward).parameters else "past_key_values"
+
+
+def takes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether all that the model remembers lies in a DynamicCache of which RowCache can say what it holds."""
+    if not model._supports_default_dynamic_cache():
+        return False
+    config = model.config.get_text_config()
+    return not getattr(config, "num_kv_shared_layers", None)  # such layers read the keys of another from its cache
+
+
+class RowCache(DynamicCache):
+    """A cache whose keys and values are kept elsewhere; recurrent and convolutional states it keeps itself.
+
+    `hold(layer, keys, values)` is given what a layer computed, [B, K, T, D], and returns what attention is to see.
+    """
+
+    def __init__(self, config: PretrainedConfig, hold: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config=config)
+        self.hold = hold
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.hold(layer_idx, key_states, value_states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state along the sequence, which padding would run through."""
+        return any(hasattr(layer, "conv_states") for layer in self.layers)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of the states, these rows in this order; a row may be named several times."""
+        for states, number in self._states():
+            states[number] = states[number][list(rows)]
+
+    def append(self, other: RowCache) -> None:
+        """The states of other's rows behind those of this one's."""
+        for (states, number), (others, _) in zip(self._states(), other._states(), strict=True):
+            states[number] = torch.cat([states[number], others[number]])
+
+    def _states(self) -> list[tuple[dict[int, Tensor], int]]:
+        """(the dict that has it, its number) of every state there is."""
+        found = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
+        return [(states, n) for both in found for states in both for n, state in states.items() if state is not None]
