@@ -70,7 +70,7 @@ class ValueHead(Head):
         self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
-        assert set(readouts) == {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
+        assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         return {"value": nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)[:, 0]}
