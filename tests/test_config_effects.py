@@ -33,8 +33,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
     "model.router_aux_loss": (
-        "document: the experts' auxiliary loss is part of the gradient",
-        "test_balance.py::test_parity_with_transformers_own_loss_of_each_document",
+        "document, step: the experts' auxiliary loss of each document, or of all tokens, is part of the gradient",
+        "test_balance.py::test_parity_with_transformers_own_loss_of_the_whole_step",
     ),
     "model.router_aux_loss_coef": (
         "factor of that loss",

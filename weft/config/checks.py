@@ -210,9 +210,10 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
 
 def rules_of(schema: type) -> Rules:
     """The rules of `weft sft`, or of the command whose configs have this type."""
-    from weft.config import rl_checks  # it builds on these
+    from weft.config.rl_checks import RULES  # it builds on these
+    from weft.config.rl_schema import RlConfig
 
-    return rl_checks.RULES if schema is rl_checks.RlConfig else SFT
+    return RULES if schema is RlConfig else SFT
 
 
 def inert_keys(config: Any) -> set[str]:

@@ -8,7 +8,7 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   ._weight_conversions (read by revert_weight_conversion)
 - conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
   rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
-- models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+- models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 - utils.chat_template_utils._compile_jinja_template (its environment: sandbox, filters, globals, activate_tracker)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
@@ -19,6 +19,7 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -41,7 +42,10 @@ from transformers.core_model_loading import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -108,6 +112,44 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             "weft trains classes that transformers ships; models with code of their own are not supported."
         )
     return found
+
+
+# Classes with a linear output on every hidden state, where a causal LM has its head.
+_CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def with_logits(config: PretrainedConfig) -> PretrainedConfig:
+    """The config itself; of a classifier, a copy that names its family's causal LM."""
+    if not (config.architectures or [""])[0].endswith(_CLASSIFIES):
+        return config
+    logits = copy.deepcopy(config)
+    logits.architectures = None  # model_class finds it
+    return logits
+
+
+def with_values(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy that names a class with one number per token: the classifier that it is, or that of its family.
+
+    UserError where transformers has none, or the config has another number of labels.
+    """
+    values, named = copy.deepcopy(config), (config.architectures or [""])[0]
+    if named.endswith(_CLASSIFIES):
+        if config.num_labels != 1:
+            raise UserError(f"model.path: {named} has {config.num_labels} labels; a critic needs one with 1.")
+        return values
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if found is None:
+        raise UserError(
+            f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "
+            f"{config.model_type!r}, so that no critic can be made of it: name one of another family as critic.path."
+        )
+    values.architectures, values.num_labels = [found], 1
+    return values
+
+
+def label_names(config: PretrainedConfig) -> dict[str, Any]:
+    """What a config.json says of a classifier's labels."""
+    return {"id2label": {str(n): name for n, name in config.id2label.items()}, "label2id": dict(config.label2id)}
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:

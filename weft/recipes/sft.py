@@ -39,8 +39,9 @@ from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
-from weft.recipes.recorder import Recorder, Taken
+from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
+from weft.recipes.step_line import Taken
 
 FRESH = Start()
 
