@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
@@ -41,12 +41,13 @@ class Inert:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together."""
+    values that do not go together; presets: key -> value of it -> other keys that it sets where nobody has."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
     ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def unsettable(self) -> tuple[str, ...]:
@@ -110,6 +111,13 @@ INERT = (
     Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
     Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.target", lambda c: not _held_out(c), _NO_DOCUMENTS),
+    Inert("eval.target", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert(
+        "eval.target",
+        lambda c: c.train.objective is not None,
+        "train.objective is evaluated in place of the cross entropy, and has no eval/exact",
+    ),
     Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
     Inert(
         "eval.metric",
@@ -187,6 +195,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.keep_every": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
     "eval.patience": AT_LEAST_1,
+    "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
     "eval.min_delta": NOT_NEGATIVE,
     "eval.max_new_tokens": AT_LEAST_1,
     "eval.temperature": NOT_NEGATIVE,

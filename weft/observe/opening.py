@@ -58,22 +58,22 @@ def print_opening(
     print_model(config, engine)
 
 
-def say_finished(folder: Path, step: int, steps: int, ranks: Ranks) -> None:
-    """That there is nothing to resume: the last step is done, or eval.patience has run out."""
+def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks) -> None:
+    """That there is nothing to resume: the last step is done, or a key of eval has ended the run."""
     if not ranks.is_first:
         return
     say = Console(highlight=False, soft_wrap=True).print
     if step == steps:
         say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
     else:
-        say(f"{folder} was ended by eval.patience after step {step} of {steps}. Set another eval.patience to go on.")
+        say(f"{folder} was ended by {by} after step {step} of {steps}. Set another {by} to go on.")
 
 
 def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
-    """How to go on after a signal, or after eval.patience."""
+    """How to go on after a signal, or after what a key of eval has ended."""
     if ranks.is_first:
         say = Console(highlight=False, soft_wrap=True).print
-        more = " eval.patience=null" if by == "eval.patience" else ""
+        more = f" {by}=null" if by.startswith("eval.") else ""
         say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 

@@ -199,7 +199,11 @@ class Generator:
     def _fitting(self, job: _Job, joining: Sequence[tuple[_Job, int]]) -> int:
         """How many samples of a job may join now, beside those that run and `joining`: all, where they ever fit."""
         running = len(self._running) + sum(count for _, count in joining)
-        lengths = [job.length, *(sample.job.length for sample in self._running), *(other.length for other, _ in joining)]
+        lengths = [
+            job.length,
+            *(sample.job.length for sample in self._running),
+            *(other.length for other, _ in joining),
+        ]
         room = max(1, self.max_tokens // max(lengths))  # rows of the longest there is
         wanted, free = len(job.samples) - job.begun, room - running
         if self._running and free < _JOIN * room:
