@@ -104,8 +104,8 @@ class Generator:
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
     ) -> None:
-        """exact: as EngineConfig has it. tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
-        may become. One sample always runs."""
+        """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
+        may become. One sample always runs. exact: as EngineConfig has it."""
         attention.register()
         model.set_attn_implementation(implementation(model.config, attention.EXACT if exact else "auto"))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
