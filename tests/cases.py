@@ -56,6 +56,8 @@ def open_engine(
     purpose: Literal["train", "inference"] = "train",
     seed: int = 0,
     deterministic: bool = False,
+    temperature: float = 1.0,
+    value_head: Literal["zeros", "normal"] | None = None,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -70,6 +72,8 @@ def open_engine(
             purpose=purpose,
             seed=seed,
             deterministic=deterministic,
+            temperature=temperature,
+            value_head=value_head,
         ),
         join("cpu"),
     )

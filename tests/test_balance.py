@@ -1,7 +1,8 @@
-"""The experts' auxiliary loss: transformers' own, document by document, whatever the cut."""
+"""The experts' auxiliary loss: transformers' own, of each document or of the whole step, whatever the cut."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.config import load_config
 from weft.errors import UserError
-from weft.objectives.balance import balance_sum
+from weft.models import train_module
+from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
+from weft.verification.reference import Reference
 
 
 def test_it_is_transformers_loss_of_each_document() -> None:
@@ -23,7 +26,7 @@ def test_it_is_transformers_loss_of_each_document() -> None:
     lengths, experts, top_k = (7, 1, 12), 6, 2
     layers = [torch.randn(25, experts, requires_grad=True) for _ in range(3)]
     owner = torch.cat([torch.full((n,), place) for place, n in enumerate(lengths)] + [torch.full((5,), -1)])
-    found = balance_sum(layers, owner, len(lengths), top_k)
+    found = balance_sum(layers, Balance(owner, len(lengths), top_k))
     parts = [layer[:20].split(lengths) for layer in layers]
     expected = sum(
         n * load_balancing_loss_func(tuple(part[place] for part in parts), experts, top_k)
@@ -36,14 +39,35 @@ def test_it_is_transformers_loss_of_each_document() -> None:
     assert not ours[0][20:].any()  # padding
 
 
+def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:
+    torch.manual_seed(0)
+    experts, top_k, tokens = 6, 2, (9, 4)
+    rows = [[torch.randn(n + 2, experts, requires_grad=True) for _ in range(3)] for n in tokens]
+    owners = [torch.cat([torch.arange(n) // 5, torch.tensor([-1, -1])]) for n in tokens]
+    asked = [Balance(owner, int(owner.max()) + 1, top_k) for owner in owners]
+    shares = sum(count_choices(row, balance) for row, balance in zip(rows, asked, strict=True)) / sum(tokens)
+    assert isinstance(shares, torch.Tensor) and float(shares.sum()) == pytest.approx(top_k)
+    parts = [balance_sum(row, replace(balance, shares_E=shares)) for row, balance in zip(rows, asked, strict=True)]
+    whole = tuple(torch.cat([row[layer][:n] for row, n in zip(rows, tokens, strict=True)]) for layer in range(3))
+    expected = torch.as_tensor(load_balancing_loss_func(whole, experts, top_k))
+    assert torch.allclose(sum(parts) / sum(tokens), expected, rtol=1e-6)
+    ours = torch.autograd.grad(sum(parts) / sum(tokens), [layer for row in rows for layer in row])
+    theirs = torch.autograd.grad(expected, [layer for row in rows for layer in row])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_row_without_documents_has_none() -> None:
     logits = [torch.randn(4, 3, requires_grad=True)]
-    total = balance_sum(logits, torch.full((4,), -1), 0, 1)
+    nobody = Balance(torch.full((4,), -1), 0, 1)
+    assert not count_choices(logits, nobody).any()
+    total = balance_sum(logits, nobody)
+    assert float(balance_sum(logits, replace(nobody, shares_E=torch.ones(3))).detach()) == 0.0
     assert float(total.detach()) == 0.0
     total.backward()  # every rank goes through the same backward
 
 
 AUX = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
+AUX_STEP = {**AUX, "router_aux_loss": "step"}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +83,76 @@ AUX = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
 def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: str, model: dict[str, Any]) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX, **model}})[0]
     assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "model"),
+    [
+        ("qwen3_moe", "1", {}),
+        ("qwen3_moe", "4", {"recompute": "full"}),
+        ("mixtral", "2", {}),
+        ("gpt_oss", "2x2", {}),
+    ],
+)
+def test_parity_with_transformers_own_loss_of_the_whole_step(family: str, mesh: str, model: dict[str, Any]) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX_STEP, **model}})[0]
+    assert verdict.passed, describe(verdict)
+
+
+def cuts_of_a_step(path: str, mesh: str) -> list[float]:
+    """The metric at several cuts, and what transformers says of all documents as one."""
+    engine, found = open_engine(path, mesh, model=AUX_STEP), []
+    steps = awkward_steps(128)[0]
+    documents, metas = to_documents(engine, steps)
+    for budget in (None, max(len(ids) for ids, _ in steps)):
+        metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
+        engine.drop_gradients()
+        found.append(metrics["aux_loss"] or 0.0)
+    plain = Reference(path, balance=1.0, whole_step=True)
+    with torch.no_grad():
+        outs = [plain.model(input_ids=torch.tensor([ids]), output_router_logits=True) for ids, _ in steps]
+    whole = tuple(torch.cat(layer) for layer in zip(*(out.router_logits for out in outs), strict=True))
+    config = plain.plain.config
+    return [*found, float(load_balancing_loss_func(whole, config.num_experts, config.num_experts_per_tok))]
+
+
+def test_the_metric_is_the_loss_of_the_whole_step_whatever_the_cut() -> None:
+    for mesh in ("1", "2"):
+        *found, expected = run(world_of(mesh), cuts_of_a_step, saved_model("qwen3_moe"), mesh)[0]
+        assert found == pytest.approx([expected] * len(found), rel=1e-5)
+
+
+def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a step in two rows: the choices of the pass that counts, and those of the forward with a gradient."""
+    engine = open_engine(path, "1", model=AUX_STEP, lora={"rank": 4, "dropout": 0.5})
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith(".B"):
+                parameter.normal_()
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    shares: list[torch.Tensor] = []
+    chosen: list[torch.Tensor] = []
+
+    def watched(logits: Any, balance: Balance) -> torch.Tensor:
+        assert balance.shares_E is not None
+        shares.append(balance.shares_E)
+        chosen.append(count_choices(logits, balance))
+        return balance_sum(logits, balance)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "balance_sum", watched)
+        for _ in range(2):
+            engine.accumulate(engine.plan(metas, budget=max(meta.length for meta in metas)), documents, CrossEntropy())
+    half = len(chosen) // 2
+    tokens = sum(meta.length for meta in metas)
+    assert half > 1
+    return [(shares[start], torch.stack(chosen[start : start + half]).sum(0) / tokens) for start in (0, half)]
+
+
+def test_what_is_counted_first_is_what_is_chosen_then_dropout_of_adapters_included() -> None:
+    (first, then), (again, after) = run(1, counted_twice, saved_model("qwen3_moe"))[0]
+    assert torch.allclose(first, then, atol=1e-6) and torch.allclose(again, after, atol=1e-6)
+    assert not torch.allclose(first, again, atol=1e-3)  # dropout is at work
 
 
 def metrics_of(path: str, model: dict[str, Any]) -> tuple[float, dict[str, float | None], float]:

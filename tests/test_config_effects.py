@@ -33,8 +33,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "test_engine.py::test_recompute_runs_layers_twice_with_equal_gradients",
     ),
     "model.router_aux_loss": (
-        "document: the experts' auxiliary loss is part of the gradient",
-        "test_balance.py::test_parity_with_transformers_own_loss_of_each_document",
+        "document, step: the experts' auxiliary loss of each document, or of all tokens, is part of the gradient",
+        "test_balance.py::test_parity_with_transformers_own_loss_of_the_whole_step",
     ),
     "model.router_aux_loss_coef": (
         "factor of that loss",
@@ -219,6 +219,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "eval.metric": ("which figure decides", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.patience": ("when a run ends early", "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best"),
+    "eval.target": ("when a run ends early", "test_eval.py::test_a_run_ends_where_its_target_is_reached"),
     "eval.min_delta": ("what counts as improved", "test_eval.py::test_small_improvements_add_up"),
     "eval.prompts": ("what is answered", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.max_new_tokens": (

@@ -55,12 +55,14 @@ class Case:
 
 
 BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
+BALANCED_STEP = replace(BALANCED, sections=(("model", "router_aux_loss", "step"), BALANCED.sections[1]))
 ADAPTED = Case(sections=(("lora", "rank", 4), ("lora", "rslora", True)))
 CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
     "balance-detached": BALANCED,
     "balance-over-the-row": BALANCED,
+    "balance-of-the-micro-batch": BALANCED_STEP,
     "state-mixer-packed": Case("lfm2"),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("lfm2"),

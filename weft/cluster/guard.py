@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -18,7 +20,7 @@ from weft.cluster import reports
 from weft.cluster.failures import keep_own, of_this_rank
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
-from weft.cluster.watchdog import STACKS, waits, watched, write_stacks_to
+from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
 from weft.observe import collectives, flight
 
@@ -32,6 +34,27 @@ Body = Callable[[], bool | None]
 def joined() -> bool:
     """Whether this process is one rank of several that something (torchrun, weft) has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def program(main: Callable[[], int]) -> NoReturn:
+    """The life of a process: `main`, and its exit status.
+
+    A rank that ended well, its process group left, ends after all that Python does for threads and at exit, and before
+    native destructors: those of libraries run beside threads that others of them still have, and have crashed ranks
+    whose work was done.
+    """
+    ended: list[int] = []
+
+    def skip_destructors() -> None:
+        if ended == [SUCCESS] and joined():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SUCCESS)
+
+    atexit.register(skip_destructors)  # what is registered first runs last
+    ended.append(main())
+    sys.exit(ended[0])
 
 
 def guarded(body: Body, debug: bool = False) -> int:
@@ -72,6 +95,18 @@ def _settle_in(scratch: Path) -> None:
     write_stacks_to(scratch / STACKS / str(_rank()))
     flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
     flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
+
+
+def settle_actor(number: int) -> Path:
+    """What an actor does first: its record is where the controller finds it, and a hang ends it with a report. Returns
+    the folder for its reports."""
+    into = reports.folder()
+    assert into is not None
+    write_stacks_to(into / STACKS / str(number))
+    flight.own.open(into / flight.FOLDER / flight.live_name(number))
+    flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
+    watch_for_ever(partial(_end_hung, debug=False))
+    return into
 
 
 def _report(report: RankReport, debug: bool) -> int:

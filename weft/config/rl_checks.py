@@ -7,11 +7,15 @@ from typing import Any
 
 from weft.config.checks import (
     AT_LEAST_1,
+    IMPORT_PATH,
     NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
     Inert,
     Rules,
     Test,
     common_combinations,
+    held_out_problems,
 )
 from weft.config.checks import (
     EXCLUSIVE as SFT_EXCLUSIVE,
@@ -22,7 +26,8 @@ from weft.config.checks import (
 from weft.config.checks import (
     RANGES as SFT_RANGES,
 )
-from weft.config.rl_schema import RlConfig
+from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
+from weft.config.rl_schema import RlAlgorithm, RlConfig
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -37,6 +42,20 @@ def _held_out(config: RlConfig) -> bool:
 
 def _always(_: Any) -> bool:
     return True
+
+
+# What each of weft's own reads; one of the user's may read every key.
+_SCALED = ("grpo", "gae")
+_DISCOUNTED = ("reinforce++", "gae")
+_RATIO = "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too"
+
+
+def _other_advantage(*reading: str) -> Test:
+    return lambda c: c.rl.advantage in ADVANTAGES and c.rl.advantage not in reading
+
+
+def _other_loss(*reading: str) -> Test:
+    return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
@@ -56,6 +75,25 @@ INERT = (
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
+    Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
+    Inert("rl.gamma", _other_advantage(*_DISCOUNTED), "only rl.advantage=reinforce++ and gae read it"),
+    Inert("rl.gae_lambda", _other_advantage("gae"), "only rl.advantage=gae reads it"),
+    Inert("rl.clip", _other_loss("ppo", "gspo", "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
+    Inert("rl.dual_clip", _other_loss("ppo", "gspo"), "only rl.policy_loss=ppo and gspo read it"),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        for leaf in ("kl_in", "kl_estimator", "kl_unbiased")
+    ),
+    Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.old_logprobs == "rollout", _RATIO)
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.correction == "none", "rl.correction is none")
+        for leaf in ("correction_level", "correction_limits")
+    ),
+    Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     Inert("train.objective", _always, "rl.algorithm says what is trained"),
 )
 
@@ -66,6 +104,15 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.updates": AT_LEAST_1,
     "rl.epochs": AT_LEAST_1,
     "rl.clip": (lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
+    "rl.gamma": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "rl.gae_lambda": SHARE,
+    "rl.dual_clip": (lambda v: v > 1, "above 1, or null"),
+    "rl.kl": NOT_NEGATIVE,
+    "rl.entropy": NOT_NEGATIVE,
+    "rl.correction_limits": (lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
+    "rl.dynamic_sampling": NOT_NEGATIVE,
+    "rl.overlong_buffer": AT_LEAST_1,
+    "rl.overlong_penalty": POSITIVE,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
@@ -77,6 +124,7 @@ RANGES: dict[str, tuple[Test, str]] = {
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     if not config.rl.reward:
         yield "rl.reward", "rl.reward is empty: name at least one reward function."
+    yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
     longest, row = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, config.step.max_tokens_per_device
     if longest > row:
         yield (
@@ -91,7 +139,53 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
             "dealt to the optimizer steps whole, and equally.",
         )
-    yield from common_combinations(config)
+    if config.data.long_documents == "truncate":
+        yield (
+            "data.long_documents",
+            "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
+            "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
+        )
+    yield from common_combinations(config, free_columns=True)
+    yield from held_out_problems(config.eval, free_columns=True)
 
 
-RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations)
+def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
+    for leaf, own in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+        named = getattr(rl, leaf)
+        if named not in own and not IMPORT_PATH.fullmatch(named):
+            yield (
+                f"rl.{leaf}",
+                f"rl.{leaf} is {named}: it must be one of {', '.join(own)}, or the import path of a function of your "
+                f"own, as in my_rl:{leaf}.",
+            )
+    if rl.advantage in COMPARING and rl.group_size < 2:
+        yield (
+            "rl.group_size",
+            f"rl.group_size is {rl.group_size}, but rl.advantage={rl.advantage} compares the samples of a prompt with "
+            "each other: set rl.group_size=2 or more, or rl.advantage=reinforce++, which compares those of a step.",
+        )
+    if rl.advantage == "gae" and rl.scale == "group":
+        yield "rl.scale", "rl.scale is group, but rl.advantage=gae compares no groups: set rl.scale=batch or none."
+    if rl.kl > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1" and not rl.kl_unbiased:
+        yield (
+            "rl.kl_estimator",
+            "rl.kl_estimator is k1, whose gradient in the loss is zero on average, whatever the policy is: set "
+            "rl.kl_estimator=k2, whose gradient is the KL's, or rl.kl_unbiased=true, or rl.kl_in=reward.",
+        )
+    if rl.correction == "mis" and rl.correction_limits is not None and rl.correction_limits[0] > 0:
+        yield (
+            "rl.correction_limits",
+            f"rl.correction_limits has {rl.correction_limits[0]:g} below, but rl.correction=mis leaves small ratios as "
+            "they are: set it to 0, or rl.correction=icepop, which masks them, too.",
+        )
+    if rl.overlong_buffer is not None and rl.overlong_buffer > longest:
+        yield (
+            "rl.overlong_buffer",
+            f"rl.overlong_buffer is {rl.overlong_buffer}, longer than the longest completion: set it to at most "
+            f"rollout.max_new_tokens = {longest}.",
+        )
+
+
+_PRESETS = {"rl.algorithm": {name: {f"rl.{leaf}": v for leaf, v in p.items()} for name, p in PRESETS.items()}}
+
+RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _PRESETS)

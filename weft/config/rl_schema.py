@@ -28,18 +28,134 @@ class RlAlgorithm:
     """What is learnt, from which rewards."""
 
     reward: tuple[str, ...] = key(
-        "Reward functions: names of built-in ones, or import paths, as in [my_rewards:is_right]."
+        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
+        "[my_rewards:is_right]. docs/how-to/write-a-reward.md",
+        (),
     )
-    algorithm: Literal["grpo"] = key(
-        "Presets of the keys below. `grpo`: rewards are compared within a group (Shao et al. 2024).", "grpo"
+    reward_weights: tuple[float, ...] | None = key(
+        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.", None
+    )
+    reward_column: str | None = key(
+        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.", None
+    )
+    reward_options: dict[str, bool | int | float | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "Arguments of reward functions by name, as in {regex.pattern: '#### (\\\\d+)', math.boxed: true}.",
+        default_factory=dict,
+    )
+    reward_timeout: float = key(
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended then, "
+        "and each sample tried alone.",
+        30.0,
+    )
+    reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
+    environment: str | None = key(
+        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
+        "policy answers once. docs/environments.md",
+        None,
+    )
+    max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
+    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
+    algorithm: Literal[
+        "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
+    ] = key(
+        "Sets those of the keys below that nobody has set, as the algorithm's paper has them (docs/algorithms.md).",
+        "grpo",
     )
     prompts: int = key("Prompts of a rollout step.", 64)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
     updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
+    chat: bool = key(
+        "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
+        "it stands.",
+        False,
+    )
+    instruction: str | None = key(
+        "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
+    )
     epochs: int = key("How often a rollout step's samples are trained.", 1)
+    advantage: str = key(
+        "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
+        "`reinforce++`, the mean of the step; `reinforce++_baseline`, the mean of its group, then scaled over the "
+        "step; `gae`, a critic's values; or a function of your own, as in my_rl:advantage.",
+        "grpo",
+    )
+    scale: Literal["group", "batch", "none"] = key(
+        "What advantages are divided by: the standard deviation of the `group`'s rewards, that of the whole step's "
+        "(`batch`; with `gae` that of the advantages, whose mean is taken off, too), or `none`.",
+        "group",
+    )
+    gamma: float = key("What a reward is worth one token earlier.", 1.0)
+    gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0)
+    policy_loss: str = key(
+        "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples; `cispo`: clipped "
+        "ratios weigh the logprobs, so that every token keeps a gradient; `reinforce`: no ratio, right only while the "
+        "policy is still the old one; or a function of your own, as in my_rl:loss.",
+        "ppo",
+    )
     clip: tuple[float, float] = key(
         "How far below and above 1 the ratio of current and old policy may move before its gradient is cut.", (0.2, 0.2)
     )
+    dual_clip: float | None = key(
+        "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.", None
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
+        "How an optimizer step's loss is made of those of its tokens: `token_mean`: their mean; `sequence_mean`: the "
+        "mean of each sample, then of the samples; `sequence_sum`: the sum of each sample / rollout.max_new_tokens, "
+        "then the mean of the samples.",
+        "sequence_mean",
+    )
+    kl: float = key("Weight of the KL divergence from the reference, the model as it was at first; 0: none.", 0.0)
+    kl_in: Literal["loss", "reward"] = key("Whether it is part of the loss, or taken off each token's reward.", "loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "Of each token's KL, d being log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss "
+        "k2 has the gradient of the KL, and k3 that of the reverse one; all have the KL's with rl.kl_unbiased.",
+        "k3",
+    )
+    kl_unbiased: bool = key(
+        "Multiply the estimate in the loss by the ratio of current and old policy, so that its gradient is that of "
+        "the KL (DeepSeek-V3.2).",
+        False,
+    )
+    entropy: float = key("Weight of the entropy of the policy, which is taken off the loss.", 0.0)
+    old_logprobs: Literal["recompute", "rollout"] = key(
+        "Where logprobs of the old policy come from: `recompute` reads them with the trainer, one more forward; "
+        "`rollout` takes those of the engine, so that ratios correct its mismatch, too.",
+        "recompute",
+    )
+    correction: Literal["none", "tis", "mis", "icepop"] = key(
+        "What the loss of a token is multiplied by, to correct that the engine is not exactly the trainer: the ratio "
+        "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
+        "`icepop`: above and below).",
+        "tis",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = key(
+        "Whether that is the ratio of each `token`, of the whole sample (`sequence`: their product), or their "
+        "`geometric` mean.",
+        "token",
+    )
+    correction_limits: tuple[float, float] | None = key(
+        "Lowest and highest ratio; null: [0, 2] with tis and mis, [0.5, 5] with icepop.", None
+    )
+    dynamic_sampling: int = key(
+        "Groups whose rewards are all equal teach nothing: they are replaced by those of other prompts, in so many "
+        "rounds at most. 0: they stay.",
+        0,
+    )
+    mask_truncated: bool = key(
+        "Do not train samples that ended at their longest; their rewards still count in the means of their groups.",
+        False,
+    )
+    overlong_buffer: int | None = key(
+        "Tokens before rollout.max_new_tokens in which the reward of a sample falls, from 0 by up to "
+        "rl.overlong_penalty (DAPO, equation 13); null: it does not.",
+        None,
+    )
+    overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether samples carry a correction between rollout and old policy."""
+        return self.correction != "none" and self.old_logprobs == "recompute"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +191,19 @@ class RlEvalConfig:
     )
     every: int = key("Rollout steps between evaluations; 0: only after the last.", 0)
     at_start: bool = key("Evaluate before the first step, too.", False)
+    samples: int = key(
+        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.", 0
+    )
+    pass_at: tuple[int, ...] | None = key(
+        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.", None
+    )
+    temperature: float = key("Temperature of the answers that eval.samples draws.", 1.0)
+    top_p: float = key("Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0)
+    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None)
+    correct_from: float = key(
+        "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

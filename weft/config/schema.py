@@ -44,9 +44,11 @@ class ModelConfig:
         "about a third more compute.",
         "none",
     )
-    router_aux_loss: Literal["none", "document"] = key(
-        "Load balancing of a mixture of experts: `document` adds transformers' own auxiliary loss, computed for each "
-        "document and weighted by its tokens, so that no cut of the step can change it; `none` leaves it out.",
+    router_aux_loss: Literal["none", "document", "step"] = key(
+        "Load balancing of a mixture of experts, by transformers' own auxiliary loss: `document` computes it for each "
+        "document, weighted by its tokens; `step` once over all tokens of the optimizer step, on all ranks, which "
+        "takes a forward more (about a third more compute) to count the experts' choices first; `none` leaves it out. "
+        "No cut of the step changes either.",
         "none",
     )
     router_aux_loss_coef: float | None = key(
@@ -405,6 +407,11 @@ class EvalConfig:
         None,
     )
     min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    target: float | None = key(
+        "End the run, with all saved, once eval/exact is at least this: the share of held-out documents all of whose "
+        "trained tokens are the likeliest, so that greedy decoding would write them; null: never.",
+        None,
+    )
     prompts: str | tuple[str, ...] | None = key(
         "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
         "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "

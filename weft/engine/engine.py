@@ -42,11 +42,13 @@ from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
 from weft.models.lora import LoraPlan, freeze_base
-from weft.models.train_module import Balance
+from weft.models.value_head import First, fill_value_head
+from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
+from weft.observe.timing import waiting
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh, own_part
@@ -69,7 +71,12 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+
+    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
+    the files have none.
+    """
 
     model: ModelConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -80,6 +87,8 @@ class EngineConfig:
     seed: int = 0
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
+    temperature: float = 1.0
+    value_head: First | None = None
 
 
 class Engine:
@@ -119,8 +128,10 @@ class Engine:
             device=ranks.device,
             seed=config.seed,
             weights=weights,
+            values=config.value_head is not None,
         )
         self.module = self.built.module
+        self.module.head.temperature = config.temperature
         self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
@@ -142,6 +153,9 @@ class Engine:
         self.loaded = self._load_weights(progress, fill or self.lora is not None)
         if self.lora is not None and weights:
             fill_adapters(self.module, self.lora, config.seed)
+        if config.value_head is not None and weights:
+            fresh = None if self.built.load is None else self.built.load.fresh
+            fill_value_head(self.module, fresh, config.value_head, config.seed)
         self.optimizer: torch.optim.Optimizer | OnShards | None = None
         self.ema: Ema | None = None
         if config.purpose == "train" and weights:
@@ -231,12 +245,13 @@ class Engine:
         sums, losses = Sums(), []
         flight.planned(plan.fingerprint())
         rows = self._sources(plan, documents)
+        shares_E = self._expert_shares(plan, documents, rows) if self._balances_steps else None
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
             flight.at("forward", micro + 1)
             with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
-                terms = self._forward(row, objective)
+                terms = self._forward(row, objective, shares_E)
                 flight.at("backward", micro + 1)
                 loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
                 if terms.balance_sum is not None:
@@ -289,10 +304,35 @@ class Engine:
             owners=bool(self.balance),
         )  # fmt: skip
 
-    def _forward(self, row: Row, objective: Objective) -> Terms:
-        balance = None
-        if row.owner_M is not None:
-            balance = row.owner_M, len(row.documents), self.built.flops.experts_per_token
+    @property
+    def _balances_steps(self) -> bool:
+        return bool(self.balance) and self.config.model.router_aux_loss == "step"
+
+    def _expert_shares(self, plan: StepPlan, documents: Mapping[int, Document], rows: list[list[str]]) -> Tensor:
+        """[E]: how many of a token's choices fall on each expert, on average over the whole step; collective.
+
+        A forward of every row, on the random numbers (the dropout of adapters) that the forward with a gradient draws.
+        """
+        counts = []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self._without_gradients(evaluating=False), torch.random.fork_rng(devices):
+            for micro in range(plan.micro_batches):
+                flight.at("count", micro + 1, rows[micro])
+                row = self._row(plan, micro, documents, every_token=False)
+                row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])  # nothing for the head
+                balance = replace(self._balance(row), counting=True)
+                counts.append(self._read(row, frozenset(), balance=balance)["choices"].double())
+        total_E = torch.stack(counts).sum(0)
+        with waiting():
+            dist.all_reduce(total_E, group=self.mesh.data_group)
+        return (total_E / plan.totals.tokens).float()
+
+    def _balance(self, row: Row, shares_E: Tensor | None = None) -> Balance:
+        assert row.owner_M is not None
+        return Balance(row.owner_M, len(row.documents), self.built.flops.experts_per_token, shares_E)
+
+    def _forward(self, row: Row, objective: Objective, shares_E: Tensor | None = None) -> Terms:
+        balance = self._balance(row, shares_E) if self.balance else None
         readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
         balance_sum = readouts.pop("balance", None)
         terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
@@ -309,10 +349,10 @@ class Engine:
     # ------------------------------------------------------------ without gradients
 
     @contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Forwards as in evaluation; afterwards the module is as if there had been none."""
+    def _without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:
+        """Forwards, as in evaluation unless told; afterwards the module is as if there had been none."""
         was_training = self.module.training
-        self.module.eval()
+        self.module.train(was_training and not evaluating)
         try:
             with torch.no_grad():
                 yield

@@ -6,6 +6,7 @@ targets[i], the next token of the same document; weights and arrays are those of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -120,8 +121,7 @@ def _predictions(
     columns: dict[str, list[Tensor]] = {
         n: [] for n in ("selected_N", "targets_N", "weights_N", "document_N", "token_N")
     }
-    names = documents[0].arrays.keys() if documents else ()
-    arrays: dict[str, list[Tensor]] = {name: [] for name in names}
+    arrays: dict[str, list[Tensor]] = {name: [] for name in documents[0].arrays} if documents else {}
     for place, (start, document) in enumerate(zip(starts, documents, strict=True)):
         weights = document.weights[1:]
         wanted = torch.arange(len(document) - 1) if every_token else weights.nonzero().flatten()
@@ -138,6 +138,8 @@ def _predictions(
         for name, parts in columns.items()
     }
     joined["arrays"] = {name: _to(torch.cat(parts), device) for name, parts in arrays.items()}
+    if not documents:  # nobody here knows the arrays' names, and objectives ask for them all the same
+        joined["arrays"] = defaultdict(lambda: torch.zeros(0, device=device))
     return joined
 
 

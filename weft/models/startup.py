@@ -36,7 +36,7 @@ class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
 
     attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. traits: what that
-    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words.
+    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words. head: its name.
     """
 
     layout: Layout
@@ -46,6 +46,7 @@ class Findings:
     attends: bool
     traits: tuple[str, ...]
     copy: str
+    head: str
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
@@ -99,7 +100,7 @@ def examine(config: PretrainedConfig) -> Findings:
         if worst <= LOGIT_TOLERANCE:
             attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
             traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy)
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy, ours.facts.head)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 

@@ -1,34 +1,81 @@
-"""Load balancing of a mixture of experts, document by document, so that it does not depend on the cut of a step."""
+"""Load balancing of a mixture of experts, of each document or of the whole step: neither depends on how a step is cut.
+
+Both are the loss of Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6) as transformers computes
+it, over all layers at once: E sum_e F_e P_e, F_e being how many of a token's top_k choices fall on expert e, on average
+over some tokens, and P_e its mean probability. F has no gradient, so of a whole step only F has to be known before the
+first backward; P enters as a sum over rows.
+
+D documents, E experts, M tokens of a row. router_logits: of each layer [M, E] or [B, T, E], with M = B T.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def balance_sum(router_logits: Sequence[Tensor], owner_M: Tensor, documents: int, top_k: int) -> Tensor:
-    """Sum over documents of tokens x auxiliary loss: a scalar with gradient.
+@dataclass(frozen=True)
+class Balance:
+    """What the auxiliary loss asks of a row.
 
-    The loss of a document is Switch Transformer's (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6) as
-    transformers computes it, over all layers at once: E sum_e F_e P_e, F_e being how many of a token's top_k choices
-    fall on expert e, on average, and P_e its mean probability.
-
-    router_logits: of each layer [M, E] or [B, T, E], for the M = B T tokens of a row. owner_M: place of each token's
-    document, -1 for padding, which counts nowhere.
+    owner_M: place of each token's document, -1 for padding, which counts nowhere. shares_E: F over the tokens of the
+    whole step; None where every document is balanced by itself. counting: only choices are asked for.
     """
-    experts = router_logits[0].shape[-1]
-    places = torch.where(owner_M < 0, documents, owner_M)  # padding goes to a bin of its own
-    device = router_logits[0].device
-    chosen_DE = torch.zeros(documents + 1, experts, device=device)
-    probability_DE = torch.zeros(documents + 1, experts, device=device)
-    for logits in router_logits:
-        probability_ME = logits.reshape(-1, experts).softmax(-1)
-        choices_ME = torch.zeros_like(probability_ME).scatter_(1, probability_ME.topk(top_k, dim=-1).indices, 1.0)
-        chosen_DE = chosen_DE.index_add(0, places, choices_ME.float())
-        probability_DE = probability_DE.index_add(0, places, probability_ME.float())
-    tokens_D = torch.bincount(places, minlength=documents + 1)[:documents].clamp(min=1)
-    rows_D = tokens_D * len(router_logits)
-    loss_D = experts * (chosen_DE * probability_DE)[:documents].sum(-1) / rows_D.float().square()
+
+    owner_M: Tensor
+    documents: int
+    top_k: int
+    shares_E: Tensor | None = None
+    counting: bool = False
+
+
+def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
+    """Sum over the row's tokens of the auxiliary loss of their document, or of the step: a scalar with gradient.
+
+    Of the step it is the part that the row's probabilities have in tokens x loss, so that rows add up to the whole.
+    """
+    probabilities = _probabilities(router_logits)
+    experts, layers = probabilities[0].shape[-1], len(probabilities)
+    probability_DE = _by_document(probabilities, balance)
+    if balance.shares_E is not None:
+        return experts * (balance.shares_E * probability_DE.sum(0)).sum() / layers
+    chosen_DE = _by_document(_choices(probabilities, balance.top_k), balance)
+    tokens_D = torch.bincount(_places(balance), minlength=balance.documents + 1)[:-1].clamp(min=1)
+    loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
     return (loss_D * tokens_D).sum()
+
+
+def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
+    """[E]: how often the row's tokens choose each expert, on average over the layers."""
+    choices = _choices(_probabilities(router_logits), balance.top_k)
+    return _by_document(choices, balance).sum(0) / len(router_logits)
+
+
+def _probabilities(router_logits: Sequence[Tensor]) -> list[Tensor]:
+    return [logits.reshape(-1, logits.shape[-1]).softmax(-1) for logits in router_logits]
+
+
+def _choices(probabilities: Iterable[Tensor], top_k: int) -> Iterable[Tensor]:
+    """Of each layer [M, E]: 1 where a token chooses an expert."""
+    for probability_ME in probabilities:
+        yield torch.zeros_like(probability_ME).scatter_(1, probability_ME.topk(top_k, dim=-1).indices, 1.0)
+
+
+def _places(balance: Balance) -> Tensor:
+    """[M]: padding goes to a bin of its own."""
+    return torch.where(balance.owner_M < 0, balance.documents, balance.owner_M)
+
+
+def _by_document(layers: Iterable[Tensor], balance: Balance) -> Tensor:
+    """[D, E]: the sum over layers and over each document's tokens, in fp32."""
+    places = _places(balance)
+    sums = [
+        torch.zeros(balance.documents + 1, values_ME.shape[-1], device=values_ME.device).index_add(
+            0, places, values_ME.float()
+        )
+        for values_ME in layers
+    ]
+    return torch.stack(sums).sum(0)[:-1]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Phases of the flight record and the metric that their seconds count in; the step begins with the first of them.
 PHASES = {
-    "plan": "data", "rows": "data", "forward": "forward", "backward": "backward", "reduce": "backward",
-    "optimizer": "optimizer",
+    "plan": "data", "rows": "data", "count": "forward", "forward": "forward", "backward": "backward",
+    "reduce": "backward", "optimizer": "optimizer",
 }  # fmt: skip
 FIRST = "plan"
 METRICS = ("data", "forward", "backward", "communication", "optimizer")

@@ -105,6 +105,7 @@ def logprob_and_top1(
     targets: Tensor,
     transform: LogitTransform,
     *,
+    temperature: float = 1.0,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and 1.0 where no token is likelier than it, else 0.0; without gradients.
@@ -112,7 +113,7 @@ def logprob_and_top1(
     Shapes and dtypes of arguments and results are those of chunked_readouts. Two tokens that tie for the first place
     are both the likeliest.
     """
-    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, 1.0))
+    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
     assert running.largest is not None
     _fold_all(logits, targets, running, tile)

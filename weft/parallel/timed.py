@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.observe import timing
 from weft.parallel.fsdp import fsdp_modules
+from weft.parallel.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def time_collectives(module: nn.Module) -> None:
@@ -38,7 +39,7 @@ class TimedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         with timing.waiting():
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class TimedReduceScatter:
@@ -60,7 +61,7 @@ class TimedReduceScatter:
         async_op: bool = False,
     ) -> Any:
         with timing.waiting():
-            work = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._ready = time.perf_counter()
         return work
 

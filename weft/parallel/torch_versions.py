@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-# all_gather_single is the name from 2.13 on; the older one warns there at every call.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+def all_gather_single(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """torch's, by the name that it has from 2.13 on; the older one warns there at every call."""
+    return _of("all_gather_single", "all_gather_into_tensor")(output, input, **options)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """torch's, by the name that it has from 2.13 on."""
+    return _of("reduce_scatter_single", "reduce_scatter_tensor")(output, input, **options)
+
+
+def _of(name: str, before: str) -> Any:
+    """Looked up at every call: whoever watches collectives replaces them in torch.distributed."""
+    return getattr(dist, name, None) or getattr(dist, before)

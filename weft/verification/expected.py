@@ -46,8 +46,8 @@ class Expected:
 class Trainer:
     """Trains fresh references from the weights at `path`. layers: name of the list of decoder layers.
 
-    freeze: patterns of parameters that are not trained. balance: factor of the experts' auxiliary loss. adapter: a
-    folder for peft to load; then it is what is trained.
+    freeze: patterns of parameters that are not trained. balance: factor of the experts' auxiliary loss. whole_step:
+    whether that is of all documents as one. adapter: a folder for peft to load; then it is what is trained.
     """
 
     path: str
@@ -57,13 +57,14 @@ class Trainer:
     layers: str
     freeze: Sequence[str] = ()
     balance: float = 0.0
+    whole_step: bool = False
     adapter: str | None = None
 
     def reference(self) -> reference.Reference:
         """A fresh one."""
         if self.adapter is not None:
-            return PeftReference(self.path, self.adapter, self.device, self.balance)
-        return reference.Reference(self.path, self.device, self.freeze, self.balance)
+            return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step)
+        return reference.Reference(self.path, self.device, self.freeze, self.balance, self.whole_step)
 
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None
@@ -108,8 +109,7 @@ def _recording(recorder: Recorder | None, plain: reference.Reference, layers: st
     if recorder is None:
         yield
         return
-    model = plain.inner() if isinstance(plain, PeftReference) else plain.model
-    with recorder.watching(plain.model, list(model.get_submodule(layers).children())):
+    with recorder.watching(plain.model, list(plain.plain.get_submodule(layers).children())):
         yield
 
 

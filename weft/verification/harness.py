@@ -74,18 +74,22 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     stir(engine)
     with written(engine) as adapter:
         if engine.ranks.is_first:
-            optimizer, layers, freeze = (
-                optimizer_by_files(engine),
-                engine.module.facts.layers,
-                engine.config.model.freeze,
-            )
-            trainer = Trainer(path, lrs, optimizer, str(engine.device), layers, freeze, engine.balance, adapter)
+            trainer = _trainer(engine, path, lrs, adapter)
             expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
         dist.broadcast_object_list(shared, src=0)
     seen = renamed(engine, observe(engine, steps, lrs, shared[0]))
     return None if expected is None else judge(seen, expected, engine.config.optimizer.name)
+
+
+def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None) -> Trainer:
+    """Of references that do what this engine is to do."""
+    model = engine.config.model
+    return Trainer(
+        path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers, model.freeze,
+        engine.balance, model.router_aux_loss == "step", adapter,
+    )  # fmt: skip
 
 
 def judge(seen: Observed, expected: Expected, optimizer: str) -> Verdict:
@@ -232,11 +236,7 @@ def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     with written(engine) as adapter:
         if not engine.ranks.is_first:
             return "", moved
-        config = engine.config
-        trainer = Trainer(
-            path, (), config.optimizer, str(engine.device), "", config.model.freeze, engine.balance, adapter
-        )
-        expected_loss, expected = trainer.reference().gradients(step)
+        expected_loss, expected = _trainer(engine, path, (), adapter).reference().gradients(step)
     gradients = as_in_files(engine, gradients)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
     words = (

@@ -4,7 +4,6 @@ reference and a class of errors."""
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,15 @@ class PeftReference(Reference):
         adapter: str,
         device: str = "cpu",
         balance: float = 0.0,
+        whole_step: bool = False,
         base: torch.dtype = torch.float32,
     ) -> None:
         try:
             from peft import PeftModel
         except ImportError as error:
             raise UserError("adapters are compared with peft, which is not installed: pip install peft") from error
-        super().__init__(path, device, (), balance)
-        self.model = PeftModel.from_pretrained(self.model.to(base), adapter, is_trainable=True).eval().to(device)
-
-    def inner(self) -> Any:
-        """transformers' model inside peft's."""
-        return self.model.get_base_model()
+        super().__init__(path, device, (), balance, whole_step)
+        self.model = PeftModel.from_pretrained(self.plain.to(base), adapter, is_trainable=True).eval().to(device)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every parameter but what peft keeps of modules that are trained whole."""
@@ -48,13 +44,6 @@ class PeftReference(Reference):
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter but what peft keeps of modules that are trained whole."""
         return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
-
-    def _balance_sum(self, out: Any, lengths: list[int]) -> Tensor:
-        wrapped, self.model = self.model, self.inner()
-        try:
-            return super()._balance_sum(out, lengths)
-        finally:
-            self.model = wrapped
 
 
 def _plain(name: str) -> str:

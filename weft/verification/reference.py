@@ -16,22 +16,30 @@ import transformers
 from torch import Tensor, nn
 
 Document = tuple[list[int], list[float]]
+Batch = tuple[list[list[int]], list[list[float]], Tensor | None]  # ids, loss masks, attention mask
 
 
 class Reference:
     """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names.
 
-    balance: factor of transformers' own auxiliary loss of each document, weighted by its tokens.
+    balance: factor of transformers' own auxiliary loss, of each document, weighted by its tokens, or of the whole step.
     """
 
-    def __init__(self, path: str, device: str = "cpu", freeze: Sequence[str] = (), balance: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        device: str = "cpu",
+        freeze: Sequence[str] = (),
+        balance: float = 0.0,
+        whole_step: bool = False,
+    ) -> None:
         config = transformers.AutoConfig.from_pretrained(path)
         cls = getattr(transformers, config.architectures[0])
-        self.model: nn.Module = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        self.model.eval().to(device)
+        self.plain = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval().to(device)
+        self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
-        self.device, self.balance = device, balance
+        self.device, self.balance, self.whole_step = device, balance, whole_step and balance > 0
         self.optimizer: torch.optim.Optimizer | None = None
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -51,43 +59,55 @@ class Reference:
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
         """loss = sum(w ce) / sum(w) over all documents, and every parameter's gradient (absent where unused)."""
-        self.model.zero_grad(set_to_none=True)
-        total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
-        tokens = sum(len(ids) for ids, _ in documents)
-        loss = sum(self._backward([ids], [mask], None, total, tokens) for ids, mask in documents)
+        loss = self._backward([([ids], [mask], None) for ids, mask in documents], documents)
         return loss, self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
         """The same, as right-padded batches of `size` with a mask: the reference's own rounding noise."""
-        self.model.zero_grad(set_to_none=True)
-        total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
+        batches: list[Batch] = []
         for start in range(0, len(documents), size):
             batch = documents[start : start + size]
             longest = max(2, *(len(ids) for ids, _ in batch))
             ids = [i + [0] * (longest - len(i)) for i, _ in batch]
             masks = [m + [0.0] * (longest - len(m)) for _, m in batch]
             seen = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
-            self._backward(ids, masks, seen, total, sum(len(i) for i, _ in documents))
+            batches.append((ids, masks, seen))
+        self._backward(batches, documents)
         return self._gradients()
 
-    def _backward(
-        self, ids: list[list[int]], masks: list[list[float]], seen: Tensor | None, total: float, tokens: int
-    ) -> float:
+    def _backward(self, batches: Sequence[Batch], documents: Sequence[Document]) -> float:
+        """Batch by batch; the auxiliary loss of all documents as one at the end, through graphs that were kept."""
+        self.model.zero_grad(set_to_none=True)
+        total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
+        tokens = sum(len(ids) for ids, _ in documents)
+        loss, kept = 0.0, list[list[Tensor]]()
+        for batch in batches:
+            ce_sum, routed = self._forward(*batch)
+            own = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
+            (ce_sum / total + self.balance * own).backward(retain_graph=self.whole_step)
+            loss, kept = loss + float(ce_sum.detach() / total), kept + routed if self.whole_step else []
+        if self.whole_step:
+            (self.balance * self._balance([torch.cat(layer) for layer in zip(*kept, strict=True)])).backward()
+        return loss
+
+    def _forward(
+        self, ids: list[list[int]], masks: list[list[float]], seen: Tensor | None
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """(sum of w ce, of each document its routers' logits, [T, experts] of each layer, where they are asked for)."""
         tensor = torch.tensor(ids, device=self.device)
         extra = {"output_router_logits": True} if self.balance else {}
         out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
         weights = torch.tensor(masks, device=self.device)[:, 1:]
         ce = -out.logits.float()[:, :-1].log_softmax(-1).gather(2, tensor[:, 1:, None])[:, :, 0]
-        loss = (ce * weights).sum() / total
+        if not self.balance:
+            return (ce * weights).sum(), []
         lengths = [len(i) for i in ids] if seen is None else seen.sum(1).tolist()
-        (loss + (self.balance * self._balance_sum(out, lengths) / tokens if self.balance else 0.0)).backward()
-        return float(loss.detach())
-
-    def _balance_sum(self, out: Any, lengths: list[int]) -> Tensor:
         layers = [layer.reshape(len(lengths), -1, layer.shape[-1]) for layer in out.router_logits]
-        function = sys.modules[type(self.model).__module__].load_balancing_loss_func
-        sizes = layers[0].shape[-1], self.model.config.num_experts_per_tok
-        return sum(n * function(tuple(x[i, :n] for x in layers), *sizes) for i, n in enumerate(lengths))
+        return (ce * weights).sum(), [[layer[i, :n] for layer in layers] for i, n in enumerate(lengths)]
+
+    def _balance(self, layers: list[Tensor]) -> Any:
+        function = sys.modules[type(self.plain).__module__].load_balancing_loss_func
+        return function(tuple(layers), layers[0].shape[-1], self.plain.config.num_experts_per_tok)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}

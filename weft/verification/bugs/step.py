@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.engine.row import Layout, Row
+from weft.objectives.balance import Balance, count_choices
 from weft.objectives.base import Batch, Objective, Terms
 from weft.ops.attention import Bounds
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
@@ -337,9 +338,20 @@ def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
     "the auxiliary loss takes all documents of a row as one: it depends on the cut",
     caught_by=GRADIENTS, seen="huggingface/transformers#44586", needs="model.router_aux_loss=document",
 )  # fmt: skip
-def balance_over_the_row(
-    plant: Plant, original: Original, logits: Any, owner_M: Tensor, documents: int, top_k: int
-) -> Tensor:
+def balance_over_the_row(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
     plant.hit()
-    total: Tensor = original(logits, owner_M.clamp(max=0), min(1, documents), top_k)
+    one = replace(balance, owner_M=balance.owner_M.clamp(max=0), documents=min(1, balance.documents))
+    total: Tensor = original(logits, one)
+    return total
+
+
+@bug(
+    "B15", "weft.models.train_module:balance_sum",
+    "with model.router_aux_loss=step, experts are counted in each micro-batch by itself, not in the whole step",
+    caught_by=GRADIENTS, seen="huggingface/transformers#44586", needs="model.router_aux_loss=step",
+)  # fmt: skip
+def balance_of_the_micro_batch(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
+    plant.hit()
+    tokens = (balance.owner_M >= 0).sum().clamp(min=1)
+    total: Tensor = original(logits, replace(balance, shares_E=count_choices(logits, balance) / tokens))
     return total
