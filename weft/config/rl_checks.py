@@ -57,6 +57,25 @@ def _other_loss(*reading: str) -> Test:
     return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
+# Arguments of an engine's server that weft sets: what to do about each instead.
+_CHOSEN = "weft chooses where the server listens"
+_DRAWS = "how tokens are drawn is in `rollout`"
+_ADAPTERS = "set lora.rank instead"
+_LENGTHS = "set rollout.max_prompt_tokens and rollout.max_new_tokens instead"
+SERVER_OPTIONS = {
+    **dict.fromkeys(("uds", "host", "port"), _CHOSEN),
+    **dict.fromkeys(("model", "model_path"), "set model.path instead"),
+    "dtype": "set rollout.dtype instead",
+    **dict.fromkeys(("seed", "random_seed"), "set train.seed instead"),
+    **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), "set rollout.tp instead"),
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "set rollout.memory instead"),
+    **dict.fromkeys(("max_model_len", "context_length"), _LENGTHS),
+    "logprobs_mode": "logprobs are of the distribution that tokens are drawn from",
+    "generation_config": _DRAWS,
+    "worker_extension_cls": "weft's own takes the weights",
+    **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTERS),
+}
+
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections that RL reads otherwise than SFT; what the others share stays.
@@ -93,6 +112,10 @@ INERT = (
         for leaf in ("correction_level", "correction_limits")
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
+        for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
+    ),
     Inert("train.objective", _always, "rl.algorithm says what is trained"),
 )
 
@@ -115,12 +138,29 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.engines": AT_LEAST_1,
+    "rollout.tp": AT_LEAST_1,
+    "rollout.memory": POSITIVE,
+    "rollout.timeout": POSITIVE,
     "cluster.trainer": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
 }
 
 
+def _server_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    for name in config.rollout.options:
+        instead = SERVER_OPTIONS.get(name.replace("-", "_"))
+        if instead is not None:
+            yield "rollout.options", f"rollout.options holds `{name}`, which weft passes itself: {instead}."
+    if config.rollout.engine == "vllm" and 0 < config.rollout.temperature < 0.01:
+        yield (
+            "rollout.temperature",
+            f"rollout.temperature is {config.rollout.temperature:g}, which vLLM would raise to 0.01: set that or more.",
+        )
+
+
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    yield from _server_combinations(config)
     if not config.rl.reward:
         yield "rl.reward", "rl.reward is empty: name at least one reward function."
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
