@@ -28,8 +28,33 @@ class RlAlgorithm:
     """What is learnt, from which rewards."""
 
     reward: tuple[str, ...] = key(
-        "Reward functions: names of built-in ones, or import paths, as in [my_rewards:is_right]."
+        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
+        "[my_rewards:is_right]. docs/how-to/write-a-reward.md",
+        (),
     )
+    reward_weights: tuple[float, ...] | None = key(
+        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.", None
+    )
+    reward_column: str | None = key(
+        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.", None
+    )
+    reward_options: dict[str, bool | int | float | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "Arguments of reward functions by name, as in {regex.pattern: '#### (\\\\d+)', math.boxed: true}.",
+        default_factory=dict,
+    )
+    reward_timeout: float = key(
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
+        "then, and each sample tried alone.",
+        30.0,
+    )
+    reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
+    environment: str | None = key(
+        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
+        "policy answers once. docs/environments.md",
+        None,
+    )
+    max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
+    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
     algorithm: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
     ] = key(
@@ -39,6 +64,14 @@ class RlAlgorithm:
     prompts: int = key("Prompts of a rollout step.", 64)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
     updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
+    chat: bool = key(
+        "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
+        "it stands.",
+        False,
+    )
+    instruction: str | None = key(
+        "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
+    )
     epochs: int = key("How often a rollout step's samples are trained.", 1)
     advantage: str = key(
         "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
@@ -185,6 +218,19 @@ class RlEvalConfig:
     )
     every: int = key("Rollout steps between evaluations; 0: only after the last.", 0)
     at_start: bool = key("Evaluate before the first step, too.", False)
+    samples: int = key(
+        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.", 0
+    )
+    pass_at: tuple[int, ...] | None = key(
+        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.", None
+    )
+    temperature: float = key("Temperature of the answers that eval.samples draws.", 1.0)
+    top_p: float = key("Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0)
+    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None)
+    correct_from: float = key(
+        "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

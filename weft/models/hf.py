@@ -14,7 +14,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 - DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
-  .conv_states, .recurrent_states (number -> tensor [rows, ...] or None); GenerationMixin._supports_default_dynamic_cache
+  .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
+  GenerationMixin._supports_default_dynamic_cache
 """
 
 from __future__ import annotations

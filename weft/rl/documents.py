@@ -39,7 +39,7 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         "advantage": sample.advantages,
         "correction": sample.correction if config.rl.corrects else None,
         "reference_logprob": sample.reference,
-        "value": sample.values,
+        "old_value": sample.values,
         "return": sample.returns,
     }
     assert sample.old is not None and sample.advantages is not None, f"sample {sample.id} is not ready to be trained"

@@ -98,7 +98,7 @@ def _at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_RV: Tensor, shares_R: Tensor) -> Tensor:
-    """[R] the first place where cumulative > share x its last; never one that adds nothing. The last where it is NaN."""
+    """[R] the first place where cumulative > share x its last, so never one that adds nothing; of NaN the last."""
     last_R = cumulative_RV[:, -1]
     wanted_R = (shares_R.clamp(0, 1) * last_R).minimum(last_R * (1 - 1e-15))
     places_R = torch.searchsorted(cumulative_RV, wanted_R[:, None], right=True)[:, 0]

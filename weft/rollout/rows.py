@@ -267,7 +267,7 @@ class WholeRows:
         by_length: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             by_length.setdefault(len(row), []).append(place)
-        logits = {}
+        logits: dict[int, Tensor] = {}
         for length, places in by_length.items():
             ids_RT, positions_RT, bounds = self._model.padded([rows[place] for place in places])
             if self._model.packs:
