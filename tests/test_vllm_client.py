@@ -29,6 +29,8 @@ from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served
+from weft.rollout.sglang import SglangEngine
+from weft.rollout.sync.wire import SyncError
 from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
 from weft.rollout.vllm.mapping import body_of, completion_of
 from weft.rollout.vllm.server import Settings, command, environment, place_parts, settings_of
@@ -128,17 +130,17 @@ def test_an_answer_that_is_not_whole_is_refused(changes: dict[str, Any], said: s
 class Fake:
     """A Served over SERVER."""
 
-    def __init__(self, folder: Path, silence: float = 60.0) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, socket = folder, folder / "s"
         (folder / "server.py").write_text(SERVER)
         words = [sys.executable, "-I", "-S", str(folder / "server.py"), str(socket)]
         self.process = EngineProcess("fake-0", words, dict(os.environ), folder / "fake-0.log")
-        self.served = Served(self.process, Address(str(socket)), "/health", silence)
+        self.served = Served(self.process, Address(str(socket)), "/health", 60.0)
 
 
-def with_fake(folder: Path, body: Callable[[Fake], Any], silence: float = 60.0) -> Any:
+def with_fake(folder: Path, body: Callable[[Fake], Any]) -> Any:
     async def run() -> Any:
-        fake = Fake(folder, silence)
+        fake = Fake(folder)
         try:
             await fake.served.ready()
             return await body(fake)
@@ -183,6 +185,7 @@ def test_a_server_that_ends_ends_all_calls_and_is_named_with_its_log(tmp_path: P
 
 def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path: Path) -> None:
     async def body(fake: Fake) -> None:
+        fake.served._silence = 1.0  # it was given longer to start
         fake.served.hold(True)
         slow = asyncio.create_task(fake.served.work("/slow", {}, "generating"))
         await asyncio.sleep(1.5)
@@ -191,14 +194,15 @@ def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path:
         with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating"):
             await slow
 
-    with_fake(tmp_path, body, silence=1.0)
+    with_fake(tmp_path, body)
 
     async def order(fake: Fake) -> None:
+        fake.served._silence = 1.0
         with pytest.raises(EngineDiedError, match="fake-0 has not answered for 1 s while pausing"):
             await fake.served.order("/slow", {}, "pausing")
 
     (tmp_path / "again").mkdir()
-    with_fake(tmp_path / "again", order, silence=1.0)
+    with_fake(tmp_path / "again", order)
 
 
 def test_an_engine_ends_with_the_process_that_started_it_and_so_does_what_it_started(tmp_path: Path) -> None:
@@ -290,7 +294,7 @@ def test_what_is_installed_for_cpu_and_for_cuda() -> None:
     assert [words for _, words in _steps("cuda", [])] == [["install", "--quiet", "vllm>=0.32,<0.33"]]
 
 
-# ---------------------------------------------------------------- its keys
+# ---------------------------------------------------------------- keys
 
 
 def config_of(folder: Path, *words: str) -> RlConfig:
@@ -327,3 +331,104 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         config_of(tmp_path, "rollout.engine=vllm", "rollout.options={max-model-len: 9}")
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")
+    with pytest.raises(UserError, match=r"rollout.python is not set: weft installs no SGLang"):
+        config_of(tmp_path, "rollout.engine=sglang")
+
+
+# ---------------------------------------------------------------- SGLang, by its documents
+
+
+class Sglang:
+    """Answers as SGLang's documents say; what it was asked is in `asked`. Each completion has 5 tokens: 1, 2, 3, 4, 5.
+
+    A generation ends at once unless `slow`; then it has 2 tokens when it is aborted.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.slow, self._ended = False, asyncio.Event()
+        self.succeeds = True
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        self.asked.append((path, body))
+        if path == "/generate":
+            begin = len(body["input_ids"]) - 2
+            aborted = self.slow
+            if self.slow:
+                await self._ended.wait()
+            tokens = range(begin + 1, begin + 3 if aborted else 6)
+            drawn = [[-token / 10, token, None] for token in tokens]
+            reason = {"type": "abort"} if aborted else {"type": "stop", "matched": 5}
+            return {"output_ids": list(tokens), "meta_info": {"finish_reason": reason, "output_token_logprobs": drawn}}
+        if path in ("/pause_generation", "/abort_request"):
+            self._ended.set()
+        return {"success": self.succeeds, "message": "no such folder"}
+
+
+def with_sglang(folder: Path, body: Callable[[SglangEngine, Sglang], Any]) -> Any:
+    async def run() -> Any:
+        fake = Fake(folder)
+        server: Any = Sglang()
+        engine = SglangEngine(settings(), fake.served, 1)
+        await fake.served.ready()
+        fake.served._address = server
+        try:
+            return await body(engine, server)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+REQUEST = Request("p", (8, 9), (7,), Sampling(6, temperature=0.5, ends=(5,), stop=("x",)))
+
+
+def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
+    async def body(engine: SglangEngine, server: Sglang) -> None:
+        (completion,) = await engine.generate(REQUEST)
+        assert completion == Completion((1, 2, 3, 4, 5), (-0.1, -0.2, -0.3, -0.4, -0.5), "end", ((1, 5),))
+        asked = dict(server.asked)["/generate"]
+        assert asked["input_ids"] == [8, 9] and asked["return_logprob"] is True
+        assert asked["sampling_params"] == {
+            "max_new_tokens": 6, "temperature": 0.5, "top_p": 1.0, "top_k": 1 << 30, "min_p": 0.0, "sampling_seed": 7,
+            "stop_token_ids": [5], "ignore_eos": True, "stop": ["x"], "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }  # fmt: skip
+
+    with_sglang(tmp_path, body)
+
+
+def test_what_sglang_was_doing_during_an_update_it_goes_on_with_under_the_new_weights(tmp_path: Path) -> None:
+    async def body(engine: SglangEngine, server: Sglang) -> None:
+        server.slow = True
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.05)
+        server.slow = False
+        await engine.reload(Path("/new"), 2)
+        (completion,) = await running
+        assert completion.tokens == (1, 2, 3, 4, 5) and completion.versions == ((1, 2), (2, 3))
+        paths = [path for path, _ in server.asked if path != "/health"]
+        assert paths == [
+            "/generate", "/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"
+        ]  # fmt: skip
+        assert server.asked[-1][1]["input_ids"] == [8, 9, 1, 2]
+        assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 4
+
+    with_sglang(tmp_path, body)
+
+
+def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_not_go_on(tmp_path: Path) -> None:
+    async def body(engine: SglangEngine, server: Sglang) -> None:
+        server.slow = True
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.05)
+        await engine.abort()
+        (completion,) = await running
+        assert completion.tokens == (1, 2) and completion.finish == "abort"
+        server.succeeds = False
+        with pytest.raises(SyncError, match="did not get version 3: no such folder"):
+            await engine.reload(Path("/none"), 3)
+        with pytest.raises(SyncError, match="no whole weights"):
+            await engine.resume()
+
+    with_sglang(tmp_path, body)

@@ -33,6 +33,12 @@ def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
         instead = SERVER_OPTIONS.get(name.replace("-", "_"))
         if instead is not None:
             yield "rollout.options", f"rollout.options holds `{name}`, which weft passes itself: {instead}."
+    if rollout.engine == "sglang" and rollout.python is None:
+        yield (
+            "rollout.python",
+            "rollout.python is not set: weft installs no SGLang. Set it to the Python, or the folder of the "
+            "environment, that has it.",
+        )
     if rollout.engine == "vllm" and 0 < rollout.temperature < _COLDEST:
         yield (
             "rollout.temperature",

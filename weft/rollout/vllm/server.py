@@ -87,7 +87,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
         words += ["--enable-sleep-mode"] if settings.sleeps else []
         words += ["--gpu-memory-utilization", str(settings.memory)] if settings.memory is not None else []
     for name, value in settings.options.items():
-        words += _option(name.replace("_", "-"), value)
+        words += option(name.replace("_", "-"), value)
     return words
 
 
@@ -130,7 +130,8 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
     }
 
 
-def _option(name: str, value: Any) -> list[str]:
+def option(name: str, value: Any) -> list[str]:
+    """The words of a command line for one of rollout.options."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
