@@ -29,6 +29,7 @@ from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served
+from weft.rollout.servers import ServerPool
 from weft.rollout.sglang import SglangEngine
 from weft.rollout.sync.wire import SyncError
 from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
@@ -432,3 +433,27 @@ def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_no
             await engine.resume()
 
     with_sglang(tmp_path, body)
+
+
+def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.got: list[str] = []
+
+        async def generate(self, request: Request) -> list[Completion]:
+            self.got.append(request.id)
+            await asyncio.sleep(0.01)
+            return []
+
+    def asked(name: str, seeds: int, longest: int) -> Request:
+        return Request(name, (1, 2), tuple(range(seeds)), Sampling(longest))
+
+    async def run() -> list[list[str]]:
+        engines: Any = [Engine(), Engine()]
+        pool = ServerPool(engines)
+        requests = [asked("long", 4, 100), asked("a", 4, 10), asked("b", 4, 10), asked("c", 8, 40), asked("d", 1, 1)]
+        await asyncio.gather(*(pool.generate(request) for request in requests))
+        await pool.generate(asked("later", 1, 1))
+        return [engine.got for engine in engines]
+
+    assert asyncio.run(run()) == [["long", "d", "later"], ["a", "b", "c"]]
