@@ -57,6 +57,7 @@ def open_engine(
     seed: int = 0,
     deterministic: bool = False,
     temperature: float = 1.0,
+    exact: bool = False,
     value_head: Literal["zeros", "normal"] | None = None,
     **sections: dict[str, Any],
 ) -> Engine:
@@ -73,6 +74,7 @@ def open_engine(
             seed=seed,
             deterministic=deterministic,
             temperature=temperature,
+            exact=exact,
             value_head=value_head,
         ),
         join("cpu"),

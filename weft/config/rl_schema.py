@@ -43,8 +43,8 @@ class RlAlgorithm:
         default_factory=dict,
     )
     reward_timeout: float = key(
-        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended then, "
-        "and each sample tried alone.",
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
+        "then, and each sample tried alone.",
         30.0,
     )
     reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)

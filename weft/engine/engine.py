@@ -39,7 +39,7 @@ from weft.engine.sleep import PARTS, Part, Sleeper
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.adapter_files import fill_adapters
-from weft.models.build import BuiltModel, balance_coefficient, build_model
+from weft.models.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
@@ -50,6 +50,7 @@ from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
+from weft.ops.exact import numerics
 from weft.observe.timing import waiting
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
@@ -76,6 +77,7 @@ class EngineConfig:
     """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
 
     temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
     value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
     the files have none.
     """
@@ -90,6 +92,7 @@ class EngineConfig:
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
     temperature: float = 1.0
+    exact: bool = False
     value_head: First | None = None
 
 
@@ -134,6 +137,8 @@ class Engine:
         )
         self.module = self.built.module
         self.module.head.temperature = config.temperature
+        if config.exact:
+            make_exact(self.module)
         self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
@@ -260,7 +265,11 @@ class Engine:
             row = self._row(plan, micro, documents, objective.every_token)
             flight.at("forward", micro + 1)
             last = micro == plan.micro_batches - 1
-            with reduction(self.module, self.config.fsdp.reduce, last=last), self._replay.following(row) as seen_routes:
+            with (
+                reduction(self.module, self.config.fsdp.reduce, last=last),
+                self._replay.following(row) as seen_routes,
+                numerics(self.config.exact),
+            ):
                 terms = self._forward(row, objective, shares_E)
                 flight.at("backward", micro + 1)
                 loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
@@ -370,7 +379,7 @@ class Engine:
         was_training = self.module.training
         self.module.train(was_training and not evaluating)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), numerics(self.config.exact):
                 yield
         finally:
             self.module.train(was_training)

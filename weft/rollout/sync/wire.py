@@ -8,9 +8,9 @@ its length in 4 bytes. Tensors do not pass through this connection but through m
 group, or through files, a bucket at a time:
 
     engine                                    sender
-    {hello, key, name, member, version, ...}
+    {hello, key, name, member, version, has, base, joined}
                                               {begin: kind, version, verify, plane, manifest, adapter}
-                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length], ..]}
+                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length]]}
     {took: k}                                 .. more buckets: two are on their way at once
                                               {end: buckets}
     {received: {name: sum}, placed: {..}}     compared with what was sent
@@ -30,6 +30,7 @@ import mmap
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -257,7 +258,8 @@ class Delivery:
         peer = f"the sender at {ticket.host}:{ticket.port}"
         self.channel = Channel(_connect(ticket, version), peer, ticket.timeout)
         who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
-        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, **who)
+        joined = None if _Grouped.joined is None else _Grouped.joined[0]
+        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, **who)
 
     def parts(self) -> Iterator[Part]:
         """Each is to be taken whole and finished before the next: weights, or an adapter, after its base if need be."""
@@ -278,10 +280,8 @@ class Delivery:
     ) -> None:
         if error is not None:
             text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-            try:
+            with suppress(SyncError):  # what the engine raises says more
                 self.channel.write(error=text)
-            except SyncError:
-                pass  # what the engine raises says more
         self.channel.close()
 
 
@@ -388,16 +388,16 @@ class _Mapped:
 class _Grouped:
     """Buckets through a process group of the sender (its rank 0) and every worker that takes part."""
 
-    _joined: tuple[str, Any] | None = None  # kept between syncs: joining NCCL takes seconds
+    joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
     def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
         self._backend, self._peer, self._timeout = plane["backend"], plane["id"], ticket.timeout
-        if _Grouped._joined is None or _Grouped._joined[0] != plane["id"]:
-            _Grouped._joined = None
+        if _Grouped.joined is None or _Grouped.joined[0] != plane["id"]:
+            _Grouped.joined = None
             store = open_store(ticket.host, plane["port"], ticket.timeout)
             group = join_group(store, plane["id"], plane["rank"], plane["world"], self._backend, ticket.timeout)
-            _Grouped._joined = plane["id"], group
-        self._group = _Grouped._joined[1]
+            _Grouped.joined = plane["id"], group
+        self._group = _Grouped.joined[1]
 
     def take(self, message: Mapping[str, Any]) -> Any:
         """The bytes of a bucket, on the device of the backend."""
@@ -408,7 +408,7 @@ class _Grouped:
         try:
             broadcast(self._group, memory).wait()
         except RuntimeError as error:
-            _Grouped._joined = None
+            _Grouped.joined = None
             raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
         return memory if self._backend == "nccl" else memory.numpy()
 
