@@ -42,7 +42,7 @@ STEP = awkward_steps(128)[0]
 def arrays() -> list[dict[str, Tensor]]:
     """Returns, and old values that are near to none of the critic's, of each document."""
     generator = torch.Generator().manual_seed(5)
-    return [{name: torch.randn(len(ids), generator=generator) for name in ("return", "value")} for ids, _ in STEP]
+    return [{name: torch.randn(len(ids), generator=generator) for name in ("return", "old_value")} for ids, _ in STEP]
 
 
 def documents_of(engine: Engine) -> tuple[dict[int, Document], StepPlan]:
@@ -86,7 +86,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
     for (ids, mask), array in zip(STEP, arrays(), strict=True):
         value = model.score(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state)[0, :-1, 0]
         values.append(value.detach())
-        target, old, weight = array["return"][1:], array["value"][1:], torch.tensor(mask[1:])
+        target, old, weight = array["return"][1:], array["old_value"][1:], torch.tensor(mask[1:])
         loss = (value - target) ** 2
         if clip is not None:
             other = (old + (value - old).clamp(-clip, clip) - target) ** 2

@@ -40,7 +40,7 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
         return None
     beside = _beside(policy_config(config), own)
     fsdp = replace(beside.fsdp, param_dtype=own.param_dtype or beside.fsdp.param_dtype)
-    return replace(beside, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference")
+    return replace(beside, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
@@ -51,7 +51,7 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     beside = _beside(policy_config(config), own)
     optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None)
     model = replace(beside.model, recompute=config.model.recompute)
-    return replace(beside, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head)
+    return replace(beside, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
 
 
 def reference_engine(config: RlConfig, ranks: Ranks, progress: Progress | None = None) -> Engine | None:
