@@ -57,7 +57,9 @@ def open_engine(
     seed: int = 0,
     deterministic: bool = False,
     temperature: float = 1.0,
+    exact: bool = False,
     value_head: Literal["zeros", "normal"] | None = None,
+    replay: bool = True,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -73,7 +75,9 @@ def open_engine(
             seed=seed,
             deterministic=deterministic,
             temperature=temperature,
+            exact=exact,
             value_head=value_head,
+            replay=replay,
         ),
         join("cpu"),
     )

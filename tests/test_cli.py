@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -225,3 +226,25 @@ def test_a_bad_config_is_answered_without_torch(tmp_path: Path) -> None:
 def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sft", "c.yaml", "step.documents=x", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "status", "destroyed"), [("1", 0, False), ("1", 3, True), ("", 0, True)], ids=["well", "badly", "alone"]
+)
+def test_a_rank_that_ended_well_runs_no_native_destructors(rank: str, status: int, destroyed: bool) -> None:
+    code = (
+        "import atexit, threading, time\n"
+        "from weft.cluster.guard import program\n"
+        "class Native:\n"
+        "    def __del__(self): print('destroyed', flush=True)\n"
+        "kept = Native()\n"
+        "def main():\n"
+        "    atexit.register(print, 'at exit')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        f"    return {status}\n"
+        "program(main)\n"
+    )
+    ranks = {"RANK": rank, "WORLD_SIZE": "2"} if rank else {}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **ranks})
+    assert done.returncode == status
+    assert done.stdout.split("\n") == ["thread", "at exit", *["destroyed"] * destroyed, ""]

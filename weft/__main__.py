@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from weft.cli import main
+from weft.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -32,6 +34,27 @@ Body = Callable[[], bool | None]
 def joined() -> bool:
     """Whether this process is one rank of several that something (torchrun, weft) has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def program(main: Callable[[], int]) -> NoReturn:
+    """The life of a process: `main`, and its exit status.
+
+    A rank that ended well, its process group left, ends after all that Python does for threads and at exit, and before
+    native destructors: those of libraries run beside threads that others of them still have, and have crashed ranks
+    whose work was done.
+    """
+    ended: list[int] = []
+
+    def skip_destructors() -> None:
+        if ended == [SUCCESS] and joined():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SUCCESS)
+
+    atexit.register(skip_destructors)  # what is registered first runs last
+    ended.append(main())
+    sys.exit(ended[0])
 
 
 def guarded(body: Body, debug: bool = False) -> int:

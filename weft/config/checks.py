@@ -288,9 +288,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     yield from _eval_combinations(config.eval)
 
 
-def common_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """Those of the sections that all training has."""
-    yield from _source_problems(config.data)
+def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
+    """Those of the sections that all training has. free_columns: the data may have columns of any name."""
+    yield from _source_problems(config.data, free_columns)
     day = config.data.template_date
     if day is not None and not _is_day(day):
         yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
@@ -312,23 +312,28 @@ def common_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
-    sources = evaluation.sources
-    if evaluation.path is not None and sources is not None:
-        yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
-    if sources is not None:
-        texts = [*source_problems(sources, "eval.path")]
-        texts += [
-            f"{s.path}: weight: every held-out document counts once: leave it out." for s in sources if s.weight != 1
-        ]
-        yield from (("eval.sources", f"eval.sources: {text}") for text in texts)
+    yield from held_out_problems(evaluation)
     if evaluation.prompts is not None and not evaluation.prompts:
         yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
-    figures = ["eval/loss", *(f"eval/{source_name(source)}/loss" for source in sources or ())]
+    figures = ["eval/loss", *(f"eval/{source_name(source)}/loss" for source in evaluation.sources or ())]
     if evaluation.metric not in figures:
         yield (
             "eval.metric",
             f"eval.metric is {evaluation.metric}, which is not evaluated: set it to {' or '.join(figures)}.",
         )
+
+
+def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
+    """Of eval.path and eval.sources. free_columns: as for common_combinations."""
+    sources = evaluation.sources
+    if evaluation.path is not None and sources is not None:
+        yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
+    if sources is not None:
+        texts = [*source_problems(sources, "eval.path", free_columns)]
+        texts += [
+            f"{s.path}: weight: every held-out document counts once: leave it out." for s in sources if s.weight != 1
+        ]
+        yield from (("eval.sources", f"eval.sources: {text}") for text in texts)
 
 
 def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
@@ -377,11 +382,11 @@ def _group_problems(group: Any) -> Iterator[str]:
         yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
 
 
-def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+def _source_problems(data: Any, free: bool) -> Iterator[tuple[str, str]]:
     if data.sources is not None:
-        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources, free=free))
         return
-    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns, free))
     yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import (
     AT_LEAST_1,
+    AT_LEAST_2,
+    AXIS,
     IMPORT_PATH,
     NOT_NEGATIVE,
     POSITIVE,
@@ -15,6 +18,7 @@ from weft.config.checks import (
     Rules,
     Test,
     common_combinations,
+    held_out_problems,
 )
 from weft.config.checks import (
     EXCLUSIVE as SFT_EXCLUSIVE,
@@ -26,7 +30,9 @@ from weft.config.checks import (
     RANGES as SFT_RANGES,
 )
 from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
-from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.config.rewards import BUILT_IN_REWARDS, reward_names
+from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlAlgorithm, RlConfig, RlEvalConfig
+from weft.config.server_checks import server_combinations
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -37,6 +43,15 @@ _NO_PROMPTS = "neither eval.path nor eval.sources is set: nothing is evaluated"
 
 def _held_out(config: RlConfig) -> bool:
     return config.eval.path is not None or config.eval.sources is not None
+
+
+def _reads_base(config: RlConfig) -> bool:
+    """Whether the reference is the policy without its adapters."""
+    return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
+
+
+def _leaves(section: type[ReferenceConfig | CriticConfig]) -> list[str]:
+    return [spec.name for spec in fields(section)]
 
 
 def _always(_: Any) -> bool:
@@ -92,7 +107,40 @@ INERT = (
         Inert(f"rl.{leaf}", lambda c: c.rl.correction == "none", "rl.correction is none")
         for leaf in ("correction_level", "correction_limits")
     ),
+    *(
+        Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        for leaf in _leaves(ReferenceConfig)
+    ),
+    *(
+        Inert(f"reference.{leaf}", _reads_base, "the base under the adapters is the reference, and needs no engine")
+        for leaf in _leaves(ReferenceConfig)
+        if leaf != "path"
+    ),
+    *(
+        Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
+        for leaf in _leaves(CriticConfig)
+    ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
+        for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
+        for leaf in ("reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.environment is None, "rl.environment is not set")
+        for leaf in ("max_turns", "environment_timeout")
+    ),
+    *(
+        Inert(f"eval.{leaf}", lambda c: not _held_out(c), _NO_PROMPTS)
+        for leaf in ("samples", "pass_at", "temperature", "top_p", "top_k", "max_new_tokens", "correct_from")
+    ),
+    *(
+        Inert(f"eval.{leaf}", lambda c: c.eval.samples == 0, "eval.samples is 0: answers are greedy")
+        for leaf in ("pass_at", "temperature", "top_p", "top_k")
+    ),
     Inert("train.objective", _always, "rl.algorithm says what is trained"),
 )
 
@@ -112,33 +160,120 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.dynamic_sampling": NOT_NEGATIVE,
     "rl.overlong_buffer": AT_LEAST_1,
     "rl.overlong_penalty": POSITIVE,
+    "reference.dp_replicate": AXIS,
+    "reference.dp_shard": AXIS,
+    "reference.max_tokens_per_device": AT_LEAST_2,
+    "critic.lr": POSITIVE,
+    "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "critic.dp_replicate": AXIS,
+    "critic.dp_shard": AXIS,
+    "critic.max_tokens_per_device": AT_LEAST_2,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.engines": AT_LEAST_1,
+    "rollout.tp": AT_LEAST_1,
+    "rollout.memory": POSITIVE,
+    "rollout.timeout": POSITIVE,
+    "rl.reward_timeout": POSITIVE,
+    "rl.reward_workers": AT_LEAST_1,
+    "rl.max_turns": AT_LEAST_1,
+    "rl.environment_timeout": POSITIVE,
     "cluster.trainer": AT_LEAST_1,
+    "eval.samples": NOT_NEGATIVE,
+    "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
+    "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
+    "eval.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "eval.top_k": NOT_NEGATIVE,
+    "eval.max_new_tokens": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
 }
 
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
-    if not config.rl.reward:
-        yield "rl.reward", "rl.reward is empty: name at least one reward function."
+    yield from server_combinations(config.rollout)
+    yield from _reward_combinations(config.rl)
+    yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
-    longest, row = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, config.step.max_tokens_per_device
-    if longest > row:
-        yield (
-            "step.max_tokens_per_device",
-            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row holds "
-            f"step.max_tokens_per_device = {row} and samples are never cut over rows: set "
-            f"step.max_tokens_per_device={longest}, or let samples be shorter.",
-        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for section in ("step", "reference", "critic"):
+        row = getattr(config, section).max_tokens_per_device
+        if row is not None and longest > row:
+            name = f"{section}.max_tokens_per_device"
+            yield (
+                name,
+                f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row "
+                f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
+                "shorter.",
+            )
     if config.rl.prompts % config.rl.updates:
         yield (
             "rl.updates",
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
             "dealt to the optimizer steps whole, and equally.",
         )
-    yield from common_combinations(config)
+    if config.data.long_documents == "truncate":
+        yield (
+            "data.long_documents",
+            "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
+            "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
+        )
+    yield from common_combinations(config, free_columns=True)
+
+
+def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
+    if not rl.reward and rl.environment is None:
+        yield (
+            "rl.reward",
+            "rl.reward is empty: name at least one reward function, as in rl.reward=[math] "
+            "(docs/how-to/write-a-reward.md), or an rl.environment that gives rewards.",
+        )
+    for path in rl.reward:
+        if path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
+            yield (
+                "rl.reward",
+                f"rl.reward names {path}, which is neither one of {', '.join(BUILT_IN_REWARDS)} nor an import path, as "
+                "in my_rewards:is_right for the function is_right in my_rewards.py.",
+            )
+    if twice := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:
+        yield "rl.reward", f"rl.reward names {twice[0]} twice: name it once, and set rl.reward_weights."
+    if rl.reward_weights is not None and len(rl.reward_weights) != len(rl.reward):
+        yield (
+            "rl.reward_weights",
+            f"rl.reward_weights has {len(rl.reward_weights)} numbers for {len(rl.reward)} reward functions: give one "
+            "to each, in their order.",
+        )
+    names = reward_names(rl.reward)
+    for option in rl.reward_options:
+        name, dot, argument = option.rpartition(".")
+        if not dot or name not in names or not argument.isidentifier():
+            yield (
+                "rl.reward_options",
+                f"rl.reward_options: {option} is no argument of a reward function: write NAME.ARGUMENT, where NAME is "
+                f"one of {', '.join(names) or 'rl.reward'}.",
+            )
+    if "regex" in rl.reward and "regex.pattern" not in rl.reward_options:
+        yield (
+            "rl.reward_options",
+            "rl.reward names regex, whose pattern is not set: rl.reward_options={regex.pattern: '#### (.+)'}.",
+        )
+    if rl.environment is not None and not IMPORT_PATH.fullmatch(rl.environment):
+        yield (
+            "rl.environment",
+            f"rl.environment is {rl.environment}, which is no import path: write package.module:Name, as in "
+            "my_envs:Calculator for the class Calculator in my_envs.py.",
+        )
+
+
+def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
+    yield from held_out_problems(evaluation, free_columns=True)
+    most = max(evaluation.pass_at or (0,))
+    if evaluation.samples and most > evaluation.samples:
+        yield (
+            "eval.pass_at",
+            f"eval.pass_at asks for pass@{most}, but eval.samples draws {evaluation.samples} answers for each prompt: "
+            f"set eval.samples={most} or more (twice as many estimate it better).",
+        )
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weft.config.schema import (
     CheckpointConfig,
@@ -28,8 +28,33 @@ class RlAlgorithm:
     """What is learnt, from which rewards."""
 
     reward: tuple[str, ...] = key(
-        "Reward functions: names of built-in ones, or import paths, as in [my_rewards:is_right]."
+        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
+        "[my_rewards:is_right]. docs/how-to/write-a-reward.md",
+        (),
     )
+    reward_weights: tuple[float, ...] | None = key(
+        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.", None
+    )
+    reward_column: str | None = key(
+        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.", None
+    )
+    reward_options: dict[str, bool | int | float | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "Arguments of reward functions by name, as in {regex.pattern: '#### (\\\\d+)', math.boxed: true}.",
+        default_factory=dict,
+    )
+    reward_timeout: float = key(
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
+        "then, and each sample tried alone.",
+        30.0,
+    )
+    reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
+    environment: str | None = key(
+        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
+        "policy answers once. docs/environments.md",
+        None,
+    )
+    max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
+    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
     algorithm: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
     ] = key(
@@ -39,6 +64,14 @@ class RlAlgorithm:
     prompts: int = key("Prompts of a rollout step.", 64)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
     updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
+    chat: bool = key(
+        "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
+        "it stands.",
+        False,
+    )
+    instruction: str | None = key(
+        "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
+    )
     epochs: int = key("How often a rollout step's samples are trained.", 1)
     advantage: str = key(
         "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
@@ -129,13 +162,40 @@ class RlAlgorithm:
 class RolloutConfig:
     """What generates, and how tokens are drawn."""
 
-    engine: Literal["embedded"] = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training.", "embedded"
+    engine: Literal["embedded", "vllm", "sglang"] = key(
+        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `vllm`, `sglang`: "
+        "servers in processes and environments of their own (docs/rollout-engines.md).",
+        "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    python: str | None = key(
+        "Python program, or folder of the environment, that engines of their own run with; null: the one that "
+        "`weft engine install vllm` made.",
+        None,
+    )
+    engines: int = key("Engines of their own; prompts are spread over them.", 1)
+    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
+    memory: float | None = key(
+        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: GiB of KV cache. "
+        "null: as the engine does by itself, on CPU 1.",
+        None,
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
+    )
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
+        "does not know it refuses when it starts.",
+        default_factory=dict,
+    )
+    timeout: float = key(
+        "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
+        "working on; one that does not counts as hanging.",
+        600.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +209,57 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The model that rl.kl measures the policy against: an engine of its own beside the trainer, which only reads."""
+
+    path: str | None = key(
+        "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "
+        "under the adapters, which needs no second copy.",
+        None,
+    )
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
+        "more fit.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What rl.advantage=gae learns values with: an engine of its own beside the policy's, which trains."""
+
+    path: str | None = key(
+        "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "
+        "classifier with one label (a reward model), whose head is kept; null: model.path.",
+        None,
+    )
+    head: Literal["zeros", "normal"] = key(
+        "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
+        "zeros",
+    )
+    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5)
+    clip: float | None = key(
+        "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
+        "null: never.",
+        0.2,
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key(
+        "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
+    )
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RlEvalConfig:
     """Held-out prompts, whose answers are rewarded and not trained."""
 
@@ -158,6 +269,19 @@ class RlEvalConfig:
     )
     every: int = key("Rollout steps between evaluations; 0: only after the last.", 0)
     at_start: bool = key("Evaluate before the first step, too.", False)
+    samples: int = key(
+        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.", 0
+    )
+    pass_at: tuple[int, ...] | None = key(
+        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.", None
+    )
+    temperature: float = key("Temperature of the answers that eval.samples draws.", 1.0)
+    top_p: float = key("Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0)
+    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None)
+    correct_from: float = key(
+        "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +292,8 @@ class RlConfig:
     data: DataConfig
     rl: RlAlgorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

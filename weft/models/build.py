@@ -23,6 +23,7 @@ from weft.models.startup import Findings, check_kernel, examine, implementation
 from weft.models.train_module import TrainModule
 from weft.models.value_head import value_head_names
 from weft.observe.flops import FlopFacts
+from weft.ops.attention import EXACT
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,12 @@ def build_model(
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
     return BuiltModel(config.path, module, hf_config, findings, flops, folder, dtypes, buffers, pieces, load, plan)
+
+
+def make_exact(module: TrainModule) -> None:
+    """Let attention and readouts be those of rl.on_policy=exact; weft.ops.exact.numerics sees to the rest."""
+    module.hf_model.set_attn_implementation(implementation(module.hf_model.config, EXACT))
+    module.head.exact = True
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:

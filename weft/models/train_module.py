@@ -30,6 +30,7 @@ class Head(nn.Module):
         self.bias = linear.bias
         self.transform = transform
         self.temperature = 1.0  # what logits are divided by, after the family's own transform
+        self.exact = False  # readouts are, to the last bit, what a sampler records
         self.lora: LowRank | None = None
 
     def forward(
@@ -52,7 +53,7 @@ class Head(nn.Module):
             return dict(zip(("logprob", "top1"), found, strict=True))
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts, temperature=self.temperature, upstream=upstream_N,
+            entropy="entropy" in readouts, temperature=self.temperature, upstream=upstream_N, exact=self.exact,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
@@ -70,7 +71,7 @@ class ValueHead(Head):
         self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
-        assert set(readouts) == {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
+        assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         return {"value": nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)[:, 0]}

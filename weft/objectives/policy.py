@@ -160,13 +160,13 @@ class PolicyLoss:
 
     def __call__(self, batch: Batch) -> Terms:
         config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
-        tokens = PolicyTokens(logprob, _array(batch, "old_logprob"), _array(batch, "advantage"), batch)
+        tokens = PolicyTokens(logprob, batch.arrays["old_logprob"], batch.arrays["advantage"], batch)
         loss = self._policy_loss(tokens)
         if config.corrects:
-            loss = loss * _array(batch, "correction")
+            loss = loss * batch.arrays["correction"]
         means = {"entropy": entropy, **self._ratio_metrics(tokens)}
         if config.kl > 0:
-            reference = _array(batch, "reference_logprob")
+            reference = batch.arrays["reference_logprob"]
             means["kl"] = _k3(logprob, reference)
             if config.kl_in == "loss":
                 loss = loss + config.kl * kl_loss(tokens, reference, config)
@@ -213,12 +213,3 @@ def _k3(p: Tensor, q: Tensor) -> Tensor:
     """[N] KL(p || q) of each token drawn from p, as a value: the mean of exp(-d) - 1 + d, d = log p - log q."""
     d = (p - q).detach().clamp(-_LARGEST, _LARGEST)
     return torch.expm1(-d) + d
-
-
-def _array(batch: Batch, name: str) -> Tensor:
-    """[N] an array of the documents; empty in a row without documents, which no array belongs to."""
-    if not batch.documents:
-        return batch.weights_N
-    if name not in batch.arrays:
-        raise KeyError(f"the documents have no {name}, which the policy loss reads")
-    return batch.arrays[name]

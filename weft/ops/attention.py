@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.ops.decode import one_token
 
 BOUNDS_ARGUMENT = "doc_bounds"
+EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
 
 
 @dataclass(eq=False)
@@ -246,8 +247,15 @@ def attend(
         window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
     )  # fmt: skip
     traits_seen.update((ATTENTION, *_traits(call)))
-    run = KERNELS[choose(preference, call)].run if bounds.past is None else one_token
-    return run(call).transpose(1, 2).contiguous(), None
+    return _kernel(preference, call)(call).transpose(1, 2).contiguous(), None
+
+
+def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
+    if preference == EXACT:
+        from weft.ops.exact_attention import attend_exactly
+
+        return attend_exactly
+    return KERNELS[choose(preference, call)].run if call.bounds.past is None else one_token
 
 
 def _traits(call: Call) -> list[str]:
@@ -259,7 +267,7 @@ def register() -> None:
     """Register `weft_auto`, `weft_per_document`, ... with transformers. Safe to call again."""
     from weft.models import hf
 
-    for preference in ("auto", *KERNELS):
+    for preference in ("auto", EXACT, *KERNELS):
         hf.register_attention(f"weft_{preference}", partial(attend, preference))
 
 

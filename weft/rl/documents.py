@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
+from weft.engine.replay import aligned
 from weft.rl.types import Flags, Group, Sample
 
 
@@ -39,7 +40,7 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         "advantage": sample.advantages,
         "correction": sample.correction if config.rl.corrects else None,
         "reference_logprob": sample.reference,
-        "value": sample.values,
+        "old_value": sample.values,
         "return": sample.returns,
     }
     assert sample.old is not None and sample.advantages is not None, f"sample {sample.id} is not ready to be trained"
@@ -48,6 +49,7 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
         weights=_weights(sample.sampled, config),
         arrays={name: torch.as_tensor(np.asarray(a, np.float32)) for name, a in arrays.items() if a is not None},
+        routes=None if sample.routes is None else aligned(sample.routes, len(sample)),
         source=source,
     )
 

@@ -58,7 +58,7 @@ class EmbeddedEngine:
         if model is not None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
-            self.generator = Generator(model, version, self.tokenizer, self.max_tokens)
+            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, self.engine.config.exact)
         self.model = model
 
     def sleep(self) -> None:

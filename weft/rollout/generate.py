@@ -19,6 +19,7 @@ from weft.errors import UserError
 from weft.models.startup import implementation
 from weft.observe import flight
 from weft.ops import attention
+from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
 from weft.rollout.drawing import Drawn, draw, uniforms
 from weft.rollout.rows import open_rows
@@ -101,13 +102,14 @@ class Generator:
         version: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = MAX_TOKENS,
+        exact: bool = False,
     ) -> None:
         """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
-        may become. One sample always runs."""
+        may become. One sample always runs. exact: as EngineConfig has it."""
         attention.register()
-        model.set_attn_implementation(implementation(model.config, "auto"))
+        model.set_attn_implementation(implementation(model.config, attention.EXACT if exact else "auto"))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
-        self._tokenizer, self._rows = tokenizer, open_rows(model.eval())
+        self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval()), exact
         self._device = model.device
         self._waiting: deque[_Job] = deque()
         self._running: list[_Sample] = []  # row by row
@@ -128,7 +130,7 @@ class Generator:
     def step(self) -> Finished:
         """One more token for every sample, new ones included; requests whose samples have all ended by it."""
         flight.beat()
-        with torch.inference_mode():
+        with torch.inference_mode(), numerics(self._exact):
             jobs = self._advance() + self._admit()
         ended = [job for job in dict.fromkeys(jobs) if job.ended]
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]

@@ -8,9 +8,9 @@ its length in 4 bytes. Tensors do not pass through this connection but through m
 group, or through files, a bucket at a time:
 
     engine                                    sender
-    {hello, key, name, member, version, ...}
+    {hello, key, name, member, version, has, base, joined}
                                               {begin: kind, version, verify, plane, manifest, adapter}
-                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length], ..]}
+                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length]]}
     {took: k}                                 .. more buckets: two are on their way at once
                                               {end: buckets}
     {received: {name: sum}, placed: {..}}     compared with what was sent
@@ -30,6 +30,7 @@ import mmap
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -111,28 +112,29 @@ _OF_COLUMN = _mixed(0, _ROW) | np.uint64(1)
 
 
 def checksum(data: Any) -> int:
-    """64 bits of a contiguous array's bytes, at the speed of memory: sum over words x[i, j] of x (q[i] + p[j]), modulo
-    2**64, with rows of 1024 words.
+    """64 bits of a contiguous array's bytes, nearly at the speed of memory: the sum of y[i, j] (q[i] + p[j]) modulo
+    2**64, in rows of 1024 words x of 8 bytes, where y = x ^ (x >> 32).
 
-    p is odd and q even, so that every factor is odd and no change of a single word is missed; all words that lie
-    elsewhere, or are swapped, have other factors. It finds errors, not enemies.
+    p is odd and q even, so that every factor is odd and no change of a single word is missed; words that lie elsewhere,
+    or are swapped, have other factors. y puts a word's highest bits where they have one, too. It finds errors, not
+    enemies.
     """
     raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes | memoryview) else data.reshape(-1).view(np.uint8)
     rows = raw.size // (8 * _ROW)
     body = raw[: rows * 8 * _ROW].view(np.uint64).reshape(rows, _ROW)
-    tail = np.zeros(8 * _ROW, np.uint8)
-    tail[: raw.size - body.size * 8] = raw[body.size * 8 :]
-    last = tail.view(np.uint64)
+    last = np.zeros(8 * _ROW, np.uint8)
+    last[: raw.size - body.nbytes] = raw[body.nbytes :]
     of_row = _mixed(1 << 32, rows + 1) & ~np.uint64(1)
-    columns, total = last.copy(), (last * of_row[rows]).sum()
-    parts = [int(total)]
-    for first in range(0, rows, _BLOCK):
-        block = body[first : first + _BLOCK]
-        columns += block.sum(axis=0, dtype=np.uint64)
-        sums = block.sum(axis=1, dtype=np.uint64)
-        parts.append(int((sums * of_row[first : first + len(sums)]).sum()))
-    parts += [int((columns * _OF_COLUMN).sum()), raw.size * 0x9E3779B97F4A7C15]
-    return sum(parts) % (1 << 64)
+    columns, total = np.zeros(_ROW, np.uint64), raw.size * 0x9E3779B97F4A7C15
+    folded = np.empty((_BLOCK, _ROW), np.uint64)
+    blocks = [body[first : first + _BLOCK] for first in range(0, rows, _BLOCK)]
+    for number, block in enumerate([*blocks, last.view(np.uint64)[None]]):
+        first = min(number * _BLOCK, rows)  # the last one follows the whole rows
+        y = np.right_shift(block, np.uint64(32), out=folded[: len(block)])
+        np.bitwise_xor(y, block, out=y)
+        columns += y.sum(axis=0)
+        total += int((y.sum(axis=1) * of_row[first : first + len(y)]).sum())
+    return (total + int((columns * _OF_COLUMN).sum())) % (1 << 64)
 
 
 # ---------------------------------------------------------------- messages
@@ -257,7 +259,8 @@ class Delivery:
         peer = f"the sender at {ticket.host}:{ticket.port}"
         self.channel = Channel(_connect(ticket, version), peer, ticket.timeout)
         who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
-        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, **who)
+        joined = None if _Grouped.joined is None else _Grouped.joined[0]
+        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, **who)
 
     def parts(self) -> Iterator[Part]:
         """Each is to be taken whole and finished before the next: weights, or an adapter, after its base if need be."""
@@ -278,10 +281,8 @@ class Delivery:
     ) -> None:
         if error is not None:
             text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-            try:
+            with suppress(SyncError):  # what the engine raises says more
                 self.channel.write(error=text)
-            except SyncError:
-                pass  # what the engine raises says more
         self.channel.close()
 
 
@@ -388,16 +389,16 @@ class _Mapped:
 class _Grouped:
     """Buckets through a process group of the sender (its rank 0) and every worker that takes part."""
 
-    _joined: tuple[str, Any] | None = None  # kept between syncs: joining NCCL takes seconds
+    joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
     def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
         self._backend, self._peer, self._timeout = plane["backend"], plane["id"], ticket.timeout
-        if _Grouped._joined is None or _Grouped._joined[0] != plane["id"]:
-            _Grouped._joined = None
+        if _Grouped.joined is None or _Grouped.joined[0] != plane["id"]:
+            _Grouped.joined = None
             store = open_store(ticket.host, plane["port"], ticket.timeout)
             group = join_group(store, plane["id"], plane["rank"], plane["world"], self._backend, ticket.timeout)
-            _Grouped._joined = plane["id"], group
-        self._group = _Grouped._joined[1]
+            _Grouped.joined = plane["id"], group
+        self._group = _Grouped.joined[1]
 
     def take(self, message: Mapping[str, Any]) -> Any:
         """The bytes of a bucket, on the device of the backend."""
@@ -408,7 +409,7 @@ class _Grouped:
         try:
             broadcast(self._group, memory).wait()
         except RuntimeError as error:
-            _Grouped._joined = None
+            _Grouped.joined = None
             raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
         return memory if self._backend == "nccl" else memory.numpy()
 
