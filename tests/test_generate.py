@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.routing import differ, steering
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.drawing import draw, kept, uniforms
 from weft.rollout.generate import Generator
@@ -197,6 +199,39 @@ def test_truncation_reaches_completions() -> None:
             under = np.add(completion.logprobs, completion.kept_logmass)  # of the whole distribution
             expected = true_logprobs("llama", prompt, completion.tokens, 0.9)
             torch.testing.assert_close(torch.tensor(under, dtype=torch.float32), expected, rtol=0, atol=3e-5)
+
+
+# ---------------------------------------------------------------- routes of a mixture of experts
+
+
+ROUTED = {"qwen3_moe": [0, 1], "deepseek_v3": [1, 2], "llama4_text": [0, 1, 2, 3]}  # layers with experts
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
+    """Of the model's own eager code, token by token; layers without experts say -1."""
+    model, seen = build(family), dict[int, torch.Tensor]()
+    chosen = 1 if family == "llama4_text" else 2
+    experts = {"qwen3_moe": 5, "deepseek_v3": 8, "llama4_text": 4}[family]
+    asked = requests(Sampling(9, ends=ENDS), 2)
+    found = Generator(build(family), max_tokens=140, routes=True).generate(asked)
+
+    def note(layer: int, scores: torch.Tensor, out: Any) -> Any:
+        seen[layer] = out[1]
+        return out
+
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for completion in group:
+            with torch.no_grad(), steering(list(model.model.layers), experts, chosen, note):
+                model(input_ids=torch.tensor([[*prompt, *completion.tokens[:-1]]]), use_cache=False)
+            routes = torch.from_numpy(completion.routes).long()
+            assert routes.shape == (len(prompt) + len(completion.tokens) - 1, len(model.model.layers), chosen)
+            for layer in range(len(model.model.layers)):
+                if layer in ROUTED[family]:
+                    assert not differ(routes[:, layer], seen[layer]).any()
+                else:
+                    assert (routes[:, layer] == -1).all()
+    assert Generator(build(family)).generate(asked[:1])[0][0].routes is None
 
 
 # ---------------------------------------------------------------- how completions end

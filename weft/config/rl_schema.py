@@ -170,7 +170,19 @@ class RolloutConfig:
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
+    top_p: float = key(
+        "The likeliest tokens whose probability together reaches this are kept, of those that rollout.top_k keeps; 1: "
+        "all. Where tokens are left out, an engine has to say how much of the distribution the kept ones have.",
+        1.0,
+    )
+    top_k: int = key("The likeliest tokens are kept, so many of them; 0: all.", 0)
+    min_p: float = key("Tokens at least so many times as likely as the likeliest are kept; 0: all.", 0.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    max_tokens_per_device: int = key(
+        "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
+        "long as it may become; others wait. One always runs.",
+        65_536,
+    )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
         "`weft engine install vllm` made.",

@@ -225,6 +225,9 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
         ends=tuple(ends),
         stop=rollout.stop,
     )

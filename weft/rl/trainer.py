@@ -58,7 +58,8 @@ class Trainer:
         self.engine = Engine(engine_config(config), self.ranks, fill=fill)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.embedded = EmbeddedEngine(self.engine, self.tokenizer)
+        tokens = config.rollout.max_tokens_per_device
+        self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True)
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
         self._contract_checked = False
