@@ -21,8 +21,9 @@ from weft.observe import flight
 from weft.ops import attention
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
+from weft.rollout.choice import open_rows
 from weft.rollout.drawing import Drawn, draw, uniforms
-from weft.rollout.rows import Routes, open_rows
+from weft.rollout.rows import Routes
 
 MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
 _JOIN = 0.25  # samples join a running batch where so much of its room is free: every join costs a forward

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from weft.models import hf
 from weft.models.cost import experts_of
-from weft.models.facts import find_facts, position_limit
+from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
-from weft.ops.attention import ADAPTERS, BOUNDS_ARGUMENT, Bounds
+from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
 _SLOTS = 64  # slots are added so many at a time, or by a quarter
@@ -52,16 +52,13 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
-    """With a cache where every layer's is understood; otherwise without, which is slow and right. routes: wanted."""
-    text = model.config.get_text_config()
-    understood = (
-        family_of(text.model_type).attention is None  # attention of their own reads another mask
-        and text.model_type not in ADAPTERS  # what they do to bounds is not worked out for one token
-        and position_limit(text) is None  # the rotary table of a row depends on its length
-        and hf.takes_dynamic_cache(model)
-    )
-    return CachedRows(model, routes) if understood else WholeRows(model, routes)
+def _without(gone: Sequence[int], rows: int) -> list[int]:
+    """The order in which the last of these rows fill the gaps of those that go."""
+    left, out = rows - len(gone), set(gone)
+    order, movers = list(range(left)), [row for row in range(left, rows) if row not in out]
+    for gap, mover in zip((row for row in gone if row < left), movers, strict=True):
+        order[gap] = mover
+    return order
 
 
 class _Model:
@@ -158,12 +155,9 @@ class CachedRows:
 
     def leave(self, gone: Sequence[int]) -> list[int]:
         """As Rows has it: the last rows fill the gaps, so that little is moved."""
-        left, out = len(self.lengths) - len(gone), set(gone)
-        order = list(range(left))
-        gaps = [row for row in gone if row < left]
-        movers = [row for row in range(left, len(self.lengths)) if row not in out]
-        for gap, mover in zip(gaps, movers, strict=True):
-            order[gap] = mover
+        order = _without(gone, len(self.lengths))
+        gaps = [row for row in gone if row < len(order)]
+        movers = [order[gap] for gap in gaps]
         if movers:
             longest = int(self.lengths[movers].max())
             for both in self._kept.values():
@@ -282,7 +276,7 @@ class WholeRows:
 
     def leave(self, gone: Sequence[int]) -> list[int]:
         """As Rows has it."""
-        order = [row for row in range(len(self._tokens)) if row not in set(gone)]
+        order = _without(gone, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
         self._count()
         return order
