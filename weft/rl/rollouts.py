@@ -120,7 +120,8 @@ class Transcript:
         self._sampled, self._logprobs, self._versions, self._kept = (
             [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
         )
-        self._truncated, self._routes = False, None
+        self._truncated = False
+        self._routes: Any = None
         self._messages: list[dict[str, Any]] = []
         self._reward, self._notes = 0.0, dict[str, Any]()
 
