@@ -79,7 +79,7 @@ def informative(groups: Sequence[Group]) -> list[Group]:
 
 
 def most_informative(groups: Sequence[Group], count: int) -> list[Group]:
-    """So many of them, in their order: those whose rewards are not all equal, and others only where they are too few."""
+    """So many of them, in their order: those whose rewards are not all equal, and others where they are too few."""
     telling = {id(group) for group in informative(groups)}
     places = sorted(range(len(groups)), key=lambda place: id(groups[place]) not in telling)
     return [groups[place] for place in sorted(places[:count])]
