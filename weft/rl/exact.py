@@ -118,6 +118,5 @@ def require_exact(samples: Sequence[Sample]) -> None:
             raise UserError(
                 f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have "
                 f"another logprob in the trainer than where they were sampled; the first is token {place} of what was "
-                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}, and report this: the check at "
-                "start had passed."
+                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}."
             )
