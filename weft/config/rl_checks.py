@@ -109,6 +109,11 @@ INERT = (
         for leaf in ("correction_level", "correction_limits")
     ),
     *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
+    *(
         Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
         for leaf in _leaves(ReferenceConfig)
     ),
@@ -214,6 +219,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
+    yield from _exact_combinations(config)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
@@ -238,6 +244,23 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
         )
     yield from common_combinations(config, free_columns=True)
+
+
+def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    if config.rl.on_policy != "exact":
+        return
+    if config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
+            "would be compared: set rl.old_logprobs=recompute.",
+        )
+    if config.model.compile:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
+            "model.compile=false.",
+        )
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:

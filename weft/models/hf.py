@@ -309,6 +309,13 @@ def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> No
     experts.config._experts_implementation = _EXPERTS_FUNCTION
 
 
+def run_experts_one_by_one(model: nn.Module) -> None:
+    """Make fused experts run as their own code has them: one after the other, by linear layers."""
+    for module in model.modules():
+        if is_fused_experts(module):
+            module.config._experts_implementation = "eager"
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """[S, out]: the rows up to ends[0] through weight[0], those up to ends[1] through weight[1], ..."""
     return _grouped_linear(rows, weight, ends, bias, transposed)
