@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weft.config.schema import (
     CheckpointConfig,
@@ -162,13 +162,40 @@ class RlAlgorithm:
 class RolloutConfig:
     """What generates, and how tokens are drawn."""
 
-    engine: Literal["embedded"] = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training.", "embedded"
+    engine: Literal["embedded", "vllm", "sglang"] = key(
+        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `vllm`, `sglang`: "
+        "servers in processes and environments of their own (docs/rollout-engines.md).",
+        "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    python: str | None = key(
+        "Python program, or folder of the environment, that engines of their own run with; null: the one that "
+        "`weft engine install vllm` made.",
+        None,
+    )
+    engines: int = key("Engines of their own; prompts are spread over them.", 1)
+    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
+    memory: float | None = key(
+        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: GiB of KV cache. "
+        "null: as the engine does by itself, on CPU 1.",
+        None,
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
+    )
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
+        "does not know it refuses when it starts.",
+        default_factory=dict,
+    )
+    timeout: float = key(
+        "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
+        "working on; one that does not counts as hanging.",
+        600.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +206,57 @@ class ClusterConfig:
         "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
     )
     trainer: int | None = key("Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The model that rl.kl measures the policy against: an engine of its own beside the trainer, which only reads."""
+
+    path: str | None = key(
+        "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "
+        "under the adapters, which needs no second copy.",
+        None,
+    )
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
+        "more fit.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What rl.advantage=gae learns values with: an engine of its own beside the policy's, which trains."""
+
+    path: str | None = key(
+        "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "
+        "classifier with one label (a reward model), whose head is kept; null: model.path.",
+        None,
+    )
+    head: Literal["zeros", "normal"] = key(
+        "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
+        "zeros",
+    )
+    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5)
+    clip: float | None = key(
+        "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
+        "null: never.",
+        0.2,
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key(
+        "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
+    )
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +292,8 @@ class RlConfig:
     data: DataConfig
     rl: RlAlgorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
