@@ -33,11 +33,11 @@ from weft.rl.advantages import advantages, shape_rewards
 from weft.rl.corrections import correct
 from weft.rl.documents import deal
 from weft.rl.environments import Episodes, load_environment
-from weft.rl.pool import EmbeddedPool
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
 from weft.rl.rewards import Rewards, completion_texts
 from weft.rl.rollouts import rollout_group
+from weft.rl.served_pool import check_engines, open_engines
 from weft.rl.trainer import Trainer
 from weft.rl.types import Group
 from weft.rollout.base import RolloutEngine, Sampling
@@ -47,6 +47,7 @@ def run(config: RlConfig, options: RlOptions) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
     import_ray()
+    check_engines(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_rl_prompts(config, tokenizer)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
@@ -126,18 +127,18 @@ async def train(run: Run) -> None:
         ends, *_ = await trainers.all("ends")
         notes = (await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step))[0]
     print_rl_opening(run, opening, notes)
-    engine, sampling = EmbeddedPool(trainers), sampling_of(config, ends)
+    engine, sampling = await open_engines(config, trainers, run.held.folder), sampling_of(config, ends)
     recorder = RlRecorder(config, run.held.folder, start)
     progress = Progress(run.plan.steps, extra=("reward",))
     with recorder, StopSignals() as signals, progress:
-        await sync(run, start.rollout)
+        await engine.sync(start.rollout)
         for number in range(start.rollout + 1, run.plan.rollouts + 1):
             step = RolloutStep(number)
             groups = await roll_out(run, engine, sampling, step)
             metrics = await judge(run, groups, step)
             lines = await update(run, groups, step)
             with step.phases("sync"):
-                await sync(run, number)
+                await engine.sync(number)
             progress.notes(run.rewards.take_news())
             for line in recorder.record(step, groups, lines, metrics, run.tokenizer):
                 progress.step(line)
@@ -152,6 +153,7 @@ async def train(run: Run) -> None:
         progress.notes(news)
     recorder.finish(phases, Path(saved), signals.number)
     await run.rewards.close()
+    await engine.close()
     await trainers.all("close")
     if signals.number and number < run.plan.rollouts:
         say_stopped(run, number * run.plan.per_rollout, signals.number)
@@ -206,11 +208,6 @@ async def update(run: Run, groups: Sequence[Group], step: RolloutStep) -> list[d
                 args = (samples, number, run.plan.steps, epoch + 1, lr)
                 lines.append((await run.trainers.all("update", *args))[0])
     return lines
-
-
-async def sync(run: Run, version: int) -> None:
-    """The policy's weights to every engine."""
-    await run.trainers.all("sync", version)
 
 
 async def save(run: Run, recorder: RlRecorder, number: int) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from weft.cluster.rays import ActorGroup
-from weft.rollout.base import Completion, Request
+from weft.rollout.base import Completion, Request, Synced
 
 
 class EmbeddedPool:
@@ -59,6 +59,10 @@ class EmbeddedPool:
             self._idle.add(rank)
             if self._waiting:
                 self._deal_soon()
+
+    async def sync(self, version: int) -> Synced:
+        """Give the copies the trainers' weights as they are now."""
+        return (await self.trainers.all("sync", version))[0]
 
     async def pause(self) -> None:
         """Wait until nothing is being generated."""

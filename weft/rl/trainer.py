@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint import rng
+from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
@@ -42,6 +43,8 @@ from weft.rl.documents import documents_of
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.wire import Ticket
 
 
 class Trainer:
@@ -61,6 +64,7 @@ class Trainer:
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer)
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
+        self.sender: Sender | None = None
         self._contract_checked = False
 
     # ------------------------------------------------------------ at start
@@ -107,6 +111,26 @@ class Trainer:
     def sleep_engine(self) -> None:
         """Drop the embedded engine's copy."""
         self.embedded.sleep()
+
+    def open_sync(self, names: Sequence[str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
+        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). workers: of one."""
+        lora = self.engine.lora is not None
+        receivers = [Receiver(name, workers=workers, adapters=lora) for name in names]
+        self.sender = Sender(self.engine, receivers, SyncOptions(timeout=self.config.rollout.timeout))
+        return _NAMES[self.engine.precision.compute], self.sender.tickets
+
+    def send(self, version: int) -> Synced:
+        """Send the weights as they are now, while engines take them."""
+        assert self.sender is not None
+        return self.sender.send(version)
+
+    def export(self, folder: str, version: int) -> Synced:
+        """Write the weights as they are now as a HuggingFace directory."""
+        flight.at("sync")
+        began = time.perf_counter()
+        save_huggingface(self.engine, Path(folder))
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        return Synced(version, len(self.engine.built.pieces), size, time.perf_counter() - began)
 
     # ------------------------------------------------------------ reading and training
 
@@ -164,6 +188,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self.sender is not None:
+            self.sender.close()
         leave()
 
 
@@ -181,6 +207,8 @@ def engine_config(config: RlConfig) -> EngineConfig:
         temperature=config.rollout.temperature,
     )
 
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 # What a step without documents says beside that.
 _NOTHING: dict[str, object] = {
