@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from examples.calculator_env import result_of
 from tests.toy_tokenizers import family_tokenizer
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
 from weft.rl.chat import Chats
-from weft.rl.environments import Environment, Episodes, Reply
-from weft.rl.prompts import PromptRules, read_prompts
-from weft.rl.rollouts import rollout_group
+from weft.rl.environments import Environment, Episodes, Reply, load_environment
+from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
+from weft.rl.rewards import Rewards, completion_texts
+from weft.rl.rollouts import groups_to_train, rollout_group
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, Sampling, seed_of
 
@@ -166,3 +171,88 @@ def test_an_environment_that_fails_costs_one_sample() -> None:
         assert message in sample.notes["error"] and not sample.trained and sample.length == 6
     with pytest.raises(UserError, match="Silent replied nothing"):
         play(Scripted("say a"), episodes(Silent))
+
+
+def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
+    """Rewards of prompt i's group: equal where i is even. Five rounds find enough; one fills up with what it has."""
+    asked: list[list[int]] = []
+
+    async def roll(prompts: Sequence[Prompt]) -> list[Group]:
+        asked.append([prompt.index for prompt in prompts])
+        (sample,) = (await rollout_group(QUESTION, 1, Scripted("a"), SAMPLING, None, 0)).samples
+        rewards = [(1.0, float(prompt.index % 2 == 0)) for prompt in prompts]
+        return [
+            Group(prompt, [replace(sample, prompt=prompt, reward=reward) for reward in pair])
+            for prompt, pair in zip(prompts, rewards, strict=True)
+        ]
+
+    def run(rounds: int) -> tuple[list[int], float]:
+        asked.clear()
+        stream = PromptStream([replace(QUESTION, index=i) for i in range(20)], 4, 0, shuffle=False)
+        groups, metrics = asyncio.run(groups_to_train(stream, roll, rounds))
+        return [group.prompt.index for group in groups], metrics["rollout/replaced"]
+
+    assert run(5) == ([1, 3, 5, 7], 4) and asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert run(1) == ([1, 3, 5, 0], 2) and asked == [[0, 1, 2, 3], [4, 5]]
+    assert run(0) == ([0, 1, 2, 3], 0) and asked == [[0, 1, 2, 3]]
+
+
+# ---------------------------------------------------------------- the example
+
+
+def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
+    """Through the keys of a config, with a policy that calls it rightly, then wrongly, then answers."""
+    config = load_config(
+        [],
+        ["model.path=none", f"data.path={__file__}", "rl.environment=examples.calculator_env:Calculator",
+         "rl.reward=[exact_match]", "rl.max_turns=4", "rollout.max_new_tokens=900"],
+        schema=RlConfig,
+    )  # fmt: skip
+    loaded = load_environment(config, TOKENIZER)
+    assert loaded is not None and loaded.max_turns == 4
+    rows = [{"messages": [{"role": "user", "content": "12*(3+4)?"}], "answer": 84}]
+    (prompt,) = load_rl_prompts(config, TOKENIZER, rows, tools=loaded.tools)
+    assert '"name": "calculator"' in TOKENIZER.decode(list(prompt.tokens))
+    engine = Scripted(
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}\n</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "open(1)"}}</tool_call>',
+        "84",
+    )
+    group = play(engine, loaded, prompt, count=2)
+    for sample in group.samples:
+        given = shown(sample, False)
+        assert "<tool_response>\n84\n</tool_response>" in given
+        assert "<tool_response>\nerror: `open(1)` is no arithmetic\n</tool_response>" in given
+        assert sample.turns == 3 and sample.notes["calls"] == 2 and sample.trained
+    rewards = Rewards(config.rl)
+    asyncio.run(rewards.score(group.samples, completion_texts(group.samples, TOKENIZER)))
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0]  # of what was said last
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ('{"arguments": {"expression": "-7 // 2 + 1.5"}}', "-2.5"),
+        ('{"arguments": {"expression": "1 / 0"}}', "error: float division by zero"),
+        ('{"arguments": {}}', 'error: write {"name": "calculator", "arguments": {"expression": "1 + 2"}}'),
+        ("7", "error: write"),
+        ("{", "error: the call is no JSON"),
+    ],
+)
+def test_results_of_the_calculator(call: str, expected: str) -> None:
+    assert result_of(call).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("tests.test_environments:Scripted", "is no environment: write a class of"),
+        ("tests.test_environments:Blocking", "rl.reward is empty, and .* gives no rewards"),
+        ("tests.test_environments:Absent", "has no Absent"),
+    ],
+)
+def test_what_is_no_environment_is_refused(path: str, message: str) -> None:
+    overrides = ["model.path=none", f"data.path={__file__}", "rl.reward=[]", f"rl.environment={path}"]
+    config = load_config([], overrides, schema=RlConfig)
+    with pytest.raises(UserError, match=message):
+        load_environment(config, TOKENIZER)

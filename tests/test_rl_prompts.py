@@ -168,8 +168,32 @@ def test_what_the_template_writes_behind_an_answer() -> None:
     found = Chats(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}])
     assert tokenizer.decode(list(found.closing)) == "<|im_end|>"
     assert tokenizer.decode(list(found.tokens)) == QWEN_TOOL
-    said = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]}
-    assert Chats(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], said) == found
+    calls = [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
+    assert Chats(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], calls) == found
+
+
+@pytest.mark.parametrize(
+    ("family", "template"),
+    [
+        ("qwen", "qwen2_5"), ("qwen", "qwen3_instruct_2507"), ("llama", "llama3_1"), ("gemma", "gemma3"),
+        ("phi", "phi3_5"), ("phi4", "phi4"), ("glm", "glm4moe"), ("mistral", "mistral_nemo"),
+        ("deepseek", "deepseekv3"), ("llama", "llama3"), ("qwen", "qwen3_5_nothink"), ("gptoss", "gptoss"),
+    ],
+)  # fmt: skip
+def test_a_longer_conversation_is_what_the_template_renders_at_once(family: str, template: str) -> None:
+    """An answer and what follows it, each tokenised apart, against the rendering of the whole."""
+    tokenizer = family_tokenizer(family, template)
+    first, then = {"role": "user", "content": "3+4?"}, {"role": "user", "content": "and 5?"}
+    encoding = Encoding(date="2026-01-02")
+    read = PromptRules(9999)
+    (prompt,) = read_prompts([{"messages": [first]}], tokenizer, encoding, read)
+    answered = [first, {"role": "assistant", "content": "seven"}, then]
+    (whole,) = read_prompts([{"messages": answered}], tokenizer, encoding, read)
+    found = Chats(tokenizer, encoding).continuation(prompt, [then])
+    said = tokenizer("seven", add_special_tokens=False)["input_ids"]
+    parts = [*said, *found.closing, *found.tokens]
+    assert tokenizer.decode(list(whole.tokens)).endswith(tokenizer.decode(parts))
+    assert parts == list(whole.tokens)[-len(parts) :]
 
 
 # ---------------------------------------------------------------- the order

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Unclear
+from weft.data.answers import Answers
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding
 from weft.data.prompts import up_to_the_answer
@@ -43,30 +44,35 @@ class Chats:
         row: its columns, of which `tools` and `chat_template_kwargs` are read. Raises UserError.
         """
         chat = self._conversation(where, messages, row)
-        template, kwargs = self._template(where, chat)
+        answers, kwargs = self._answers(where, chat)
         try:
-            return chat, _asked(template, chat, kwargs)
+            return chat, _asked(answers.template, chat, kwargs)
         except RENDER_ERRORS as error:
             raise UserError(f"{where}: the chat template refused this prompt: {first_line(error)}.") from error
 
-    def continuation(self, prompt: Prompt, then: Sequence[Message], said: Message | None = None) -> Continuation:
+    def continuation(self, prompt: Prompt, then: Sequence[Message], calls: Sequence[Message] = ()) -> Continuation:
         """The tokens between an answer and the next one, when `then` (tool results, a user's words) is said to it.
 
         They are what the template writes behind an answer of its own, so nothing that was sampled is rendered, or
-        tokenised, again. said: the answer as a message, where its calls of tools have to be known to render their
-        results. Raises UserError where the template would write what came before otherwise than it stands there.
+        tokenised, again. calls: of tools, in the answer, where they have to be known to render their results.
+        Raises UserError where the template would write what came before otherwise than it stands there.
         """
         where, asked = prompt.source, prompt.messages
         assert asked is not None, "a text is continued as text"
-        answer = {"role": "assistant", "content": _ANSWER} if said is None else {"role": "assistant", **said}
+        answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
+        if calls:
+            answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
         chat = self._conversation(where, [*asked, answer, *then], prompt.columns)
         chat = replace(chat, trained=(len(asked),))
-        template, kwargs = self._template(where, chat)
-        record = Record(where, "messages", {})
+        answers, kwargs = self._answers(where, chat)
+        question = replace(chat, messages=chat.messages[: len(asked)])
         try:
-            found = self._encoder.answers_of(record, chat).find(chat, kwargs)
-            text = _asked(template, chat, kwargs)
-            before = template.render(chat.messages[: len(asked)], kwargs, tools=chat.tools).text
+            found = answers.find(chat, kwargs)
+            text = _asked(answers.template, chat, kwargs)
+            plain = answers.template.render(question.messages, kwargs, tools=chat.tools).text
+            before = common_header(
+                plain, _asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
+            )
         except Unclear as error:
             raise UserError(
                 f"{where}: cannot tell how the chat template goes on behind an answer: {error}. Set data.chat_template "
@@ -78,7 +84,7 @@ class Chats:
                 "other messages, or set data.chat_template."
             ) from error
         start, end = found.spans[-1]
-        if not text.startswith(before.rstrip()) or text[:end] != found.text[:end]:
+        if not before or not text.startswith(before.rstrip()) or text[:end] != found.text[:end]:
             raise UserError(
                 f"{where}: the chat template writes what came first otherwise once more follows, so that a longer "
                 "conversation does not extend the tokens of a shorter one. Set data.chat_template to one that renders "
@@ -99,9 +105,9 @@ class Chats:
     def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
         return conversation(Record(where, "messages", {"messages": messages, **beside(where, row)}), "answers")
 
-    def _template(self, where: str, chat: Conversation) -> tuple[ChatTemplate, dict[str, Any]]:
+    def _answers(self, where: str, chat: Conversation) -> tuple[Answers, dict[str, Any]]:
         answers = self._encoder.answers_of(Record(where, "messages", {}), chat)
-        return answers.template, {**self.encoding.template_kwargs, **chat.kwargs}
+        return answers, {**self.encoding.template_kwargs, **chat.kwargs}
 
 
 def _asked(template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:

@@ -23,15 +23,15 @@ class Reply:
     """What an environment makes of an answer.
 
     messages: what is said to the policy next, tool results or a user's words, as the chat template renders them; or
-    text, or tokens, which go behind the answer as they stand. said: the answer as a message with its `tool_calls`, for
-    templates that render results beside their calls. done: the conversation ends here, and what else is said is not
-    read. reward: is added up over the turns. notes: are kept beside the sample.
+    text, or tokens, which go behind the answer as they stand. calls: the answer's calls of tools, as in `tool_calls` of
+    a message, for templates that render results beside their calls. done: the conversation ends here, and what else is
+    said is not read. reward: is added up over the turns. notes: are kept beside the sample.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
     text: str | None = None
     tokens: Sequence[int] | None = None
-    said: Mapping[str, Any] | None = None
+    calls: Sequence[Mapping[str, Any]] = ()
     done: bool = False
     reward: float | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Episodes:
                 f"{prompt.source}: the prompt is a text, and rl.environment replies with messages: write prompts as "
                 "messages (or set rl.chat=true), or reply with `text`."
             )
-        found = self.chats.continuation(prompt, reply.messages, reply.said)
+        found = self.chats.continuation(prompt, reply.messages, reply.calls)
         return [*(() if ended else found.closing), *found.tokens]
 
 

@@ -24,8 +24,52 @@ _NEWS = 3  # failures that are told between two calls of `metrics`
 _MOST_WORKERS = 16
 
 
+class Failures:
+    """What failed, and of how many, since it was last asked."""
+
+    def __init__(self) -> None:
+        self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
+        self._news: list[str] = []
+
+    def count(self, name: str, sample: Sample, error: str | None) -> None:
+        """One sample that a function was asked about. error: None where it had an answer."""
+        self._asked[name] += 1
+        if error is None:
+            return
+        self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
+        self._failed[name] += 1
+        if self._failed.total() <= _NEWS:
+            self._news.append(f"reward   {name} failed for {self._last[name]}")
+
+    def metrics(self) -> dict[str, float]:
+        """`rewards/failed`, and by function where there are any; counting begins anew.
+
+        Raises UserError where a function, or the environment, has failed for every sample.
+        """
+        failed, asked, last = self._failed, self._asked, self._last
+        self._asked, self._failed, self._last = Counter(), Counter(), {}
+        for name, count in failed.items():
+            if count == asked[name]:
+                key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
+                raise UserError(
+                    f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
+                    f"The last: {last[name]}"
+                )
+        by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
+        return {"rewards/failed": float(failed.total()), **by_name}
+
+    def take_news(self) -> list[str]:
+        """What there is to print since it was last asked: the first failures."""
+        news, self._news = self._news, []
+        return news
+
+
 class Rewards:
-    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample, and is counted."""
+    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample.
+
+    failures: what failed in training; a rollout step ends with `failures.metrics()`, which ends the run where nothing
+    is left.
+    """
 
     def __init__(self, config: RlAlgorithm) -> None:
         self.functions = [
@@ -41,8 +85,7 @@ class Rewards:
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
         self._described: dict[str, Described] = {}
-        self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
-        self._news: list[str] = []
+        self.failures = Failures()
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
@@ -53,49 +96,27 @@ class Rewards:
         for prompt in prompts:
             self._check(prompt)
 
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> None:
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str], failures: Failures | None = None) -> None:
         """Set `rewards` and `reward` of each sample. texts: of their completions, decoded.
 
         A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
-        was said, or where a function failed: then it is not trained.
+        was said, or where a function failed: then it is not trained. failures: counts them, in place of the run's own.
         """
         if not self._described:
             await self.start()
-        groups = [list(group) for _, group in groupby(zip(samples, texts, strict=True), lambda pair: pair[0].prompt.id)]
-        calls = [self._call(function, group) for group in groups for function in self.functions]
-        await asyncio.gather(*calls)
+        groups = [
+            list(group) for _, group in groupby(zip(samples, texts, strict=True), lambda pair: id(pair[0].prompt))
+        ]
+        counted = self.failures if failures is None else failures
+        await asyncio.gather(*(self._call(f, group, counted) for group in groups for f in self.functions))
         for sample in samples:
-            self._sum(sample)
-
-    def metrics(self) -> dict[str, float]:
-        """Of all that was scored since it was last asked: samples that failed, `rewards/failed`, and by function.
-
-        Raises UserError where a function, or the environment, has failed for each of them.
-        """
-        failed, asked, last = self._failed, self._asked, self._last
-        self._asked, self._failed, self._last = Counter(), Counter(), {}
-        for name, count in failed.items():
-            if count == asked[name]:
-                key = "rl.environment" if name == ENVIRONMENT else "rl.reward"
-                raise UserError(
-                    f"{key}: {name} failed for every one of the {count} samples of this step, so nothing is left to "
-                    f"learn from. The last: {last[name]}"
-                )
-        return {
-            "rewards/failed": float(failed.total()),
-            **{f"rewards/{name}/failed": float(n) for name, n in failed.items()},
-        }
-
-    def take_news(self) -> list[str]:
-        """What there is to print since it was last asked: the first failures."""
-        news, self._news = self._news, []
-        return news
+            self._sum(sample, counted)
 
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
 
-    async def _call(self, function: Named, group: Sequence[tuple[Sample, str]]) -> None:
+    async def _call(self, function: Named, group: Sequence[tuple[Sample, str]], failures: Failures) -> None:
         """Ask one function about samples of one prompt."""
         group = [(sample, text) for sample, text in group if "error" not in sample.notes]
         if not group or function.name not in self._named(group[0][0].prompt):
@@ -108,30 +129,15 @@ class Rewards:
         else:
             outcomes = await self._pool.call(self._outside.index(function), batch)
         for sample, outcome in zip(samples, outcomes, strict=True):
-            self._note(function.name, sample, outcome)
+            _note(function.name, sample, outcome)
+            failures.count(function.name, sample, outcome.error)
 
-    def _note(self, name: str, sample: Sample, outcome: Outcome) -> None:
-        self._asked[name] += 1
-        sample.rewards[name] = outcome.value
-        if outcome.notes:
-            sample.notes[name] = dict(outcome.notes)
-        if outcome.error is not None:
-            sample.notes.setdefault("reward_errors", {})[name] = outcome.error
-            self._fail(name, sample, outcome.error)
-
-    def _fail(self, name: str, sample: Sample, error: str) -> None:
-        self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
-        self._failed[name] += 1
-        if self._failed.total() <= _NEWS:
-            self._news.append(f"reward   {name} failed for {self._last[name]}")
-
-    def _sum(self, sample: Sample) -> None:
-        if "error" in sample.notes:
-            self._fail(ENVIRONMENT, sample, sample.notes["error"])
-        if ENVIRONMENT in sample.rewards or "error" in sample.notes:
-            self._asked[ENVIRONMENT] += 1
+    def _sum(self, sample: Sample, failures: Failures) -> None:
+        error = sample.notes.get("error")
+        if ENVIRONMENT in sample.rewards or error:
+            failures.count(ENVIRONMENT, sample, error)
         said = {name: value for name, value in sample.rewards.items() if value is not None}
-        lost = "error" in sample.notes or "reward_errors" in sample.notes
+        lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
 
     def _batch(self, function: Named, samples: Sequence[Sample], texts: Sequence[str]) -> Batch:
@@ -181,6 +187,14 @@ def _missing(name: str, described: Described, prompt: Prompt) -> Iterator[str]:
             )
     if described.reference and not has_reference(prompt.columns):
         yield f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+
+
+def _note(name: str, sample: Sample, outcome: Outcome) -> None:
+    sample.rewards[name] = outcome.value
+    if outcome.notes:
+        sample.notes[name] = dict(outcome.notes)
+    if outcome.error is not None:
+        sample.notes.setdefault("reward_errors", {})[name] = outcome.error
 
 
 def _said(sample: Sample, text: str) -> list[dict[str, Any]]:

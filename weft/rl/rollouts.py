@@ -7,7 +7,7 @@ tokens, and is not trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from weft.rl.environments import EnvironmentFailure, Episodes, Reply
+from weft.rl.prompts import PromptStream
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of
 
@@ -95,6 +96,27 @@ async def episode(
     return transcript.sample(number, episodes.kind.gives_reward)
 
 
+async def groups_to_train(
+    stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
+) -> tuple[list[Group], dict[str, float]]:
+    """The groups of a rollout step, and `rollout/replaced`, how many were set aside for others.
+
+    A group whose rewards are all equal teaches nothing: the next prompt of the stream takes its place, in so many
+    rounds at most (rl.dynamic_sampling); what is missing then is filled up with groups that were set aside. roll:
+    generates and rewards groups, in the order of their prompts. Which prompts are taken depends on rewards alone, not
+    on what is done first, so a run repeats itself.
+    """
+    kept: list[Group] = []
+    aside: list[Group] = []
+    for _ in range(rounds + 1):
+        for group in await roll(stream.take(stream.per_step - len(kept))):
+            (kept if group.has_signal or rounds == 0 else aside).append(group)
+        if len(kept) == stream.per_step:
+            break
+    missing = stream.per_step - len(kept)
+    return kept + aside[:missing], {"rollout/replaced": float(len(aside) - missing)}
+
+
 async def _close(episodes: Episodes, environment: Any, transcript: Transcript) -> None:
     try:
         await episodes.call(environment.close)
@@ -155,8 +177,8 @@ class Transcript:
 
     def replied(self, reply: Reply) -> None:
         """What the environment made of it."""
-        if reply.said is not None:
-            self._messages[-1] = {"role": "assistant", **reply.said}
+        if reply.calls:
+            self._messages[-1]["tool_calls"] = list(reply.calls)
         self._messages += [dict(message) for message in reply.messages]
         if reply.text is not None:
             self._messages.append({"role": "tool", "content": reply.text})
