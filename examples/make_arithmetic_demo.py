@@ -1,4 +1,4 @@
-"""Writes what `make demo` trains on: additions of two numbers, a tokenizer of 14 characters, the config of a small model.
+"""Writes what `make demo` trains on: additions of two numbers, a tokenizer of 14 characters, a small model's config.
 
 Every problem is `47+85=`, and its answer `231`: the digits of 132, the last one first, which is how one adds. Models of
 this size learn it, slowly; nothing is downloaded.
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 HELD_OUT = 300
@@ -30,6 +30,7 @@ def make_tokenizer(folder: Path) -> None:
     """One token for each character."""
     vocabulary = {text: place for place, text in enumerate([*"0123456789+=", PAD, END])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END).save_pretrained(str(folder))
 

@@ -21,12 +21,13 @@ from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.engine.engine import Engine
 from weft.objectives.policy import PolicyLoss
 from weft.recipes.verify import EPSILON
-from weft.rl.advantages import advantages
+from weft.rl import advantages
 from weft.rl.corrections import correct
 from weft.rl.documents import documents_of
 from weft.rl.types import Group, Prompt, Sample
 from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors
+from weft.verification.plants import planted
 
 TEMPERATURE = 0.7
 LR = 1e-3
@@ -114,7 +115,7 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
         for sample in samples:
             sample.old = None
     correct(samples, config.rl)
-    advantages(groups, config.rl)
+    advantages.advantages(groups, config.rl)
     documents = dict(enumerate(documents_of(samples, config)))
     plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
     loss = engine.accumulate(plan, documents, PolicyLoss(config.rl))["loss"]
@@ -157,6 +158,20 @@ def plain(path: str) -> tuple[dict[str, tuple[float, Tensors]], Tensors, Tensors
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return found, {n: p.detach() for n, p in model.named_parameters()}, start
+
+
+def one_update(plant: str | None, path: str, rows: list[Row]) -> Tensors:
+    with planted(plant):
+        engine = open_engine(path, "1", temperature=TEMPERATURE)
+        accumulate(engine, rows, rl_config(CONFIGS["grpo"], max_new_tokens=LONGEST))
+        return {n: g for n, g in engine.gradients() if g is not None}
+
+
+def update_is_the_plain_one(plant: str | None) -> bool:
+    """Every gradient of one update, with a known bug planted or none."""
+    path = saved_model("llama")
+    found = run(1, one_update, plant, path, rollouts(path))[0]
+    return all(figure.value <= GRADIENT for figure in compare_gradients(found, plain(path)[0]["grpo"][1], {}))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
+from weft.config.presets import PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
@@ -328,6 +329,20 @@ def test_a_preset_sets_what_nobody_has() -> None:
     chosen = read("rl.algorithm=dapo", "rl.clip=[0.1, 0.3]").rl
     assert chosen == algorithm("dapo", clip=(0.1, 0.3)) and chosen.aggregation == "token_mean"
     assert read("rl.algorithm=gspo").rl.clip == (3e-4, 4e-4)
+
+
+def test_the_page_of_presets_is_current() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    for name, keys in PRESETS.items():
+        cells = next(line for line in page.splitlines() if line.startswith(f"| `{name}`")).split("|")[2:-1]
+        table = dict(zip(("advantage", "scale", "policy_loss", "aggregation"), map(str.strip, cells), strict=False))
+        other = {leaf: value for leaf, value in keys.items() if leaf not in table}
+        assert table == {leaf: keys.get(leaf, "") for leaf in table}, name
+        words = {"kl_estimator": "{}", "clip": "clip [{:g}, {:g}]"}
+        for leaf, value in other.items():
+            text = words.get(leaf, leaf + " {}").format(*value if isinstance(value, list) else [value])
+            assert text in cells[4], (name, text)
+        assert ("clip" in cells[4]) == ("clip" in other)
 
 
 @pytest.mark.parametrize(

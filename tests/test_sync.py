@@ -117,7 +117,9 @@ class Elsewhere(Sender):
         return False
 
 
-def train_and_send(path: str, mesh: str, lora: dict[str, Any], options: SyncOptions, port: int, folder: str, kind: str) -> Any:
+def train_and_send(
+    path: str, mesh: str, lora: dict[str, Any], options: SyncOptions, port: int, folder: str, kind: str
+) -> Any:
     """Weights that change before every version, sent and exported; (bytes, collectives) of each sync."""
     engine = open_engine(path, mesh, lora=lora)
     sender = (Elsewhere if kind == "gathered" else Sender)(
@@ -170,7 +172,9 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
     for version, found in zip(VERSIONS, process.result(), strict=True):
         folder = tmp_path / str(version)
         if lora:
-            folder = merge.run(MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32"))
+            folder = merge.run(
+                MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32")
+            )
         process.begin(fresh, folder)
         for (tokens, logprobs), (same_tokens, same_logprobs) in zip(found, process.result(), strict=True):
             assert tokens == same_tokens and torch.equal(logprobs, same_logprobs)

@@ -50,8 +50,8 @@ from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
-from weft.ops.exact import numerics
 from weft.observe.timing import waiting
+from weft.ops.exact import numerics
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh, own_part

@@ -92,7 +92,7 @@ def numerics(exact: bool) -> AbstractContextManager[object]:
 
 
 def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """([N] log softmax(logits / temperature) of each target, [N, V] of all): what the sampler computes when it draws."""
+    """([N] log softmax(logits / temperature) of each target, [N, V] of all): what the sampler computes in drawing."""
     if temperature != 1:
         logits_NV = logits_NV / temperature
     logprobs_NV = logits_NV.log_softmax(-1)

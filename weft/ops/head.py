@@ -401,7 +401,7 @@ def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running
 def _read_as_sampled(
     logits: _Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
 ) -> Tensor:
-    """[N] log-probability of each target, as rl.on_policy=exact has it; fills in the running values that backward reads."""
+    """[N] log-probability of each target, as rl.on_policy=exact has it; fills in the running values for backward."""
     logprob = torch.empty_like(running.lse)
     for rows in _slices(len(targets), logits.rows_of_all_columns()):
         z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
