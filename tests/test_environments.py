@@ -211,7 +211,7 @@ def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
     loaded = load_environment(config, TOKENIZER)
     assert loaded is not None and loaded.max_turns == 4
     rows = [{"messages": [{"role": "user", "content": "12*(3+4)?"}], "answer": 84}]
-    (prompt,) = load_rl_prompts(config, TOKENIZER, rows, tools=loaded.tools)
+    (prompt,) = load_rl_prompts(config, TOKENIZER, rows)
     assert '"name": "calculator"' in TOKENIZER.decode(list(prompt.tokens))
     engine = Scripted(
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}\n</tool_call>',
