@@ -10,11 +10,12 @@ import argparse
 import difflib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from weft import __version__
 from weft.cluster.guard import Body, guarded, joined, program
@@ -321,6 +322,23 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("engine")
+    if arguments.what != ["install", "vllm"]:
+        raise UserError("weft engine: say what to do: weft engine install vllm [--python DIR]")
+
+    def body() -> None:
+        from weft.rollout.vllm import interpreter
+
+        folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
+        device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
+        made = interpreter.install(folder, device, shlex.split(arguments.torch))
+        name = "" if arguments.python is None else f"; say rollout.python={folder}"
+        print(f"vLLM {made.version} for {device} is in {folder}{name}")
+
+    return Job(body, 1, words)
+
+
 def _alone(command: str) -> None:
     if joined():
         raise UserError(f"weft {command} is one process: start it without torchrun.")
@@ -537,6 +555,19 @@ def _report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _engine_parser() -> argparse.ArgumentParser:
+    usage = "weft engine install vllm [options]"
+    parser = _Parser(prog="weft engine", usage=usage, description=COMMANDS["engine"].summary, allow_abbrev=False)
+    parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
+    parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
+    parser.add_argument(
+        "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
     "rl": Command("Reinforcement learning from rewards.", _rl_parser, _rl),
@@ -546,6 +577,7 @@ COMMANDS = {
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
+    "engine": Command("Environments of rollout engines: weft engine install vllm.", _engine_parser, _engine),
     "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
 }
 

@@ -29,6 +29,7 @@ from weft.config.checks import (
 from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
 from weft.config.rewards import BUILT_IN_REWARDS, reward_names
 from weft.config.rl_schema import RlAlgorithm, RlConfig, RlEvalConfig
+from weft.config.server_checks import server_combinations
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -96,6 +97,10 @@ INERT = (
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
+        for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
+    ),
+    *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
         for leaf in ("reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers")
     ),
@@ -133,6 +138,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.engines": AT_LEAST_1,
+    "rollout.tp": AT_LEAST_1,
+    "rollout.memory": POSITIVE,
+    "rollout.timeout": POSITIVE,
     "rl.reward_timeout": POSITIVE,
     "rl.reward_workers": AT_LEAST_1,
     "rl.max_turns": AT_LEAST_1,
@@ -149,6 +158,7 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    yield from server_combinations(config.rollout)
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)

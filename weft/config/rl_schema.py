@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weft.config.schema import (
     CheckpointConfig,
@@ -162,13 +162,40 @@ class RlAlgorithm:
 class RolloutConfig:
     """What generates, and how tokens are drawn."""
 
-    engine: Literal["embedded"] = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training.", "embedded"
+    engine: Literal["embedded", "vllm", "sglang"] = key(
+        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `vllm`, `sglang`: "
+        "servers in processes and environments of their own (docs/rollout-engines.md).",
+        "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    python: str | None = key(
+        "Python program, or folder of the environment, that engines of their own run with; null: the one that "
+        "`weft engine install vllm` made.",
+        None,
+    )
+    engines: int = key("Engines of their own; prompts are spread over them.", 1)
+    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
+    memory: float | None = key(
+        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: GiB of KV cache. "
+        "null: as the engine does by itself, on CPU 1.",
+        None,
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
+    )
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
+        "does not know it refuses when it starts.",
+        default_factory=dict,
+    )
+    timeout: float = key(
+        "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
+        "working on; one that does not counts as hanging.",
+        600.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ def main(command: list[str]) -> int:
 
 
 def _end_when_closed(group: int) -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     _signal(group, signal.SIGTERM)
     time.sleep(_GRACE)
     _signal(group, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 _GUARD = Path(__file__).parent / "guard.py"
 _LINES, _WIDTH = 15, 400  # of the log's end, in messages
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 _CLOSING = 15.0  # seconds that a process is given to end
 _LOOK = 0.05  # seconds between two looks at it
 
@@ -39,12 +41,14 @@ class EngineProcess:
         return self._process.poll()
 
     def tail(self) -> str:
-        """The last lines that it wrote, and where all of them are."""
+        """The first error in what it wrote, the last lines, and where all of them are."""
         with self.log.open("rb") as file:
             file.seek(self._start)
             lines = file.read().decode(errors="replace").rstrip().splitlines()
+        errors = (found.group() for line in lines if (found := _ERROR.search(line)))
+        first = next((f"Its first error: {error[:_WIDTH]}\n" for error in errors), "")
         shown = "\n".join(f"  | {line[:_WIDTH]}" for line in lines[-_LINES:]) or "  | (it wrote nothing)"
-        return f"The end of {self.log}:\n{shown}"
+        return f"{first}The end of {self.log}:\n{shown}"
 
     async def close(self) -> None:
         """End it and all that it has started; no error where it has ended."""

@@ -108,25 +108,29 @@ class Served:
     async def _answer(self, task: asyncio.Future[Any], what: str, limit: float | None) -> Any:
         try:
             await asyncio.wait({task, self._dead}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
-            if task.done() and not isinstance(task.exception(), ConnectionError):
+            if task.done() and not _may_be_dead(task.exception()):
                 return task.result()
             if not task.done() and not self._dead.done():
                 await self._die(f"has not answered for {limit:g} s")
-            raise EngineDiedError(self._message(await self._reason(task), what))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GONE):
+                    reason = await asyncio.shield(self._dead)
+                    raise EngineDiedError(self._message(reason, what))
+            if isinstance(task.exception(), RefusedError):
+                return task.result()  # it lives, and will not do this
+            raise EngineDiedError(self._message(f"closed the connection ({task.exception()})", what))
         finally:
             task.cancel()
-
-    async def _reason(self, task: asyncio.Future[Any]) -> str:
-        """Why it is dead: by the watch, or where that does not know yet, by the call itself."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GONE):
-                return await asyncio.shield(self._dead)
-        return f"closed the connection: {task.exception()}"
 
     def _message(self, reason: str, what: str) -> str:
         others = [name for name in self._left if name != what]
         also = f" (and while {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''})" if others else ""
         return f"rollout engine {self._process.name} {reason} while {what}{also}.\n{self._process.tail()}"
+
+
+def _may_be_dead(error: BaseException | None) -> bool:
+    """Whether a call failed as it would if the server, or a process that it needs, has ended."""
+    return isinstance(error, ConnectionError) or (isinstance(error, RefusedError) and error.status >= 500)
 
 
 async def together(calls: Iterable[Any]) -> list[Any]:

@@ -5,11 +5,11 @@ It gives rollouts on other devices than the trainer's without another inference 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.boxes import Box
 from weft.config.schema import LoraConfig
@@ -18,6 +18,8 @@ from weft.models.adapter_files import file_names, plan_lora
 from weft.models.layout import Piece, layout_of
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
 from weft.parallel.parallelize import materialize, move_buffers
+from weft.rollout.base import Completion, Request
+from weft.rollout.generate import MAX_TOKENS, Generator
 from weft.rollout.sync.wire import Delivery, Entry, Part, SyncError, Ticket, as_torch, check_manifest, checksum
 
 
@@ -28,20 +30,30 @@ class Standalone:
     """
 
     def __init__(
-        self, path: str, lora: LoraConfig | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        path: str,
+        lora: LoraConfig | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: the
-        trainer's compute dtype."""
+        trainer's compute dtype. tokenizer, max_tokens: as Generator has them."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.version: int | None = None
         self._filled: Filled | None = None
+        self._generator: Generator | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """With the weights of `version`; SyncError where there are none."""
-        if self._filled is None or self.version is None:
+    def generate(
+        self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, as Generator has it; SyncError where there are no weights."""
+        if self._generator is None or self.version is None:
             raise SyncError("this engine has no weights: none were synced yet, or the last sync failed")
-        return self._filled.model
+        return self._generator.generate(requests, proceed)
 
     def receive(self, ticket: Ticket, version: int) -> None:
         """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole."""
@@ -52,13 +64,16 @@ class Standalone:
                 try:
                     self._take(part)
                 except BaseException:
-                    self._filled = None  # half of it is new: an adapter would not find its base
+                    self.sleep()  # half of it is new: an adapter would not find its base
                     raise
-        self.version = version
+        assert self._filled is not None, "a sync without a part"
+        if self._generator is None:
+            self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens)
+        self.version = self._generator.version = version
 
     def sleep(self) -> None:
         """Give the memory back; the next sync brings everything."""
-        self.version = self._filled = None
+        self.version = self._filled = self._generator = None
 
     def _take(self, part: Part) -> None:
         if part.kind != "adapter":

@@ -86,6 +86,7 @@ class Sender:
         self._adapters = engine.lora is not None
         self._contents = [contents.weights(engine)] + ([contents.adapter(engine)] if self._adapters else [])
         self._count, self._waited = 0, 0.0
+        self._last: int | None = None  # the version that all engines confirmed
         self._error: SyncError | UserError | None = None
         self._folder: Path | None = None
 
@@ -97,7 +98,7 @@ class Sender:
         sent = list[Content]()
         for transport in sorted({transport for transport, _ in self._routes.values()}):
             sent += self._send_by(transport, version)
-        seconds = time.perf_counter() - began
+        self._last, seconds = version, time.perf_counter() - began
         tensors, total = sum(len(c.manifest) for c in sent), sum(c.bytes for c in sent)
         extra = {"sync/waited_seconds": self._waited, "sync/gb_per_second": total / 1e9 / seconds}
         return Synced(version, tensors, total, seconds, extra)
@@ -171,7 +172,7 @@ class Sender:
         every, sent = self.options.verify_every, dict[str, int]()
         links = self.desk.active if self.desk is not None else []
         due = bool(every) and self._count % every == 0
-        verify = bool(links) and (due or any(link.has is None for link in links))
+        verify = bool(links) and (due or any(link.has is None or link.has != self._last for link in links))
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
         else:

@@ -22,7 +22,7 @@ from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served, together
 from weft.rollout.sync.wire import SyncError, Ticket
 from weft.rollout.vllm.mapping import body_of, completion_of
-from weft.rollout.vllm.server import ADAPTER, Settings, check_options, command, environment, place_parts
+from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
 
 _SLEEP_LEVEL = 2  # weights are dropped, not kept in host memory: a sync brings others
 _MOST = 2048  # calls at once; the server queues them anyway
@@ -40,19 +40,18 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._adapter = False  # whether one has come
         self._based = False  # whether its base has
-        self._paused = False
+        self._told = False  # to pause, by its user
         self._changing = asyncio.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._room = asyncio.Semaphore(max(1, min(_MOST, files // 2)))
 
     @classmethod
-    async def start(cls, settings: Settings, version: int = 0) -> VllmEngine:
+    async def start(cls, settings: Settings, version: int | None = 0) -> VllmEngine:
         """Start a server and wait until it answers. version: of the weights at settings.model.
 
-        Raises UserError for options that weft sets itself, EngineDiedError with the end of the log where the server
-        does not start: one that does not know an option says so there.
+        None: there are none yet, and requests wait for a sync. Raises EngineDiedError with the end of the log where the
+        server does not start: one that does not know an option says so there.
         """
-        check_options(settings.options)
         folder = Path(tempfile.mkdtemp(prefix="weft-vllm-"))
         socket = folder / "socket"
         process = EngineProcess(
@@ -62,7 +61,10 @@ class VllmEngine:
         engine = cls(settings, Served(process, Address(str(socket)), "/health", settings.silence), folder, None)
         try:
             await engine._served.ready()
-            await engine._name_version(version)
+            if version is None:
+                await engine._pause()
+            else:
+                await engine._name_version(version)
         except BaseException:
             await engine.close()
             raise
@@ -75,11 +77,15 @@ class VllmEngine:
     async def pause(self) -> None:
         """Hold all requests where they are; returns when nothing is being computed."""
         async with self._changing:
+            self._told = True
             await self._pause()
 
     async def resume(self) -> None:
-        """Go on. SyncError where the last update failed: half a model is not sampled from."""
+        """Go on. SyncError where there are no weights to go on with: half a model is not sampled from."""
         async with self._changing:
+            if self.version is None:
+                raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
+            self._told = False
             await self._resume()
 
     async def abort(self) -> None:
@@ -146,7 +152,6 @@ class VllmEngine:
     async def _update(self, version: int) -> AsyncIterator[None]:
         """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one."""
         async with self._changing:
-            before = self._paused
             await self._pause()
             self.version, had = None, self.version
             try:
@@ -158,7 +163,7 @@ class VllmEngine:
                     f"rollout engine {self.settings.name} did not get version {version}, and is paused until it gets "
                     f"one whole (it had version {had}): {error}"
                 ) from error
-            if not before:
+            if not self._told:
                 await self._resume()
 
     async def _workers(self, method: str, arguments: list[Any], what: str) -> list[dict[str, Any]]:
@@ -184,15 +189,11 @@ class VllmEngine:
 
     async def _pause(self) -> None:
         await self._post("/pause?mode=keep", None, "pausing")
-        self._paused = True
         self._served.hold(True)
 
     async def _resume(self) -> None:
-        if self.version is None:
-            raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
         self._served.hold(False)
         await self._post("/resume", None, "resuming")
-        self._paused = False
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
         try:

@@ -45,8 +45,7 @@ def find(python: str | None) -> Interpreter:
 
     Raises UserError where there is none, where it has no vLLM, or one outside of TESTED.
     """
-    named = Path(python).expanduser() if python is not None else home()
-    program = named / "bin" / "python" if named.is_dir() else named
+    program = program_of(Path(python).expanduser() if python is not None else home())
     if not program.is_file():
         where = "rollout.python is not set and" if python is None else "rollout.python:"
         raise UserError(
@@ -64,6 +63,11 @@ def find(python: str | None) -> Interpreter:
         )
     check_version(version, program)
     return Interpreter(program, version, cpu or "+cpu" in version)
+
+
+def program_of(named: Path) -> Path:
+    """The Python program of an environment's folder; a program is itself."""
+    return named / "bin" / "python" if named.is_dir() else named
 
 
 def check_version(version: str, program: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.rollout.sync import wire
@@ -69,6 +70,17 @@ class Receiver:
 
             finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
             raise
+        _pack_head(self.model_runner.get_model())
+
+
+def _pack_head(model: torch.nn.Module) -> None:
+    """On CPU the head multiplies with a packed copy of its weight, which vLLM leaves as it was where the head is tied:
+    no tensor of that name comes. The weight itself is the embedding's, and new."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _tensors(part: wire.Part) -> Iterator[tuple[str, Tensor]]:

