@@ -59,6 +59,7 @@ def open_engine(
     temperature: float = 1.0,
     exact: bool = False,
     value_head: Literal["zeros", "normal"] | None = None,
+    replay: bool = True,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -76,6 +77,7 @@ def open_engine(
             temperature=temperature,
             exact=exact,
             value_head=value_head,
+            replay=replay,
         ),
         join("cpu"),
     )

@@ -18,6 +18,10 @@ from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
+from weft.cluster.process import join
+from weft.config.keys import get, schema_keys
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -25,6 +29,7 @@ from weft.engine.plan import StepPlan
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.value import ValueLoss
+from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents
@@ -37,7 +42,7 @@ STEP = awkward_steps(128)[0]
 def arrays() -> list[dict[str, Tensor]]:
     """Returns, and old values that are near to none of the critic's, of each document."""
     generator = torch.Generator().manual_seed(5)
-    return [{name: torch.randn(len(ids), generator=generator) for name in ("return", "value")} for ids, _ in STEP]
+    return [{name: torch.randn(len(ids), generator=generator) for name in ("return", "old_value")} for ids, _ in STEP]
 
 
 def documents_of(engine: Engine) -> tuple[dict[int, Document], StepPlan]:
@@ -81,7 +86,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
     for (ids, mask), array in zip(STEP, arrays(), strict=True):
         value = model.score(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state)[0, :-1, 0]
         values.append(value.detach())
-        target, old, weight = array["return"][1:], array["value"][1:], torch.tensor(mask[1:])
+        target, old, weight = array["return"][1:], array["old_value"][1:], torch.tensor(mask[1:])
         loss = (value - target) ** 2
         if clip is not None:
             other = (old + (value - old).clamp(-clip, clip) - target) ** 2
@@ -204,3 +209,80 @@ def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:
     ids = torch.tensor([STEP[0][0]])
     expected = start(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(one[2]["0"][1:], expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- keys
+
+POLICY = (
+    "model.path=m", "data.path=owner/data", "rl.reward=[length]", "rl.algorithm=ppo", "rl.kl=0.1", "mesh.dp_shard=4",
+    "optimizer.weight_decay=0.3", "rollout.temperature=0.7", "model.freeze=[lm_head]", "optimizer.ema_decay=0.9",
+)  # fmt: skip
+
+
+def read(*overrides: str) -> RlConfig:
+    return load_config([], [*POLICY, *overrides], RlConfig)
+
+
+def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
+    config = read()
+    policy, reference, value = policy_config(config), reference_config(config), critic_config(config)
+    assert reference is not None and value is not None
+    for other in (reference, value):
+        assert (other.model.path, other.mesh, other.step) == ("m", policy.mesh, policy.step)
+        assert other.fsdp == policy.fsdp and other.seed == policy.seed and not other.model.freeze
+    assert reference.purpose == "inference" and reference.temperature == policy.temperature == 0.7
+    assert reference.value_head is None and value.value_head == "zeros" and value.purpose == "train"
+    assert value.temperature == 1.0 and value.optimizer.weight_decay == 0.3 and value.optimizer.ema_decay is None
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "value"),
+    [
+        ("path=r", "model.path", "r"),
+        ("param_dtype=bf16", "fsdp.param_dtype", "bf16"),
+        ("dp_replicate=2", "mesh.dp_replicate", 2),
+        ("dp_shard=2", "mesh.dp_shard", 2),
+        ("cpu_offload=true", "fsdp.cpu_offload", True),
+        ("max_tokens_per_device=5000", "step.max_tokens_per_device", 5000),
+        ("head=normal", "value_head", "normal"),
+        ("lr=3e-5", "optimizer.lr", 3e-5),
+    ],
+)
+def test_what_is_said_is_the_engines_own(override: str, where: str, value: object) -> None:
+    found = {"reference": reference_config, "critic": critic_config}
+    for section, config_of in found.items():
+        if f"{section}.{override.partition('=')[0]}" not in schema_keys(RlConfig):
+            continue
+        before, after = read(), read(f"{section}.{override}")
+        assert get(config_of(after), where) == value != get(config_of(before), where)
+        assert policy_config(before) == policy_config(after)
+        assert all(other(before) == other(after) for name, other in found.items() if name != section)
+
+
+def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -> None:
+    plain = load_config([], [*POLICY, "rl.algorithm=grpo", "rl.kl=0"], RlConfig)
+    assert reference_config(plain) is None and critic_config(plain) is None
+    based = read("lora.rank=4", "model.freeze=null")
+    assert reference_config(based) is None, "the base under the adapters"
+    replaced = reference_config(read("lora.rank=4", "lora.modules_to_save=[lm_head]", "model.freeze=null"))
+    assert replaced is not None and not replaced.lora.on
+    for overrides, message in (
+        (["rl.kl=0", "rl.kl_in=null", "reference.path=r"], "reference.path would have no effect: rl.kl is 0"),
+        (["rl.algorithm=grpo", "critic.lr=1e-6"], "critic.lr would have no effect: only rl.advantage=gae has a critic"),
+        (["lora.rank=4", "model.freeze=null", "reference.dp_shard=2"], "the base under the adapters is the reference"),
+        (["critic.max_tokens_per_device=1500"], "critic.max_tokens_per_device = 1500"),
+        (["critic.clip=0"], "critic.clip is 0.0; it must be above 0, or null"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(*overrides)
+
+
+def test_whose_model_it_is_that_cannot_be_read() -> None:
+    (said,) = run(1, unreadable, saved_model("granite"))
+    assert said.startswith("the critic (keys critic.*, others as the policy's): model.path: transformers")
+
+
+def unreadable(path: str) -> str:
+    with pytest.raises(UserError) as caught:
+        critic_engine(read(f"critic.path={path}", "mesh.dp_shard=1"), join("cpu"))
+    return str(caught.value)

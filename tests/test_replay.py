@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
+from tests.rl_samples import algorithm, rl_config, sample
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
@@ -19,6 +22,7 @@ from weft.engine.replay import LIVE, aligned
 from weft.errors import UserError
 from weft.models.routing import replaced, steering
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.rl.documents import documents_of as documents_of_samples
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents
@@ -97,6 +101,34 @@ def test_routes_are_followed_in_forward_and_recompute_and_routers_learn(mesh: st
     for _, _, logprobs in by_rank:
         for index, logprob in logprobs.items():
             torch.testing.assert_close(logprob[1:], values[index], rtol=SCALAR, atol=SCALAR)
+
+
+def ignored(path: str) -> tuple[bool, bool, bool]:
+    """Whether the routes make no difference: to a reference; to the base under adapters; to the adapted model."""
+    found = []
+    for lora, replay in ((None, False), (4, True), (4, True)):
+        engine = open_engine(path, "1", lora={"rank": lora}, replay=replay)
+        base = engine.without_adapter() if len(found) == 1 else nullcontext()
+        with base:
+            with_routes, without = (
+                engine.readout(plan, documents)
+                for documents, plan in (documents_of(engine, routes) for routes in (drawn_routes(), None))
+            )
+        found.append(all(torch.equal(with_routes[i]["logprob"], without[i]["logprob"]) for i in without))
+    return found[0], found[1], found[2]
+
+
+def test_reference_and_base_choose_their_own_routes() -> None:
+    assert run(1, ignored, saved_model("qwen3_moe")) == [(True, True, False)]
+
+
+def test_samples_become_documents_with_their_routes() -> None:
+    record = np.arange(2 * 3 * 2, dtype=np.uint8).reshape(2, 3, 2)
+    drawn = sample(1, 2, 1.0, old=[0, 0], advantages=[1, 1])
+    drawn.routes = np.concatenate([record, record])
+    (document,) = documents_of_samples([drawn], rl_config(algorithm()))
+    assert document.routes is not None and document.meta().routed
+    assert document.routes.tolist() == [*record.tolist(), *record.tolist(), [[LIVE] * 2] * 3]
 
 
 def own_routes(path: str) -> float | None:

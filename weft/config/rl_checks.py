@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import (
     AT_LEAST_1,
+    AT_LEAST_2,
+    AXIS,
     IMPORT_PATH,
     NOT_NEGATIVE,
     POSITIVE,
@@ -28,7 +31,7 @@ from weft.config.checks import (
 )
 from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
 from weft.config.rewards import BUILT_IN_REWARDS, reward_names
-from weft.config.rl_schema import RlAlgorithm, RlConfig, RlEvalConfig
+from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlAlgorithm, RlConfig, RlEvalConfig
 from weft.config.server_checks import server_combinations
 
 _DRAWN = "the policy's own completions are trained"
@@ -40,6 +43,15 @@ _NO_PROMPTS = "neither eval.path nor eval.sources is set: nothing is evaluated"
 
 def _held_out(config: RlConfig) -> bool:
     return config.eval.path is not None or config.eval.sources is not None
+
+
+def _reads_base(config: RlConfig) -> bool:
+    """Whether the reference is the policy without its adapters."""
+    return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
+
+
+def _leaves(section: type[ReferenceConfig | CriticConfig]) -> list[str]:
+    return [spec.name for spec in fields(section)]
 
 
 def _always(_: Any) -> bool:
@@ -95,6 +107,19 @@ INERT = (
         Inert(f"rl.{leaf}", lambda c: c.rl.correction == "none", "rl.correction is none")
         for leaf in ("correction_level", "correction_limits")
     ),
+    *(
+        Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        for leaf in _leaves(ReferenceConfig)
+    ),
+    *(
+        Inert(f"reference.{leaf}", _reads_base, "the base under the adapters is the reference, and needs no engine")
+        for leaf in _leaves(ReferenceConfig)
+        if leaf != "path"
+    ),
+    *(
+        Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
+        for leaf in _leaves(CriticConfig)
+    ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
@@ -135,6 +160,14 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.dynamic_sampling": NOT_NEGATIVE,
     "rl.overlong_buffer": AT_LEAST_1,
     "rl.overlong_penalty": POSITIVE,
+    "reference.dp_replicate": AXIS,
+    "reference.dp_shard": AXIS,
+    "reference.max_tokens_per_device": AT_LEAST_2,
+    "critic.lr": POSITIVE,
+    "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "critic.dp_replicate": AXIS,
+    "critic.dp_shard": AXIS,
+    "critic.max_tokens_per_device": AT_LEAST_2,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
@@ -162,14 +195,17 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
-    longest, row = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, config.step.max_tokens_per_device
-    if longest > row:
-        yield (
-            "step.max_tokens_per_device",
-            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row holds "
-            f"step.max_tokens_per_device = {row} and samples are never cut over rows: set "
-            f"step.max_tokens_per_device={longest}, or let samples be shorter.",
-        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for section in ("step", "reference", "critic"):
+        row = getattr(config, section).max_tokens_per_device
+        if row is not None and longest > row:
+            name = f"{section}.max_tokens_per_device"
+            yield (
+                name,
+                f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row "
+                f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
+                "shorter.",
+            )
     if config.rl.prompts % config.rl.updates:
         yield (
             "rl.updates",

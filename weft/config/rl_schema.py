@@ -209,6 +209,57 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The model that rl.kl measures the policy against: an engine of its own beside the trainer, which only reads."""
+
+    path: str | None = key(
+        "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "
+        "under the adapters, which needs no second copy.",
+        None,
+    )
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
+        "more fit.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What rl.advantage=gae learns values with: an engine of its own beside the policy's, which trains."""
+
+    path: str | None = key(
+        "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "
+        "classifier with one label (a reward model), whose head is kept; null: model.path.",
+        None,
+    )
+    head: Literal["zeros", "normal"] = key(
+        "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
+        "zeros",
+    )
+    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5)
+    clip: float | None = key(
+        "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
+        "null: never.",
+        0.2,
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key(
+        "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
+    )
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RlEvalConfig:
     """Held-out prompts, whose answers are rewarded and not trained."""
 
@@ -241,6 +292,8 @@ class RlConfig:
     data: DataConfig
     rl: RlAlgorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

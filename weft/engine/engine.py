@@ -35,7 +35,7 @@ from weft.engine.optimizer import (
 from weft.engine.plan import StepPlan, plan_step
 from weft.engine.replay import Replay
 from weft.engine.row import Row, build_row
-from weft.engine.sleep import PARTS, Part, Sleeper
+from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.adapter_files import fill_adapters
@@ -79,7 +79,7 @@ class EngineConfig:
     temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
     exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
     value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
-    the files have none.
+    the files have none. replay: follow the routes that documents carry; the base under adapters never does.
     """
 
     model: ModelConfig
@@ -94,6 +94,7 @@ class EngineConfig:
     temperature: float = 1.0
     exact: bool = False
     value_head: First | None = None
+    replay: bool = True
 
 
 class Engine:
@@ -259,7 +260,7 @@ class Engine:
         flight.planned(plan.fingerprint())
         rows = self._sources(plan, documents)
         shares_E = self._expert_shares(plan, documents, rows) if self._balances_steps else None
-        routed = any(meta.routed for meta in plan.documents)
+        routed = self.config.replay and any(meta.routed for meta in plan.documents)
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
@@ -319,13 +320,15 @@ class Engine:
 
     def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
         rank = self.mesh.data_rank
-        for index in plan.rows[micro][rank]:
+        replayed = self.config.replay and (self.lora is None or self.lora.switch.on)
+        for index in plan.rows[micro][rank] if replayed else ():
             self._replay.check(documents[index])
-        return build_row(
+        row = build_row(
             plan.rows[micro][rank], documents,
             length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
             owners=bool(self.balance),
         )  # fmt: skip
+        return row if replayed else replace(row, routes=None)
 
     @property
     def _balances_steps(self) -> bool:
@@ -496,7 +499,8 @@ class Engine:
         for unit in fsdp_modules(self.module):
             unit.reshard()
         wanted = [part for part in parts or PARTS if part not in self.asleep]
-        return sum(self._sleeper.sleep(part, self._tensors_of(part)) for part in wanted)
+        tensors = {part: held(part, self.module, self.optimizer, self.ema) for part in wanted}
+        return sum(self._sleeper.sleep(part, of_part) for part, of_part in tensors.items())
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts back, by default all, bit for bit; the bytes. What is awake stays."""
@@ -508,16 +512,6 @@ class Engine:
         asleep = [part for part in parts if part in self.asleep]
         if asleep:
             raise RuntimeError(f"the engine's {' and '.join(asleep)} are asleep: call wake() before this")
-
-    def _tensors_of(self, part: Part) -> Iterator[Tensor]:
-        if part == "parameters":
-            yield from self.module.parameters()
-        elif part == "gradients":
-            yield from (p.grad for p in self.module.parameters() if p.grad is not None)
-        elif self.optimizer is not None:
-            kept = (value for state in self.optimizer.state.values() for value in state.values())
-            yield from (value for value in kept if isinstance(value, Tensor) and value.ndim)
-            yield from () if self.ema is None else self.ema.shards.values()
 
     # ------------------------------------------------------------ tensors
 

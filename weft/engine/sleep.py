@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from weft.engine.ema import Ema
+from weft.engine.foreign import OnShards
 from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]
@@ -73,6 +75,20 @@ class Sleeper:
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def held(
+    part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | OnShards | None, ema: Ema | None
+) -> Iterator[Tensor]:
+    """The tensors of a part of an engine; of `optimizer` its state and the average of the weights."""
+    if part == "parameters":
+        yield from module.parameters()
+    elif part == "gradients":
+        yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
+    elif optimizer is not None:
+        kept = (value for state in optimizer.state.values() for value in state.values())
+        yield from (value for value in kept if isinstance(value, Tensor) and value.ndim)
+        yield from () if ema is None else ema.shards.values()
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:

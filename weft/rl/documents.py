@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
+from weft.engine.replay import aligned
 from weft.rl.types import Flags, Group, Sample
 
 
@@ -48,6 +49,7 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
         weights=_weights(sample.sampled, config),
         arrays={name: torch.as_tensor(np.asarray(a, np.float32)) for name, a in arrays.items() if a is not None},
+        routes=None if sample.routes is None else aligned(sample.routes, len(sample)),
         source=source,
     )
 
