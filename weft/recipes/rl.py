@@ -22,6 +22,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
+from weft.models import hf
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
@@ -33,13 +34,14 @@ from weft.rl.advantages import advantages, shape_rewards
 from weft.rl.corrections import correct
 from weft.rl.documents import deal
 from weft.rl.environments import Episodes, load_environment
+from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.pool import EmbeddedPool
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
 from weft.rl.rewards import Rewards, completion_texts
-from weft.rl.rollouts import rollout_group
+from weft.rl.rollouts import groups_to_train, rollout_group
 from weft.rl.trainer import Trainer
-from weft.rl.types import Group
+from weft.rl.types import Group, Prompt
 from weft.rollout.base import RolloutEngine, Sampling
 
 
@@ -48,7 +50,9 @@ def run(config: RlConfig, options: RlOptions) -> None:
     check_installed(config.track)
     import_ray()
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_rl_prompts(config, tokenizer)
+    vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
+    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocab_size)
+    held_out = read_held_out_prompts(config, tokenizer, vocab_size)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
     plan = Plan.of(config, stream)
     resume = options.resume is not None
@@ -68,9 +72,10 @@ def run(config: RlConfig, options: RlOptions) -> None:
             stack.enter_context(ray_session(config.cluster.address, bundles))
             trainers = stack.enter_context(open_trainers(config, options, bundles, fill=start.state is None))
             try:
-                asyncio.run(
-                    train(Run(config, held, prompts, stream, tokenizer, trainers, rewards, episodes, plan, start))
+                opened = Run(
+                    config, held, prompts, held_out, stream, tokenizer, trainers, rewards, episodes, plan, start
                 )
+                asyncio.run(_train_and_close(opened))
             except ActorError:
                 trainers.keep_evidence(held.folder)
                 raise
@@ -105,6 +110,7 @@ class Run:
     config: RlConfig
     held: Held
     prompts: Prompts
+    held_out: HeldOutPrompts
     stream: PromptStream
     tokenizer: PreTrainedTokenizerBase
     trainers: ActorGroup
@@ -115,22 +121,31 @@ class Run:
     phases: Phases = field(default_factory=Phases)
 
 
+async def _train_and_close(run: Run) -> None:
+    async with run.rewards:
+        await train(run)
+
+
 async def train(run: Run) -> None:
     """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
     config, trainers, phases, start = run.config, run.trainers, run.phases, run.start
     phases.go_on(start.seconds)
     run.stream.take(start.taken)
     with phases("load"):
-        await run.rewards.start(run.prompts)
+        await run.rewards.start([*run.prompts, *run.held_out.all()])
         opening, *_ = await trainers.all("describe")
         ends, *_ = await trainers.all("ends")
         notes = (await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step))[0]
     print_rl_opening(run, opening, notes)
     engine, sampling = EmbeddedPool(trainers), sampling_of(config, ends)
+    evaluator = RlEvaluator(config, run.held_out, engine, run.rewards, run.tokenizer, run.episodes, ends)
     recorder = RlRecorder(config, run.held.folder, start)
     progress = Progress(run.plan.steps, extra=("reward",))
     with recorder, StopSignals() as signals, progress:
         await sync(run, start.rollout)
+        if start.rollout == 0 and evaluator.due(0, run.plan.rollouts):
+            with phases("eval"):
+                recorder.at_start(await evaluator(), progress, run.tokenizer)
         for number in range(start.rollout + 1, run.plan.rollouts + 1):
             step = RolloutStep(number)
             groups = await roll_out(run, engine, sampling, step)
@@ -138,6 +153,11 @@ async def train(run: Run) -> None:
             lines = await update(run, groups, step)
             with step.phases("sync"):
                 await sync(run, number)
+            if evaluator.due(number, run.plan.rollouts):
+                with step.phases("eval"):
+                    found = await evaluator()
+                metrics |= found.metrics
+                recorder.evaluated(number * run.plan.per_rollout, found, progress, run.tokenizer)
             progress.notes(run.rewards.take_news())
             for line in recorder.record(step, groups, lines, metrics, run.tokenizer):
                 progress.step(line)
@@ -151,7 +171,6 @@ async def train(run: Run) -> None:
         saved, news = (await trainers.all("finish"))[0]
         progress.notes(news)
     recorder.finish(phases, Path(saved), signals.number)
-    await run.rewards.close()
     await trainers.all("close")
     if signals.number and number < run.plan.rollouts:
         say_stopped(run, number * run.plan.per_rollout, signals.number)
@@ -164,22 +183,29 @@ class RolloutStep:
 
     number: int
     phases: Phases = field(default_factory=Phases)
+    metrics: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
 
 async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, step: RolloutStep) -> list[Group]:
     """A group of samples for each of the step's prompts, with rewards."""
     rl, seed = run.config.rl, run.config.train.seed
-    with step.phases("generate"):
-        prompts = run.stream.take()
-        groups = await asyncio.gather(
-            *(rollout_group(prompt, rl.group_size, engine, sampling, run.episodes, seed) for prompt in prompts)
-        )
-    with step.phases("reward"):
-        samples = [sample for group in groups for sample in group.samples]
-        await run.rewards.score(samples, completion_texts(samples, run.tokenizer))
-        shape_rewards(groups, run.config)
-    return list(groups)
+
+    async def roll(prompts: Sequence[Prompt]) -> list[Group]:
+        with step.phases("generate"):
+            groups = await asyncio.gather(
+                *(rollout_group(prompt, rl.group_size, engine, sampling, run.episodes, seed) for prompt in prompts)
+            )
+        with step.phases("reward"):
+            samples = [sample for group in groups for sample in group.samples]
+            await run.rewards.score(samples, completion_texts(samples, run.tokenizer))
+            shape_rewards(groups, run.config)
+        return list(groups)
+
+    groups, replaced = await groups_to_train(run.stream, roll, rl.dynamic_sampling)
+    if rl.dynamic_sampling:
+        step.metrics["rollout/replaced"] = float(replaced)
+    return groups
 
 
 async def judge(run: Run, groups: Sequence[Group], step: RolloutStep) -> dict[str, float]:
@@ -190,7 +216,7 @@ async def judge(run: Run, groups: Sequence[Group], step: RolloutStep) -> dict[st
             for index, logprobs in part.items():
                 samples[index].old = logprobs
     corrections = correct(samples, run.config.rl)
-    return {**advantages(groups, run.config.rl), **corrections, **run.rewards.metrics()}
+    return {**advantages(groups, run.config.rl), **corrections, **run.rewards.metrics(), **step.metrics}
 
 
 async def update(run: Run, groups: Sequence[Group], step: RolloutStep) -> list[dict[str, object]]:

@@ -17,10 +17,13 @@ from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.observe.closing import print_closing
 from weft.observe.metrics import MetricsFile
+from weft.observe.progress import Progress
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.rl_resume import RlStart
-from weft.rl.records import write_rollouts
+from weft.rl.evaluate import Evaluated
+from weft.rl.records import EVALUATIONS, write_rollouts
+from weft.rl.rewards import completion_texts
 from weft.rl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ class RlRecorder:
     ) -> list[dict[str, object]]:
         """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
         samples = [sample for group in groups for sample in group.samples]
-        texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
+        texts = completion_texts(samples, tokenizer)
         write_rollouts(self.folder, step.number, groups, texts)
         seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
         written = [dict(line) for line in lines]
@@ -74,6 +77,20 @@ class RlRecorder:
             self.trackers.log(line)
             self.summary.add(line)
         return written
+
+    def evaluated(self, step: int, found: Evaluated, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Say what an evaluation found, and keep its samples in RUN/evaluations."""
+        groups = [group for part in (found.greedy, found.drawn) for named in part.values() for group in named]
+        texts = completion_texts([sample for group in groups for sample in group.samples], tokenizer)
+        write_rollouts(self.folder, step, groups, texts, EVALUATIONS)
+        progress.notes([found.line(step)])
+
+    def at_start(self, found: Evaluated, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The evaluation before the first step, on a line of step 0 that has nothing else."""
+        line: dict[str, object] = {"step": 0, **found.metrics}
+        self.file.write(line)
+        self.trackers.log(line)
+        self.evaluated(0, found, progress, tokenizer)
 
     def due(self, rollout: int, plan: Plan) -> bool:
         """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""

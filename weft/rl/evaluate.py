@@ -126,6 +126,8 @@ class RlEvaluator:
         found: dict[str, list[Group]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
             found[name].append(group)
+            for sample in group.samples:
+                sample.notes["evaluation"] = f"{name} {kind}".strip()
         return found
 
 

@@ -120,6 +120,12 @@ class Rewards:
         """What there is to print since it was last asked: the first failures."""
         return self.failures.take_news()
 
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
@@ -205,11 +211,9 @@ def try_rewards(
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
-        try:
+        async with rewards:
             await rewards.start([asked])
             await rewards.score(samples, completions)
-        finally:
-            await rewards.close()
 
     asyncio.run(run())
     return [
