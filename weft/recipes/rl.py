@@ -24,6 +24,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
+from weft.models import hf
 from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
@@ -96,10 +97,10 @@ def read_task(config: RlConfig) -> Task:
     """Prompts, rewards and environment of a config. Raises UserError for whatever the user has to mend."""
     tokenizer = load_tokenizer(config.model.path)
     episodes = load_environment(config, tokenizer)
-    tools = () if episodes is None else episodes.tools
-    prompts = load_rl_prompts(config, tokenizer, tools=tools)
+    vocabulary = hf.read_config(config.model.path).get_text_config().vocab_size
+    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
-    held_out = read_held_out_prompts(config, tokenizer, tools)
+    held_out = read_held_out_prompts(config, tokenizer, vocabulary)
     return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl), episodes)
 
 
@@ -172,7 +173,7 @@ async def train(run: Run) -> None:
     with recorder, StopSignals() as signals, progress:
         await engine.sync(start.rollout)
         if not start.rollout:
-            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan)))
+            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
         async with producer:
             for number in range(start.rollout + 1, plan.rollouts + 1):
                 with run.phases("rollout"):
@@ -190,7 +191,7 @@ async def train(run: Run) -> None:
                 progress.notes(step.failures.take_news())
                 for line in recorder.record(step, lines, synced, found, run.task.tokenizer):
                     progress.step(line)
-                progress.notes(recorder.note_evaluation(number * plan.per_rollout, found))
+                progress.notes(recorder.record_evaluation(number * plan.per_rollout, found, run.task.tokenizer))
                 recorder.stop_if_hopeless(lines)
                 if done or recorder.due(number, plan):
                     with run.phases("save"):
