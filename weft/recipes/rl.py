@@ -31,7 +31,7 @@ from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_start
 from weft.rl.advantages import advantages, shape_rewards
 from weft.rl.corrections import correct
-from weft.rl.documents import deal, informative, most_informative
+from weft.rl.documents import deal
 from weft.rl.environments import Episodes, load_environment
 from weft.rl.pool import EmbeddedPool
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
@@ -39,7 +39,7 @@ from weft.rl.records import cut_rollouts
 from weft.rl.rewards import Rewards, completion_texts
 from weft.rl.rollouts import rollout_group
 from weft.rl.trainer import Trainer
-from weft.rl.types import Group, Prompt
+from weft.rl.types import Group
 from weft.rollout.base import RolloutEngine, Sampling
 
 
@@ -160,34 +160,18 @@ async def train(run: Run) -> None:
 
 @dataclass
 class RolloutStep:
-    """One rollout step while it is made. number counts from 1; phases: its seconds; drawn: groups that were sampled."""
+    """One rollout step while it is made. number counts from 1; phases: its seconds."""
 
     number: int
     phases: Phases = field(default_factory=Phases)
     began: float = field(default_factory=time.perf_counter)
-    drawn: int = 0
 
 
 async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, step: RolloutStep) -> list[Group]:
-    """The step's groups of samples, with rewards: of rl.prompts prompts, and with rl.dynamic_sampling of others in
-    place of those whose samples all have the same."""
-    rl = run.config.rl
-    groups = await answer(run, run.stream.take(), engine, sampling, step)
-    for _ in range(rl.dynamic_sampling):
-        missing = rl.prompts - len(informative(groups))
-        if missing <= 0:
-            break
-        groups += await answer(run, run.stream.take(missing), engine, sampling, step)
-    step.drawn = len(groups)
-    return most_informative(groups, rl.prompts)
-
-
-async def answer(
-    run: Run, prompts: Sequence[Prompt], engine: RolloutEngine, sampling: Sampling, step: RolloutStep
-) -> list[Group]:
-    """A group of samples for each of these prompts, with rewards."""
+    """A group of samples for each of the step's prompts, with rewards."""
     rl, seed = run.config.rl, run.config.train.seed
     with step.phases("generate"):
+        prompts = run.stream.take()
         groups = await asyncio.gather(
             *(rollout_group(prompt, rl.group_size, engine, sampling, run.episodes, seed) for prompt in prompts)
         )
@@ -200,15 +184,13 @@ async def answer(
 
 async def judge(run: Run, groups: Sequence[Group], step: RolloutStep) -> dict[str, float]:
     """Old logprobs, advantages and corrections of all samples; what the metrics say of them."""
-    rl, samples = run.config.rl, [sample for group in groups for sample in group.samples]
-    if rl.old_logprobs == "recompute":
-        with step.phases("logprobs"):
-            for part in await run.trainers.all("logprobs", samples):
-                for index, logprobs in part.items():
-                    samples[index].old = logprobs
-    drawn = {"rollout/groups_drawn": float(step.drawn)} if rl.dynamic_sampling else {}
-    corrections = correct(samples, rl)
-    return {**advantages(groups, rl), **corrections, **run.rewards.metrics(), **drawn}
+    samples = [sample for group in groups for sample in group.samples]
+    with step.phases("logprobs"):
+        for part in await run.trainers.all("logprobs", samples):
+            for index, logprobs in part.items():
+                samples[index].old = logprobs
+    corrections = correct(samples, run.config.rl)
+    return {**advantages(groups, run.config.rl), **corrections, **run.rewards.metrics()}
 
 
 async def update(run: Run, groups: Sequence[Group], step: RolloutStep) -> list[dict[str, object]]:
