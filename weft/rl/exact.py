@@ -71,7 +71,9 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     """Every rank samples all of it, and reads its own part."""
     together = embedded.generate(requests)
     apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
-    moved = sum(_other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second))
+    moved = sum(
+        _other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second, strict=True)
+    )
     documents, recorded = [], []
     for request, completions in zip(requests, together, strict=True):
         for completion in completions:
