@@ -109,6 +109,11 @@ INERT = (
         for leaf in ("correction_level", "correction_limits")
     ),
     *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
+    *(
         Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
         for leaf in _leaves(ReferenceConfig)
     ),
@@ -122,6 +127,11 @@ INERT = (
         for leaf in _leaves(CriticConfig)
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
+    Inert(
+        "rollout.max_tokens_per_device",
+        lambda c: c.rollout.engine != "embedded",
+        "only rollout.engine=embedded reads it (others have rollout.memory)",
+    ),
     *(
         Inert(
             f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
@@ -178,6 +188,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.max_tokens_per_device": AT_LEAST_1,
     "rollout.engines": AT_LEAST_1,
     "rollout.tp": AT_LEAST_1,
     "rollout.memory": POSITIVE,
@@ -214,6 +225,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
+    yield from _exact_combinations(config)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
@@ -238,6 +250,23 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
         )
     yield from common_combinations(config, free_columns=True)
+
+
+def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    if config.rl.on_policy != "exact":
+        return
+    if config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
+            "would be compared: set rl.old_logprobs=recompute.",
+        )
+    if config.model.compile:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
+            "model.compile=false.",
+        )
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:

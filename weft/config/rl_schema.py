@@ -122,6 +122,13 @@ class RlAlgorithm:
         "`rollout` takes those of the engine, so that ratios correct its mismatch, too.",
         "recompute",
     )
+    on_policy: Literal["measured", "exact"] = key(
+        "Whether samples come from the very policy that is trained. `measured`: engine and trainer round differently; "
+        "the difference is a metric, and corrected (rl.correction). `exact`: each logprob that the embedded engine "
+        "records is, to the last bit, the trainer's own (fp32, CPU); proven at start, required of every sample. "
+        "docs/exact.md",
+        "measured",
+    )
     correction: Literal["none", "tis", "mis", "icepop"] = key(
         "What the loss of a token is multiplied by, to correct that the engine is not exactly the trainer: the ratio "
         "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
@@ -185,6 +192,11 @@ class RolloutConfig:
         "Syncs from one whose values are read back from the engines and compared to the next; 0: only the first. What "
         "arrives is compared with what was sent in every sync.",
         20,
+    )
+    max_tokens_per_device: int = key(
+        "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
+        "long as it may become; others wait. One always runs.",
+        65_536,
     )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
