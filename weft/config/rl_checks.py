@@ -10,6 +10,7 @@ from weft.config.checks import (
     AT_LEAST_1,
     AT_LEAST_2,
     AXIS,
+    BELOW_1,
     IMPORT_PATH,
     NOT_NEGATIVE,
     POSITIVE,
@@ -127,8 +128,14 @@ INERT = (
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
-        for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
+        Inert(
+            f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
+        )
+        for leaf in ("python", "tp", "memory", "options")
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
+        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
     ),
     *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
@@ -185,6 +192,12 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.max_turns": AT_LEAST_1,
     "rl.environment_timeout": POSITIVE,
     "cluster.trainer": AT_LEAST_1,
+    "cluster.max_staleness": NOT_NEGATIVE,
+    "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "rollout.top_k": NOT_NEGATIVE,
+    "rollout.min_p": BELOW_1,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
     "eval.samples": NOT_NEGATIVE,
     "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
@@ -197,6 +210,12 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
+    if config.cluster.max_staleness and config.rollout.engine == "embedded":
+        yield (
+            "cluster.max_staleness",
+            f"cluster.max_staleness is {config.cluster.max_staleness}, but the embedded engine takes turns with "
+            "training: set rollout.engine=hf or vllm, or cluster.max_staleness=0.",
+        )
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
