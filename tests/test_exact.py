@@ -140,7 +140,7 @@ def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     assert run(2, proofs, saved_model("qwen3"), False) == [Proof(tokens, 0, 0.0, 0)] * 2
     first, second = run(2, proofs, saved_model("llama"), True)
     assert first == second
-    assert "or more have another logprob in the trainer, by" in first and "train without them (leave lora.rank unset)" in first
+    assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
 
 
 def test_a_sample_that_differs_in_one_bit_is_named() -> None:

@@ -94,7 +94,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
 def _reason(engine: Engine) -> str:
     """What is known to make them differ, and what to do about it."""
     if engine.lora is not None:
-        return "What samples has the adapters merged into its weights: train without them (leave lora.rank unset)."
+        return "Adapters lie beside the weights in the trainer, and are merged where it samples: leave lora.rank unset."
     if engine.precision.compute != torch.float32:
         return "This is known to work in fp32: set fsdp.param_dtype=fp32."
     if engine.device.type != "cpu":
