@@ -261,6 +261,18 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
             "would be compared: set rl.old_logprobs=recompute.",
         )
+    if config.cluster.max_staleness:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but with cluster.max_staleness samples come from older weights than those that are "
+            "trained: set cluster.max_staleness=0.",
+        )
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: set "
+            "rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0.",
+        )
     if config.model.compile:
         yield (
             "rl.on_policy",

@@ -118,11 +118,12 @@ class Trainer:
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
-    def prove_exact(self) -> None:
-        """Raises UserError where this model, on this machine, samples other logprobs than the trainer reads."""
-        prove_exact(
-            self.engine, self.embedded, self.config.rollout.max_prompt_tokens, self.config.rollout.max_new_tokens
-        )
+    def prove_exact(self) -> str:
+        """UserError where this model, on this machine, samples other logprobs than the trainer reads; else a line."""
+        flight.at("logprobs")
+        rollout = self.config.rollout
+        proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Completions by this rank's copy alone."""
