@@ -72,6 +72,8 @@ def _other_loss(*reading: str) -> Test:
     return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
+_SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
+
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections that RL reads otherwise than SFT; what the others share stays.
@@ -126,6 +128,14 @@ INERT = (
         for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
     ),
     *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded needs no transport")
+        for leaf in _SYNC_KEYS
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
+        for leaf in _SYNC_KEYS
+    ),
+    *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
         for leaf in ("reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers")
     ),
@@ -175,6 +185,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.tp": AT_LEAST_1,
     "rollout.memory": POSITIVE,
     "rollout.timeout": POSITIVE,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
     "rl.reward_timeout": POSITIVE,
     "rl.reward_workers": AT_LEAST_1,
     "rl.max_turns": AT_LEAST_1,

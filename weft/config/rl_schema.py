@@ -196,6 +196,22 @@ class RolloutConfig:
         "working on; one that does not counts as hanging.",
         600.0,
     )
+    transport: Literal["auto", "shared", "group", "files"] = key(
+        "How weights get to engines of their own: `shared` memory of their host, a process `group` (NCCL, or gloo on "
+        "CPU), or `files` in RUN/sync, on a file system that all see; `auto`: shared memory where a trainer rank is on "
+        "the engine's host, else a group (docs/weight-sync.md).",
+        "auto",
+    )
+    bucket_mb: int = key(
+        "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
+        "tensor that is larger than half of it goes alone.",
+        128,
+    )
+    verify_every: int = key(
+        "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
+        "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
+        20,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

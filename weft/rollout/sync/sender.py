@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe import flight
@@ -51,10 +52,18 @@ class SyncOptions:
     engine's first. timeout: seconds of any one wait. folder: where `files` puts them."""
 
     transport: Literal["auto", "shared", "group", "files"] = "auto"
-    bucket_bytes: int = 1 << 28
+    bucket_bytes: int = 1 << 27
     verify_every: int = 20
     timeout: float = 120.0
     folder: Path | None = None
+
+
+def options_of(config: RlConfig, run: Path) -> SyncOptions:
+    """What the config says of sync. run: the run's folder."""
+    # While the first rank waits for an engine the others wait for it, in a collective that train.timeout ends.
+    timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
+    rollout = config.rollout
+    return SyncOptions(rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync")
 
 
 class Sender:
