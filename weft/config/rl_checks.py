@@ -137,11 +137,7 @@ INERT = (
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
-        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
-    ),
-    *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded needs no transport")
-        for leaf in _SYNC_KEYS
+        for leaf in ("engines", "dtype", "timeout", *_SYNC_KEYS)
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
@@ -208,8 +204,6 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.min_p": BELOW_1,
-    "rollout.bucket_mb": AT_LEAST_1,
-    "rollout.verify_every": NOT_NEGATIVE,
     "eval.samples": NOT_NEGATIVE,
     "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
