@@ -332,5 +332,5 @@ def test_the_keys_of_sync() -> None:
     assert options_of(config, Path("run")) == SyncOptions("group", 3_000_000, 7, 50.0, Path("run/sync"), torch.bfloat16)
     short = load_config([], [*overrides, "train.timeout=10"], RlConfig)
     assert options_of(short, Path("run")).timeout == 8.0  # the other ranks wait in a collective meanwhile
-    with pytest.raises(UserError, match="rollout.transport has no effect"):
+    with pytest.raises(UserError, match="rollout.transport would have no effect"):
         load_config([], [*NEEDED, "rollout.transport=group"], RlConfig)
