@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -63,5 +63,5 @@ def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
     return found + [rows.advance(_tokens(rows.lengths, vocabulary)) for _ in range(3)]
 
 
-def _tokens(lengths: Sequence[int], vocabulary: int) -> list[int]:
+def _tokens(lengths: Iterable[int], vocabulary: int) -> list[int]:
     return [(3 + (7 * row + 5 * int(length)) % 90) % vocabulary for row, length in enumerate(lengths)]
