@@ -49,7 +49,9 @@ def mismatch(engine: Engine, asked: list[Request], answers: list[list[Completion
     """(tokens, those of them whose logprob the trainer has otherwise), of the documents that this rank reads."""
     pairs = [(request, completion) for request, group in zip(asked, answers, strict=True) for completion in group]
     documents = {
-        n: Document(torch.tensor(request.tokens + completion.tokens), torch.ones(len(request.tokens + completion.tokens)))
+        n: Document(
+            torch.tensor(request.tokens + completion.tokens), torch.ones(len(request.tokens + completion.tokens))
+        )
         for n, (request, completion) in enumerate(pairs)
     }
     plan = engine.plan([engine.meta(document) for document in documents.values()])
@@ -85,9 +87,7 @@ def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | 
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "2")]
-)
+@pytest.mark.parametrize(("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "2")])
 def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str) -> None:
     """Over hundreds of tokens, whole weights or shards, with windows, experts; and each thing done for it is needed."""
     ranks = run(world_of(mesh), exactness, saved_model(family), mesh, family == "llama")
@@ -102,7 +102,9 @@ def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str)
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("kind", [{}, {"window": 16, "softcap": 5.0}, {"sinks": True}], ids=["plain", "window", "sinks"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"window": 16, "softcap": 5.0}, {"sinks": True}], ids=["plain", "window", "sinks"]
+)
 def test_exact_attention_is_attention(kind: dict[str, Any], apart: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths, batch = ((70, 1, 300, 64, 9), 1) if not apart else ((90, 90), 2)
@@ -138,7 +140,9 @@ def proofs(path: str, lora: bool) -> Proof | str:
 
 
 def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
-    assert run(2, proofs, saved_model("qwen3"), False) == [Proof(6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20, 0, 0.0, 0)] * 2
+    assert (
+        run(2, proofs, saved_model("qwen3"), False) == [Proof(6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20, 0, 0.0, 0)] * 2
+    )
     first, second = run(2, proofs, saved_model("llama"), True)
     assert first == second
     assert "tokens have another logprob" in first and "leave lora.rank unset" in first
