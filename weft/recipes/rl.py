@@ -18,7 +18,7 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.options import RlOptions
 from weft.cluster.rays import ActorGroup, Bundle, actor_group, import_ray, ray_session
 from weft.cluster.stopping import StopSignals
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
@@ -186,11 +186,22 @@ async def judge(run: Run, groups: Sequence[Group], step: RolloutStep) -> dict[st
     """Old logprobs, advantages and corrections of all samples; what the metrics say of them."""
     samples = [sample for group in groups for sample in group.samples]
     with step.phases("logprobs"):
-        for part in await run.trainers.all("logprobs", samples):
-            for index, logprobs in part.items():
-                samples[index].old = logprobs
+        for method, of_sample in readings(run.config.rl).items():
+            for part in await run.trainers.all(method, samples):
+                for index, values in part.items():
+                    setattr(samples[index], of_sample, values)
     corrections = correct(samples, run.config.rl)
     return {**advantages(groups, run.config.rl), **corrections, **run.rewards.metrics()}
+
+
+def readings(rl: RlAlgorithm) -> dict[str, str]:
+    """What the trainers read of samples before they are trained: method -> attribute of Sample."""
+    asked = {"logprobs": "old"}
+    if rl.kl > 0:
+        asked["reference_logprobs"] = "reference"
+    if rl.advantage == "gae":
+        asked["values"] = "values"
+    return asked
 
 
 async def update(run: Run, groups: Sequence[Group], step: RolloutStep) -> list[dict[str, object]]:

@@ -28,6 +28,16 @@ def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
     return [_document(sample, config) for sample in samples if is_trained(sample, config)]
 
 
+def document_to_read(sample: Sample) -> Document:
+    """A sample of which every engine may be asked, with the routes by which it was drawn."""
+    return Document(
+        tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
+        weights=torch.as_tensor(sample.sampled).float(),
+        routes=_routes(sample),
+        source=f"sample {sample.id}",
+    )
+
+
 def is_trained(sample: Sample, config: RlConfig) -> bool:
     """Whether a sample becomes a document."""
     masked = config.rl.mask_truncated and sample.finish == "length"
@@ -49,9 +59,13 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
         weights=_weights(sample.sampled, config),
         arrays={name: torch.as_tensor(np.asarray(a, np.float32)) for name, a in arrays.items() if a is not None},
-        routes=None if sample.routes is None else aligned(sample.routes, len(sample)),
+        routes=_routes(sample),
         source=source,
     )
+
+
+def _routes(sample: Sample) -> Tensor | None:
+    return None if sample.routes is None else aligned(sample.routes, len(sample))
 
 
 def _weights(sampled: Flags, config: RlConfig) -> Tensor:

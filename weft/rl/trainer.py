@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from weft.checkpoint import rng
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
@@ -29,7 +26,7 @@ from weft.data.chat_template import chosen_template
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.objectives.policy import PolicyLoss
 from weft.observe import flight
 from weft.observe.flops import Throughput
@@ -39,6 +36,7 @@ from weft.recipes.folder import check_shared
 from weft.recipes.resume import fill_from
 from weft.recipes.step_line import Taken, step_line
 from weft.rl.documents import documents_of
+from weft.rl.engines import Beside, policy_config, read_samples
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
@@ -55,7 +53,8 @@ class Trainer:
         keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
         require_agreement(keys | versions())
         flight.at("load")
-        self.engine = Engine(engine_config(config), self.ranks, fill=fill)
+        self.engine = Engine(policy_config(config), self.ranks, fill=fill)
+        self.beside = Beside(config, self.engine, fill=fill)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer)
@@ -84,10 +83,14 @@ class Trainer:
         flight.in_run(run)
         notes = []
         if last:
-            notes = fill_from(self.engine, read_state(step_folder(run / "checkpoints", last)), self.config.train.seed)
+            checkpoint = step_folder(run / "checkpoints", last)
+            notes = fill_from(self.engine, read_state(checkpoint), self.config.train.seed)
+            self.beside.fill_from(checkpoint)
         template = chosen_template(self.config.data)
         texts = {} if template is None else {"chat_template.jinja": template}
-        self.saver = Saver(self.engine, run, self.config.checkpoint, constants, last=last, texts=texts)
+        self.saver = Saver(
+            self.engine, run, self.config.checkpoint, constants, last=last, texts=texts, others=self.beside.saved
+        )
         return notes
 
     # ------------------------------------------------------------ rollouts
@@ -113,12 +116,17 @@ class Trainer:
     def logprobs(self, samples: Sequence[Sample]) -> dict[int, Floats]:
         """The policy's logprob of every sampled token, [T], of the samples that this rank was dealt, by their index."""
         flight.at("logprobs")
-        documents = [_as_document(sample) for sample in samples]
-        plan = self.engine.plan([self.engine.meta(document) for document in documents])
-        read = self.engine.readout(plan, {i: documents[i] for i in self.engine.needs(plan)}, ("logprob",))
-        return {
-            i: np.where(samples[i].sampled, found["logprob"].numpy(), 0).astype(np.float32) for i, found in read.items()
-        }
+        return read_samples(self.engine, samples, "logprob")
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> dict[int, Floats]:
+        """The reference's, likewise."""
+        flight.at("reference")
+        return self.beside.reference_logprobs(samples)
+
+    def values(self, samples: Sequence[Sample]) -> dict[int, Floats]:
+        """The critic's value of every sampled token before it was drawn, likewise."""
+        flight.at("values")
+        return self.beside.values(samples)
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, object]:
         """One optimizer step over these samples; its line of metrics.jsonl."""
@@ -128,8 +136,10 @@ class Trainer:
             return {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained", **_NOTHING}
         flight.step(number, steps, [document.source for document in documents])
         taken = self._take_step(documents, lr, began)
+        critic = {} if self.beside.critic is None else self.beside.update_critic(samples, lr)
         if not self._contract_checked:
-            check_contract(self.engine)
+            for engine in (self.engine, *self.beside.saved.values()):
+                check_contract(engine)
             self._contract_checked = True
         flight.at("record")
         failed = self.saver is not None and self.saver.failed
@@ -138,7 +148,7 @@ class Trainer:
         )
         if any_failed and self.saver is not None:
             self.saver.raise_failure()
-        return step_line(number, epoch, taken, self.throughput, memory)
+        return {**step_line(number, epoch, taken, self.throughput, memory), **critic}
 
     def _take_step(self, documents: Sequence[Document], lr: float, began: float) -> Taken:
         engine = self.engine
@@ -167,36 +177,7 @@ class Trainer:
         leave()
 
 
-def engine_config(config: RlConfig) -> EngineConfig:
-    """The sections that the policy's Engine reads."""
-    return EngineConfig(
-        model=config.model,
-        lora=config.lora,
-        mesh=config.mesh,
-        fsdp=config.fsdp,
-        step=config.step,
-        optimizer=config.optimizer,
-        seed=config.train.seed,
-        deterministic=config.train.deterministic,
-        temperature=config.rollout.temperature,
-    )
-
-
 # What a step without documents says beside that.
 _NOTHING: dict[str, object] = {
     "loss": None, "grad_norm": None, "lr": None, "documents": 0, "tokens": 0, "loss_tokens": 0, "empty": True,
 }  # fmt: skip
-
-
-def _as_document(sample: Sample) -> Document:
-    """To be read, not trained."""
-    return Document(
-        tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
-        weights=torch.as_tensor(sample.sampled).float(),
-        source=f"sample {sample.id}",
-    )
-
-
-def _sampled(sample: Sample, values: Floats) -> Floats:
-    """Zero where the policy did not draw."""
-    return np.where(sample.sampled, values, 0).astype(np.float32)
