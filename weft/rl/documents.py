@@ -28,16 +28,6 @@ def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
     return [_document(sample, config) for sample in samples if is_trained(sample, config)]
 
 
-def document_to_read(sample: Sample) -> Document:
-    """A sample of which every engine may be asked, with the routes by which it was drawn."""
-    return Document(
-        tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
-        weights=torch.as_tensor(sample.sampled).float(),
-        routes=_routes(sample),
-        source=f"sample {sample.id}",
-    )
-
-
 def is_trained(sample: Sample, config: RlConfig) -> bool:
     """Whether a sample becomes a document."""
     masked = config.rl.mask_truncated and sample.finish == "length"
@@ -59,13 +49,9 @@ def _document(sample: Sample, config: RlConfig) -> Document:
         tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
         weights=_weights(sample.sampled, config),
         arrays={name: torch.as_tensor(np.asarray(a, np.float32)) for name, a in arrays.items() if a is not None},
-        routes=_routes(sample),
+        routes=None if sample.routes is None else aligned(sample.routes, len(sample)),
         source=source,
     )
-
-
-def _routes(sample: Sample) -> Tensor | None:
-    return None if sample.routes is None else aligned(sample.routes, len(sample))
 
 
 def _weights(sampled: Flags, config: RlConfig) -> Tensor:
@@ -90,3 +76,10 @@ def deal(groups: Sequence[Group], updates: int, seed: int) -> list[list[Group]]:
 def informative(groups: Sequence[Group]) -> list[Group]:
     """Those whose rewards are not all equal: what rl.dynamic_sampling keeps (DAPO, arXiv:2503.14476, equation 11)."""
     return [group for group in groups if Group(group.prompt, [s for s in group.samples if s.counts]).has_signal]
+
+
+def most_informative(groups: Sequence[Group], count: int) -> list[Group]:
+    """So many of them, in their order: those whose rewards are not all equal, and others where they are too few."""
+    telling = {id(group) for group in informative(groups)}
+    places = sorted(range(len(groups)), key=lambda place: id(groups[place]) not in telling)
+    return [groups[place] for place in sorted(places[:count])]
