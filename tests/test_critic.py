@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
+from tests.resuming import inputs
 from tests.rl_samples import group
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
@@ -31,7 +33,8 @@ from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.value import ValueLoss
 from weft.rl.advantages import advantages
-from weft.rl.engines import Beside, critic_config, critic_engine, policy_config, read_samples, reference_config
+from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
+from weft.rl.trainer import Trainer, Who
 from weft.rl.types import Floats
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
@@ -215,38 +218,29 @@ def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:
     torch.testing.assert_close(one[2]["0"][1:], expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-def learns(path: str, folder: str, lora: str) -> tuple[list[float], list[float], bool]:
+def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
     """Twelve rollout steps of the same samples with PPO's advantages: (losses of the critic, shares of the returns'
     variance that it explains), and whether what reads the reference reads the policy as it was."""
-    keys = ("rollout.max_new_tokens=20", "rollout.max_prompt_tokens=20", "critic.lr=2e-2", "optimizer.lr=1e-2")
-    config = read(*keys, f"model.path={path}", "mesh.dp_shard=2", "critic.clip=null", lora)
-    policy = Engine(policy_config(config), join("cpu"))
-    beside = Beside(config, policy)
+    keys = ("rollout.max_new_tokens=20", "rollout.max_prompt_tokens=20", "critic.lr=3e-3", "optimizer.lr=1e-4")
+    trainer = Trainer(
+        read(*keys, f"model.path={path}", "mesh.dp_shard=2", "critic.clip=null", "rl.correction=none", lora), "cpu"
+    )
     groups = [group([1.0, 0.0], [4, 6]), group([0.0, 1.0], [5, 3], index=1)]
     samples = [member for one in groups for member in one.samples]
-    first = collect(read_samples(policy, samples, "logprob"))
-    same = beside.critic is not None and all(
-        torch.equal(torch.as_tensor(first[i]), torch.as_tensor(values))
-        for i, values in collect(beside.reference_logprobs(samples)).items()
-    )
     for index, member in enumerate(samples):
-        member.old = member.reference = first[index]
         member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
-    lines = []
-    for _ in range(12):
-        for index, values in collect(beside.values(samples)).items():
-            samples[index].values = values
-        advantages(groups, config.rl)
-        lines.append(beside.update_critic(samples, lr=5e-3))
-    assert lines[0]["critic/lr"] == 1e-2 and float(str(lines[0]["critic/grad_norm"])) > 0
-    with Saver(policy, Path(folder), CheckpointConfig(async_=False), {}, others=beside.saved) as saver:
-        saver.save(12, {})
-        checkpoint = saver.finish()
-    again = Beside(config, policy, fill=False)
-    again.fill_from(checkpoint)
-    assert again.critic is not None and beside.critic is not None and same_weights(again.critic, beside.critic)
-    named = [[float(str(line[name])) for line in lines] for name in ("loss/value_avg", "critic/explained_variance")]
-    return named[0], named[1], same
+    first, losses, explained = collect(trainer.read("policy", samples)), [], []
+    for number in range(1, 13):
+        asked: dict[Who, str] = {"policy": "old", "reference": "reference", "critic": "values"}
+        for who, name in asked.items():
+            for index, values in collect(trainer.read(who, samples)).items():
+                setattr(samples[index], name, values)
+        explained.append(advantages(groups, trainer.config.rl)["critic/explained_variance"])
+        line = trainer.update(samples, number, 12, 1, 1e-4)
+        losses.append(float(str(line["loss/value_avg"])))
+    moved = not any(np.array_equal(first[i], member.old) for i, member in enumerate(samples))
+    same = all(np.array_equal(first[i], member.reference) for i, member in enumerate(samples))
+    return losses, explained, same and moved
 
 
 def collect(mine: dict[int, Floats]) -> dict[int, Floats]:
@@ -257,12 +251,10 @@ def collect(mine: dict[int, Floats]) -> dict[int, Floats]:
 
 
 @pytest.mark.parametrize("lora", ["lora.rank=null", "lora.rank=4"])
-def test_a_critic_learns_returns_beside_its_policy(lora: str, tmp_path: Path) -> None:
-    for losses, explained, same in run(2, learns, saved_model("llama_tied"), str(tmp_path), lora):
-        assert same and losses[-1] < 0.5 * losses[0] and explained[0] == 0.0 and explained[-1] > 0.5, (
-            losses,
-            explained,
-        )
+def test_a_critic_learns_returns_beside_a_policy_and_its_reference(lora: str) -> None:
+    for losses, explained, same in run(2, learns, str(inputs() / "model"), lora):
+        assert same and losses[-1] < 0.5 * losses[0], (losses, explained)
+        assert explained[0] == 0.0 and explained[-1] > 0.5, explained
 
 
 # ---------------------------------------------------------------- keys
