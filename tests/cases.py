@@ -56,6 +56,11 @@ def open_engine(
     purpose: Literal["train", "inference"] = "train",
     seed: int = 0,
     deterministic: bool = False,
+    temperature: float = 1.0,
+    exact: bool = False,
+    value_head: Literal["zeros", "normal"] | None = None,
+    replay: bool = True,
+    beside: Engine | None = None,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -70,8 +75,13 @@ def open_engine(
             purpose=purpose,
             seed=seed,
             deterministic=deterministic,
+            temperature=temperature,
+            exact=exact,
+            value_head=value_head,
+            replay=replay,
         ),
         join("cpu"),
+        beside=beside,
     )
 
 

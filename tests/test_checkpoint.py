@@ -22,7 +22,7 @@ from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
-from weft.checkpoint import rng, save
+from weft.checkpoint import contents, rng, save
 from weft.checkpoint.retention import prune, set_aside, step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state
@@ -144,7 +144,7 @@ def pieces(engine: Engine) -> dict[str, torch.Tensor]:
 
 def saves_while_weights_move(folder: str) -> bool:
     saver = opened(folder, async_=True)
-    before, write = pieces(saver.engine), save.write_export
+    before, write = pieces(saver.engine), contents.write_export
 
     def slow(*arguments: Any) -> int:
         import time
@@ -152,7 +152,7 @@ def saves_while_weights_move(folder: str) -> bool:
         time.sleep(0.3)
         return write(*arguments)
 
-    with mock.patch.object(save, "write_export", slow), saver:
+    with mock.patch.object(contents, "write_export", slow), saver:
         saver.save(1, {})
         busy = saver._busy
         with torch.no_grad():
@@ -175,8 +175,8 @@ def saves_with_an_error(folder: str, number: int) -> tuple[str, str]:
     def fails(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    broken = mock.patch.object(save, "write_rank_file", fails)
-    with saver, broken if torch.distributed.get_rank() == 1 else mock.patch.object(save, "DTYPES", {}):
+    broken = mock.patch.object(contents, "write_rank_file", fails)
+    with saver, broken if torch.distributed.get_rank() == 1 else mock.patch.object(contents, "DTYPES", {}):
         saver.save(2, {})
         try:
             saver.wait()

@@ -277,6 +277,8 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("eval.every", "10", []),
         ("eval.at_start", "true", []),
         ("eval.patience", "2", ["eval.prompts=[a]"]),
+        ("eval.target", "0.5", ["eval.prompts=[a]"]),
+        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=my:Loss"]),
         ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),
@@ -300,6 +302,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"optimizer.options", "checkpoint.weights"}
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
+    tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
@@ -375,6 +378,7 @@ OUT_OF_RANGE = {
     "lora.targets": "[]",
     "eval.every": "-1",
     "eval.patience": "0",
+    "eval.target": "0",
     "eval.min_delta": "-0.1",
     "eval.max_new_tokens": "0",
     "eval.temperature": "-1",
@@ -390,6 +394,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
         "eval.every": ["eval.path=d.jsonl"],
         "eval.patience": ["eval.path=d.jsonl"],
+        "eval.target": ["eval.path=d.jsonl"],
         "eval.min_delta": ["eval.path=d.jsonl", "eval.patience=1"],
         "eval.max_new_tokens": ["eval.prompts=[a]"],
         "eval.temperature": ["eval.prompts=[a]"],
@@ -560,7 +565,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
-    unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta"}
+    unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
     assert names == set(schema_keys(SftConfig)) - unread

@@ -17,11 +17,12 @@ from weft.data.encode import Encoding
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.errors import UserError
-from weft.rollout.embedded import Completion, EmbeddedEngine, Sampling, end_tokens
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.verification.adapter import stir
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
-ENDS = [2, 17, 40]
+ENDS = (2, 17, 40)
 
 
 def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
@@ -31,12 +32,14 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
         for parameter in engine.module.parameters():
             parameter.mul_(1.01)  # not the weights of the files
     before = torch.get_rng_state()
-    embedded = EmbeddedEngine(engine, ENDS)
-    embedded.wake(here=torch.distributed.get_rank() == engine.ranks.world - 1)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake(here=torch.distributed.get_rank() == engine.ranks.world - 1, version=7)
     found = []
     if embedded.model is not None:
-        for sampling in (Sampling(12), Sampling(12, 1.0, 1), Sampling(12, 1.0, 1), Sampling(12, 1.0, 2)):
-            found.append(embedded.generate(PROMPTS, sampling))
+        for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 1), (1.0, 2)):
+            sampling = Sampling(12, temperature, ends=ENDS)
+            asked = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
+            found.append([completion for (completion,) in embedded.generate(asked)])
     embedded.sleep()
     return found, embedded.model is None and torch.equal(before, torch.get_rng_state())
 
@@ -58,10 +61,11 @@ def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
     for prompt, completion in zip(PROMPTS, greedy, strict=True):
         out = plain.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=12, do_sample=False, eos_token_id=ENDS, pad_token_id=0,
+            max_new_tokens=12, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0,
         )[0, len(prompt) :].tolist()  # fmt: skip
-        ended = out[-1] in ENDS
-        assert completion == Completion(tuple(out[:-1] if ended else out), ended)
+        finish = "end" if out[-1] in ENDS else "length"
+        assert (completion.tokens, completion.finish) == (tuple(out), finish)
+        assert completion.versions == ((7, len(out)),)
 
 
 def logprobs_of_both(path: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,10 +76,11 @@ def logprobs_of_both(path: str, sections: Sections) -> tuple[torch.Tensor, torch
     document = Document(tokens, torch.ones(len(tokens)))
     plan = engine.plan([engine.meta(document)])
     found = engine.readout(plan, dict.fromkeys(engine.needs(plan), document))
-    embedded = EmbeddedEngine(engine, ENDS)
+    embedded = EmbeddedEngine(engine)
     embedded.wake(here=bool(found))
     if embedded.model is None:
         return torch.zeros(0), torch.zeros(0)
+    embedded.model.set_attn_implementation("eager")
     with torch.no_grad():
         logprob = embedded.model(input_ids=tokens[None]).logits[0].log_softmax(-1)
     return found[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]

@@ -62,18 +62,22 @@ def documents_of(name: str) -> list[reference.Document]:
 
 
 @cache
-def plain_means(family: str, name: str) -> tuple[float, float]:
-    """(loss, accuracy): token means over all documents, one document at a time, summed in Python."""
+def plain_means(family: str, name: str) -> tuple[float, float, float]:
+    """(loss, accuracy, exact): over all documents, one at a time, summed in Python."""
     plain = reference.Reference(saved_model(family))
     loss = right = weights = 0.0
+    wholly: list[bool] = []
     for ids, mask in documents_of(name):
         with torch.no_grad():
             logprob = plain.logits(ids).log_softmax(-1)
+        asked = [place for place in range(1, len(ids)) if mask[place]]
+        if asked:
+            wholly.append(all(int(logprob[place - 1].argmax()) == ids[place] for place in asked))
         for place in range(1, len(ids)):
             loss -= mask[place] * float(logprob[place - 1, ids[place]])
             right += mask[place] * (int(logprob[place - 1].argmax()) == ids[place])
             weights += mask[place]
-    return loss / weights, right / weights
+    return loss / weights, right / weights, sum(wholly) / len(wholly)
 
 
 def evaluated(
@@ -124,9 +128,10 @@ FAMILIES = {"llama": ("1", "2", "3", "4", "2x2"), "lfm2": ("1", "3"), "gemma2": 
 def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) -> None:
     found = one_rank(family) if mesh == "1" else on_mesh(mesh, family)
     for name, figures in found.items():
-        loss, accuracy = plain_means(family, name)
+        loss, accuracy, exact = plain_means(family, name)
         assert figures["eval/loss"] == pytest.approx(loss, rel=3e-6), name
         assert figures["eval/accuracy"] == pytest.approx(accuracy, rel=1e-9), name
+        assert figures["eval/exact"] == pytest.approx(exact, rel=1e-9), name
         assert figures["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4), name
         assert figures["eval/loss"] == pytest.approx(one_rank(family)[name]["eval/loss"], rel=1e-6), name
 
@@ -246,7 +251,8 @@ def scripted(*arguments: Any) -> None:
     """A process of a run whose held-out losses are LOSSES."""
 
     def means(evaluator: Evaluator) -> Figures:
-        return {"loss": LOSSES[flight.own.record().step], "accuracy": 0.5}
+        step = flight.own.record().step
+        return {"loss": LOSSES[step], "accuracy": 0.5, "exact": 0.5 if step >= 4 else 0.0}
 
     with mock.patch.object(Evaluator, "_means", means):
         attempt(*arguments)
@@ -273,6 +279,18 @@ def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> Non
     assert summary["stopped"] == "eval.patience" and summary["steps"] == 8
     best = {"step": 5, "eval/loss": 1.9, "checkpoint": str(patient / "checkpoints" / "step-000005")}
     assert summary["evaluation"]["best"] == best
+
+
+def test_a_run_ends_where_its_target_is_reached(tmp_path: Path) -> None:
+    """eval/exact is 0.5 from step 4 on; resumed, the run has nothing to do, unless it is to go on."""
+    half = {"every": 1, "path": held_out_file(), "target": 0.5}
+    scripted_process(tmp_path / "run", eval=half)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped"] == "eval.target" and summary["steps"] == 4
+    scripted_process(tmp_path / "run", resume=True, eval=half)
+    assert len(lines(tmp_path / "run")) == 4
+    scripted_process(tmp_path / "run", resume=True, eval={**half, "target": 0.9})
+    assert len(lines(tmp_path / "run")) == 10
 
 
 def test_a_resumed_run_counts_on_and_ends_where_the_unbroken_one_does(patient: Path, tmp_path: Path) -> None:

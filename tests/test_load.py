@@ -86,7 +86,7 @@ def no_forward() -> Iterator[None]:
 
     attention.register()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "examine", lambda config: Findings("packed", True, 0.0, 0, True, (), ""))
+        patch.setattr(build, "examine", lambda config: Findings("packed", True, 0.0, 0, True, (), "", "lm_head"))
         patch.setattr(build, "check_kernel", lambda *args: None)
         patch.setattr(engine_module, "materialize", poisoned)
         yield

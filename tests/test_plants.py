@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from tests import test_data, test_eval, test_lora, test_order, test_resume, test_schedule
+from tests import test_data, test_eval, test_lora, test_order, test_policy_parity, test_resume, test_schedule
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.cluster.process import join
@@ -33,6 +33,7 @@ from weft.verification.bugs import RUN_LOSSES, RUN_RATES
 from weft.verification.bugs.adapters import BASE
 from weft.verification.bugs.evaluation import HELD_OUT
 from weft.verification.bugs.resuming import RESUMED
+from weft.verification.bugs.rl import UPDATE
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents
@@ -317,6 +318,7 @@ TESTS: dict[str, Check] = {
     RUN_RATES: rates_of_a_run,
     BASE: test_lora.base_is_read,
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
+    UPDATE: test_policy_parity.update_is_the_plain_one,
     HELD_OUT: test_eval.held_out_loss_is_the_references,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/test_plants.py: a hopeless run ends": hopeless_run_ends,

@@ -10,11 +10,12 @@ import argparse
 import difflib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from weft import __version__
 from weft.cluster.guard import Body, guarded, joined, program
@@ -26,6 +27,7 @@ from weft.cluster.options import (
     MergeOptions,
     PreviewOptions,
     ReportOptions,
+    RlOptions,
     SftOptions,
     VerifyOptions,
 )
@@ -36,13 +38,16 @@ from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shr
 from weft.config.aliases import advice_for
 from weft.config.keys import schema_keys
 from weft.config.migrate import migrate
+from weft.config.rl_schema import RlConfig
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 
+Schema = TypeVar("Schema")
+
 # Commands of the design that exist when they work.
-NOT_YET = ("rl", "plan", "bench", "rollouts")
+NOT_YET = ("plan", "bench", "rollouts")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -149,7 +154,7 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments) if arguments.resume is None else _load_resumed(arguments)
+    config = _load(arguments, SftConfig) if arguments.resume is None else _load_resumed(arguments, SftConfig)
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     world = _world(arguments, config)
@@ -175,6 +180,31 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, world, words, _restarts(arguments), lambda run: _again(arguments, words, run))
 
 
+def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("rl")
+    config = _load(arguments, RlConfig) if arguments.resume is None else _load_resumed(arguments, RlConfig)
+    if arguments.parameters and not arguments.dry_run:
+        raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
+    accelerators = accelerator_count(arguments.device)
+    world = config.cluster.trainer or arguments.nproc or accelerators or 1
+    check_reshard(config, resolve_mesh(config.mesh, world))
+    options = RlOptions(
+        device="cuda" if accelerators or arguments.device == "cuda" else "cpu",
+        world=world,
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        parameters=arguments.parameters,
+        debug=arguments.debug,
+    )
+
+    def body() -> None:
+        from weft.recipes import rl
+
+        rl.run(config, options)
+
+    return Job(body, 1, words)
+
+
 def _restarts(arguments: argparse.Namespace) -> int:
     """How many restarts are this process's affair: its ranks have the option too."""
     if arguments.restarts and joined() and launchers_folder() is None:
@@ -191,7 +221,7 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments)
+    config = _load(arguments, SftConfig)
     if arguments.layers is not None and arguments.layers < 1:
         raise UserError(f"--layers is {arguments.layers}; it must be 1 or more.")
     if not joined() and arguments.nproc is None:
@@ -231,7 +261,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if files_and_keys[:1] != ["preview"]:
         raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
     arguments.config = files_and_keys[1:]
-    config = _load(arguments)
+    config = _load(arguments, SftConfig)
     least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
     ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
     options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
@@ -292,18 +322,35 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("engine")
+    if arguments.what != ["install", "vllm"]:
+        raise UserError("weft engine: say what to do: weft engine install vllm [--python DIR]")
+
+    def body() -> None:
+        from weft.rollout.vllm import interpreter
+
+        folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
+        device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
+        made = interpreter.install(folder, device, shlex.split(arguments.torch))
+        name = "" if arguments.python is None else f"; say rollout.python={folder}"
+        print(f"vLLM {made.version} for {device} is in {folder}{name}")
+
+    return Job(body, 1, words)
+
+
 def _alone(command: str) -> None:
     if joined():
         raise UserError(f"weft {command} is one process: start it without torchrun.")
 
 
-def _load(arguments: argparse.Namespace) -> SftConfig:
+def _load(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [word for word in arguments.config if not _is_override(word)]
-    return load_config(files, overrides, weights=not getattr(arguments, "dry_run", False))
+    return load_config(files, overrides, schema, weights=not getattr(arguments, "dry_run", False))
 
 
-def _load_resumed(arguments: argparse.Namespace) -> SftConfig:
+def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
     """The config that RUN was started with, and the overrides."""
     run, written = Path(arguments.resume), Path(arguments.resume) / "config.yaml"
     files = [word for word in arguments.config if not _is_override(word)]
@@ -314,7 +361,7 @@ def _load_resumed(arguments: argparse.Namespace) -> SftConfig:
     if not written.is_file():
         what = "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
         raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
-    return load_config([str(written)], [*arguments.config, f"run.dir={json.dumps(arguments.resume)}"])
+    return load_config([str(written)], [*arguments.config, f"run.dir={json.dumps(arguments.resume)}"], schema)
 
 
 def _is_override(word: str) -> bool:
@@ -412,6 +459,16 @@ def _sft_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _rl_parser() -> argparse.ArgumentParser:
+    parser = _parser("rl", COMMANDS["rl"].summary)
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
+    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    return parser
+
+
 def _verify_parser() -> argparse.ArgumentParser:
     parser = _parser("verify", COMMANDS["verify"].summary)
     parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
@@ -498,14 +555,29 @@ def _report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _engine_parser() -> argparse.ArgumentParser:
+    usage = "weft engine install vllm [options]"
+    parser = _Parser(prog="weft engine", usage=usage, description=COMMANDS["engine"].summary, allow_abbrev=False)
+    parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
+    parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
+    parser.add_argument(
+        "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
+    "rl": Command("Reinforcement learning from rewards.", _rl_parser, _rl),
     "chat": Command("Talk to a run's last checkpoint, or to any model.", _chat_parser, _chat),
     "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
     "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
     "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
     "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
     "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
+    "engine": Command("Environments of rollout engines: weft engine install vllm.", _engine_parser, _engine),
     "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
 }
 

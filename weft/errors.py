@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class StoppedError(Exception):
     """The run was asked to end by a signal, has saved, and has more steps to do. number: the signal's."""
@@ -29,3 +31,11 @@ class StorageError(UserError):
 
 class RanksDisagreeError(RuntimeError):
     """Ranks that should be alike are not: other config, data, code or plan. Every rank raises the same message."""
+
+
+class ActorError(RuntimeError):
+    """An actor of a cluster failed or died. kind: as in weft/cluster/status.py; report: its own, where it left one."""
+
+    def __init__(self, message: str, kind: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.kind, self.report = kind, report

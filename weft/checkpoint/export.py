@@ -29,6 +29,7 @@ from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.build import BuiltModel
 from weft.models.layout import Piece
+from weft.models.train_module import ValueHead
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (
@@ -228,6 +229,8 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
     raw.pop("_commit_hash", None)
     model = engine.built.module.hf_model
     raw["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    if isinstance(engine.built.module.head, ValueHead):
+        raw |= hf.label_names(engine.built.config)
     if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
         # The source's head differed from its embedding, so that they were loaded, and trained, apart.
         raw["tie_word_embeddings"] = False

@@ -87,7 +87,9 @@ def prune(
             remove(step_folder(checkpoints, step))
     if trainer_state == "last":
         for step in whole_steps(checkpoints)[:-1]:
-            remove(step_folder(checkpoints, step) / TRAINER_STATE)
+            folder = step_folder(checkpoints, step)
+            for state in [folder / TRAINER_STATE, *folder.glob(f"*/{TRAINER_STATE}")]:  # a critic's is in its own
+                remove(state)
 
 
 def remove(folder: Path) -> None:
@@ -107,7 +109,8 @@ def _removing(folder: Path) -> Path:
 def sweep(checkpoints: Path) -> None:
     """Remove what a killed process has left behind, and point `latest` at the newest whole checkpoint."""
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
-        for leftover in [entry, *(entry.iterdir() if _WHOLE.fullmatch(entry.name) else [])]:
+        inside = [*entry.iterdir(), *entry.glob("*/*")] if _WHOLE.fullmatch(entry.name) else []
+        for leftover in [entry, *inside]:
             if _LEFTOVER.fullmatch(leftover.name):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
     steps = whole_steps(checkpoints)

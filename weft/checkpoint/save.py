@@ -23,8 +23,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,31 +34,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
-from weft.checkpoint.adapters import plan_adapter
-from weft.checkpoint.boxes import Box, Shard
-from weft.checkpoint.export import plan_export, prepare_export, write_export
+from weft.checkpoint.contents import Contents, Copies, Written
 from weft.checkpoint.retention import TRAINER_STATE, commit, point_best, point_latest, prune, step_folder
-from weft.checkpoint.state import (
-    EMA,
-    RNG,
-    WEIGHTS,
-    Part,
-    RankFile,
-    find_parts,
-    find_scalars,
-    tied_names,
-    write_rank_file,
-    write_state,
-)
+from weft.checkpoint.state import RNG, RankFile, write_state
 from weft.cluster.agree import largest
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError
-from weft.parallel import fsdp
 
-DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
-_LARGEST_HALF = torch.finfo(torch.float16).max
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # how long a rank that fails elsewhere lets a checkpoint that is being written come to its end
 _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
@@ -66,14 +50,13 @@ _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint to write. copies: this rank's own elements by name; state: of state.json, on the first rank."""
+    """One checkpoint to write. copies: of each engine; state: what state.json says of the run, on the first rank."""
 
     step: int
     id: str
     partial: Path
     target: Path
-    copies: Mapping[str, Tensor]
-    boxes: Mapping[str, Box]
+    copies: Sequence[Copies]
     generators: Mapping[str, Tensor]
     state: Mapping[str, Any]
     best: bool
@@ -81,15 +64,6 @@ class Job:
     @property
     def reports(self) -> Path:
         return self.partial / f".ranks-{self.id}"
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank has written. exported: bytes of the weight files. nonfinite: a weight that is, so nothing was."""
-
-    exported: int = 0
-    file: RankFile | None = None
-    nonfinite: str | None = None
 
 
 class _CancelledError(Exception):
@@ -101,7 +75,8 @@ class Saver:
     """Saves an engine's state into RUN/checkpoints. Every method but `failed` and `overdue` is called by all ranks.
 
     constants: what state.json says of the run as a whole (config, data, model). texts: files that every checkpoint has
-    in place of the model's own, such as a chat template.
+    in place of the model's own, such as a chat template. others: folder -> an engine that is trained beside it, and
+    saved there (a critic); all of a checkpoint is committed at once.
     """
 
     engine: Engine
@@ -111,18 +86,17 @@ class Saver:
     last: int = 0
     news: list[str] = field(default_factory=list)
     texts: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Engine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan = plan_export if self.engine.lora is None else plan_adapter
-        self.plan = replace(plan(self.engine, DTYPES[self.config.dtype]), texts=self.texts)
-        self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
-        self._owners = tied_names(self.engine.module)
-        self._exported = exported(find_parts(self.engine), average=self.config.weights == "ema")
+        self._contents = [
+            Contents(engine, self.config, self.texts, folder)
+            for folder, engine in {"": self.engine, **self.others}.items()
+        ]
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
         self._token = token[0]
-        self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
@@ -231,12 +205,8 @@ class Saver:
     # ------------------------------------------------------------ the copy
 
     def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> Job:
-        """Copy what this rank writes into host memory, which is kept for the next save."""
-        parts = find_parts(self.engine)
-        keep_state = self.config.trainer_state != "none"
-        wanted = parts.keys() if keep_state else set(self._exported.values())
-        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
-        copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
+        """Copy what this rank writes into host memory."""
+        copies = [contents.copy() for contents in self._contents]
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         first, target = self.engine.ranks.is_first, step_folder(self.checkpoints, step)
@@ -246,33 +216,10 @@ class Saver:
             partial=self._partial(step),
             target=target,
             copies=copies,
-            boxes={name: part.box for name, part in mine.items()},
             generators={RNG + name: value for name, value in rng.capture(self.engine.device).items()},
-            state=self._state(step, progress, parts) if first and keep_state else {},
+            state={**self.constants, **progress} if first else {},
             best=best,
         )
-
-    def _to_host(self, name: str, local: Tensor) -> Tensor:
-        host = self._host.get(name)
-        if host is None or host.shape != local.shape or host.dtype != local.dtype:
-            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            self._host[name] = host
-        return host.copy_(local, non_blocking=True)
-
-    def _state(self, step: int, progress: Mapping[str, Any], parts: Mapping[str, Part]) -> dict[str, Any]:
-        tensors = {
-            name: {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
-            for name, part in parts.items()
-        }
-        return {
-            "step": step,
-            "mesh": {"world": self.engine.ranks.world, **self.engine.mesh.axes},
-            **self.constants,
-            **progress,
-            "scalars": find_scalars(self.engine),
-            "loss_scale": None if self.engine.loss_scale is None else self.engine.loss_scale.state_dict(),
-            "tensors": tensors,
-        }
 
     def _partial(self, step: int) -> Path:
         target = step_folder(self.checkpoints, step)
@@ -298,30 +245,20 @@ class Saver:
         self.checkpoints.mkdir(exist_ok=True)  # not its parents: a run folder that has vanished is an error
         shutil.rmtree(job.partial, ignore_errors=True)
         job.partial.mkdir()
-        prepare_export(self.plan, job.partial)
-        if job.state:
-            (job.partial / TRAINER_STATE).mkdir()
+        for contents in self._contents:
+            contents.prepare(job.partial)
         job.reports.mkdir()
 
-    def _write(self, job: Job) -> RankReport:
-        weights = {n: job.copies[kept] for n, kept in self._exported.items() if kept in job.copies}
-        for name, copy in weights.items():
-            if copy.is_floating_point() and not bool(copy.isfinite().all()):
-                return RankReport(nonfinite=name)
-            if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
-                return RankReport(nonfinite=f"{name} in fp16 (set checkpoint.dtype=bf16)")
-        shards = {name: Shard(job.boxes[self._exported[name]], copy) for name, copy in weights.items()}
-        shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
-        exported = write_export(self.plan, shards, job.partial)
-        if self.config.trainer_state == "none":
-            return RankReport(exported)
-        folder, rank = job.partial / TRAINER_STATE, self.engine.ranks.rank
-        return RankReport(exported, write_rank_file(folder, rank, job.id, {**job.copies, **job.generators}, job.boxes))
+    def _write(self, job: Job) -> list[Written]:
+        """Of each engine; random numbers go with the first."""
+        generators = [job.generators, *({} for _ in self.others)]
+        everything = zip(self._contents, job.copies, generators, strict=True)
+        return [contents.write(job.partial, job.id, copies, drawn) for contents, copies, drawn in everything]
 
-    def _report(self, job: Job, report: RankReport) -> None:
+    def _report(self, job: Job, written: Sequence[Written]) -> None:
         name = f"rank-{self.engine.ranks.rank:05d}"
         draft = job.reports / f"{name}.draft"
-        draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        draft.write_text(json.dumps([asdict(part) for part in written]), encoding="utf-8")
         os.rename(draft, job.reports / f"{name}.json")
 
     def _commit(self, job: Job) -> bool:
@@ -329,18 +266,15 @@ class Saver:
         paths = [job.reports / f"rank-{rank:05d}.json" for rank in range(self.engine.ranks.world)]
         self._until(lambda: all(path.exists() for path in paths))
         reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        nonfinite = [report["nonfinite"] for report in reports if report["nonfinite"] is not None]
+        nonfinite = [part["nonfinite"] for report in reports for part in report if part["nonfinite"] is not None]
         self._nonfinite = None
         if nonfinite:
             self._nonfinite = f"step {job.step} is not saved: weights are not finite: {', '.join(nonfinite[:3])}."
             self.news.append(self._nonfinite)
             shutil.rmtree(job.partial)
             return False
-        exported = sum(report["exported"] for report in reports)
-        assert exported == self.plan.bytes, f"{exported} of {self.plan.bytes} bytes of weights written"
-        if job.state:
-            files = [RankFile(**report["file"]) for report in reports]
-            write_state(job.partial / TRAINER_STATE, {"id": job.id, **job.state}, files)
+        for place, contents in enumerate(self._contents):
+            self._complete(job, contents, job.copies[place], [report[place] for report in reports])
         shutil.rmtree(job.reports)
         commit(job.partial, job.target)
         point_latest(job.target)
@@ -355,18 +289,21 @@ class Saver:
         )
         return True
 
+    def _complete(self, job: Job, contents: Contents, copies: Copies, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Every rank has written its part of one engine: state.json is the last of it."""
+        exported, planned = sum(part["exported"] for part in parts), contents.plan.bytes
+        assert exported == planned, f"{exported} of {planned} bytes of weights written"
+        if contents.keep_state:
+            files = [RankFile(**part["file"]) for part in parts]
+            run = job.state if contents is self._contents[0] else {}
+            content = {"id": job.id, "step": job.step, **run, **copies.state}
+            write_state(job.partial / contents.folder / TRAINER_STATE, content, files)
+
     def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for files of other ranks."""
         while not holds():
             if self._cancel.wait(_POLL_SECONDS):
                 raise _CancelledError
-
-
-def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
-    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
-    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
-    averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
-    return {**kept, **averaged}
 
 
 def _is_mendable(error: Exception) -> bool:

@@ -67,6 +67,7 @@ def find_parts(engine: Engine) -> dict[str, Part]:
     Of a model with adapters only what is trained: its base is read from model.path again.
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
+    engine.require_awake("parameters", "optimizer")
     found, states = {}, engine.optimizer.state
     averages = {} if engine.ema is None else engine.ema.shards
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):

@@ -20,7 +20,7 @@ from weft.cluster import reports
 from weft.cluster.failures import keep_own, of_this_rank
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
-from weft.cluster.watchdog import STACKS, waits, watched, write_stacks_to
+from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
 from weft.observe import collectives, flight
 
@@ -95,6 +95,18 @@ def _settle_in(scratch: Path) -> None:
     write_stacks_to(scratch / STACKS / str(_rank()))
     flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
     flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
+
+
+def settle_actor(number: int) -> Path:
+    """What an actor does first: its record is where the controller finds it, and a hang ends it with a report. Returns
+    the folder for its reports."""
+    into = reports.folder()
+    assert into is not None
+    write_stacks_to(into / STACKS / str(number))
+    flight.own.open(into / flight.FOLDER / flight.live_name(number))
+    flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
+    watch_for_ever(partial(_end_hung, debug=False))
+    return into
 
 
 def _report(report: RankReport, debug: bool) -> int:

@@ -27,6 +27,21 @@ class SftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RlOptions:
+    """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint the run goes on from.
+
+    dry_run, parameters: as for `weft sft`.
+    """
+
+    device: Device = "auto"
+    world: int = 1
+    resume: str | None = None
+    dry_run: bool = False
+    parameters: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """`weft verify`. layers: verify a copy of the model cut to so many layers. plant: name of a bug to plant."""
 

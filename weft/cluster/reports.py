@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.status import STATUS, Kind, kind_of
-from weft.errors import RanksDisagreeError, UserError
+from weft.errors import ActorError, RanksDisagreeError, UserError
 from weft.observe import collectives, flight
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
@@ -64,7 +64,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
     record = flight.own.record()
     kind = kind_of(error, record.run)
-    plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError)
+    plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
     where = record.where()

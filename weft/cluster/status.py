@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
-from weft.errors import RanksDisagreeError, StorageError, UserError
+from weft.errors import ActorError, RanksDisagreeError, StorageError, UserError
 
 # peer: another rank went away; hang: another did not come, or this one made no progress.
 Kind = Literal["failed", "user", "killed", "peer", "hang", "memory", "storage", "nonfinite", "disagree"]
@@ -42,6 +42,8 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
     """The kind of an exception: its own, or that of what it was raised from. run: the run's folder, if there is one."""
     if isinstance(error, UserError):
         return "storage" if isinstance(error, StorageError) else "user"
+    if isinstance(error, ActorError):
+        return cast(Kind, error.kind)
     for link in _chain(error):
         kind = _kind_of_one(link, run)
         if kind is not None:

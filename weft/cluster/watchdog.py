@@ -40,35 +40,46 @@ class Frozen:
         return self.seconds
 
 
+OnHang = Callable[[str, str], None]
+
+
 @contextmanager
-def watched(on_hang: Callable[[str, str], None]) -> Iterator[None]:
+def watched(on_hang: OnHang) -> Iterator[None]:
     """Call on_hang(what, stack of the main thread) in a thread if this rank shows no progress for too long."""
-    over, main = threading.Event(), threading.main_thread().ident
-
-    def watch() -> None:
-        frozen = Frozen(_TICK)
-        excused, changes = 0.0, -1
-        while not over.wait(_TICK):
-            seconds = frozen.tick()
-            if flight.own.changes != changes:
-                excused, changes = seconds, flight.own.changes
-            silence, limit = flight.own.silence(), flight.own.limit
-            if silence is None or limit is None:
-                continue
-            several = flight.own.record().world > 1
-            late = BEHIND_SECONDS + BEHIND_SHARE * limit if several else 0.0
-            if silence > late + seconds - excused and not over.is_set():
-                frame = sys._current_frames().get(main or 0)
-                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-                on_hang(f"no progress for {limit + silence:.0f} seconds", stack)
-                return
-
-    thread = threading.Thread(target=watch, name="weft watchdog", daemon=True)
-    thread.start()
+    over = threading.Event()
+    _start(on_hang, over)
     try:
         yield
     finally:
         over.set()
+
+
+def watch_for_ever(on_hang: OnHang) -> None:
+    """As `watched`, for the life of the process."""
+    _start(on_hang, threading.Event())
+
+
+def _start(on_hang: OnHang, over: threading.Event) -> None:
+    threading.Thread(target=_watch, args=(on_hang, over), name="weft watchdog", daemon=True).start()
+
+
+def _watch(on_hang: OnHang, over: threading.Event) -> None:
+    frozen, main = Frozen(_TICK), threading.main_thread().ident
+    excused, changes = 0.0, -1
+    while not over.wait(_TICK):
+        seconds = frozen.tick()
+        if flight.own.changes != changes:
+            excused, changes = seconds, flight.own.changes
+        silence, limit = flight.own.silence(), flight.own.limit
+        if silence is None or limit is None:
+            continue
+        several = flight.own.record().world > 1
+        late = BEHIND_SECONDS + BEHIND_SHARE * limit if several else 0.0
+        if silence > late + seconds - excused and not over.is_set():
+            frame = sys._current_frames().get(main or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            on_hang(f"no progress for {limit + silence:.0f} seconds", stack)
+            return
 
 
 def write_stacks_to(path: Path) -> None:

@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
@@ -41,12 +41,13 @@ class Inert:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together."""
+    values that do not go together; presets: key -> value of it -> other keys that it sets where nobody has."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
     ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def unsettable(self) -> tuple[str, ...]:
@@ -110,6 +111,13 @@ INERT = (
     Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
     Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert("eval.target", lambda c: not _held_out(c), _NO_DOCUMENTS),
+    Inert("eval.target", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    Inert(
+        "eval.target",
+        lambda c: c.train.objective is not None,
+        "train.objective is evaluated in place of the cross entropy, and has no eval/exact",
+    ),
     Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
     Inert(
         "eval.metric",
@@ -187,6 +195,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.keep_every": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
     "eval.patience": AT_LEAST_1,
+    "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
     "eval.min_delta": NOT_NEGATIVE,
     "eval.max_new_tokens": AT_LEAST_1,
     "eval.temperature": NOT_NEGATIVE,
@@ -210,9 +219,10 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
 
 def rules_of(schema: type) -> Rules:
     """The rules of `weft sft`, or of the command whose configs have this type."""
-    from weft.config import rl_checks  # it builds on these
+    from weft.config.rl_checks import RULES  # it builds on these
+    from weft.config.rl_schema import RlConfig
 
-    return rl_checks.RULES if schema is rl_checks.RlConfig else SFT
+    return RULES if schema is RlConfig else SFT
 
 
 def inert_keys(config: Any) -> set[str]:
@@ -278,9 +288,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     yield from _eval_combinations(config.eval)
 
 
-def common_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """Those of the sections that all training has."""
-    yield from _source_problems(config.data)
+def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
+    """Those of the sections that all training has. free_columns: the data may have columns of any name."""
+    yield from _source_problems(config.data, free_columns)
     day = config.data.template_date
     if day is not None and not _is_day(day):
         yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
@@ -302,23 +312,28 @@ def common_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
-    sources = evaluation.sources
-    if evaluation.path is not None and sources is not None:
-        yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
-    if sources is not None:
-        texts = [*source_problems(sources, "eval.path")]
-        texts += [
-            f"{s.path}: weight: every held-out document counts once: leave it out." for s in sources if s.weight != 1
-        ]
-        yield from (("eval.sources", f"eval.sources: {text}") for text in texts)
+    yield from held_out_problems(evaluation)
     if evaluation.prompts is not None and not evaluation.prompts:
         yield "eval.prompts", "eval.prompts is empty: name a file or a list of prompts, or leave it out."
-    figures = ["eval/loss", *(f"eval/{source_name(source)}/loss" for source in sources or ())]
+    figures = ["eval/loss", *(f"eval/{source_name(source)}/loss" for source in evaluation.sources or ())]
     if evaluation.metric not in figures:
         yield (
             "eval.metric",
             f"eval.metric is {evaluation.metric}, which is not evaluated: set it to {' or '.join(figures)}.",
         )
+
+
+def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
+    """Of eval.path and eval.sources. free_columns: as for common_combinations."""
+    sources = evaluation.sources
+    if evaluation.path is not None and sources is not None:
+        yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
+    if sources is not None:
+        texts = [*source_problems(sources, "eval.path", free_columns)]
+        texts += [
+            f"{s.path}: weight: every held-out document counts once: leave it out." for s in sources if s.weight != 1
+        ]
+        yield from (("eval.sources", f"eval.sources: {text}") for text in texts)
 
 
 def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
@@ -367,11 +382,11 @@ def _group_problems(group: Any) -> Iterator[str]:
         yield f"has weight_decay = {group.weight_decay:g}; it must be 0 or more."
 
 
-def _source_problems(data: Any) -> Iterator[tuple[str, str]]:
+def _source_problems(data: Any, free: bool) -> Iterator[tuple[str, str]]:
     if data.sources is not None:
-        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources))
+        yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources, free=free))
         return
-    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns))
+    yield from (("data.columns", f"data.columns: {text}") for text in column_problems(data.columns, free))
     yield from (("data.split", f"data.split: {text}") for text in split_problems(data.split))
 
 

@@ -56,6 +56,7 @@ def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig
 
 def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
+    _fill_presets(tree, schema)
     config = build(tree, schema)
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
@@ -125,6 +126,19 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
     names = (name for name in schema_keys(schema))
     found = ((name, _find(tree, name)) for name in names)
     return {name: node.where for name, node in found if node is not None and node.value is not None}
+
+
+def _fill_presets(tree: Node, schema: type) -> None:
+    """What a key like rl.algorithm sets of others that nobody has set. Not the user's: none is refused as inert."""
+    for name, presets in rules_of(schema).presets.items():
+        chosen = _find(tree, name)
+        value = schema_keys(schema)[name].default if chosen is None else chosen.value
+        where = name if chosen is None else f"{chosen.where} ({name})"
+        for key, preset in presets.get(value, {}).items() if isinstance(value, str) else ():
+            section, _, leaf = key.partition(".")
+            node = tree.value.setdefault(section, Node({}, where))
+            if node.is_section:
+                node.value.setdefault(leaf, Node(preset, where))
 
 
 def _find(tree: Node, name: str) -> Node | None:

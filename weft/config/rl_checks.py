@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import (
     AT_LEAST_1,
+    AT_LEAST_2,
+    AXIS,
+    BELOW_1,
+    IMPORT_PATH,
     NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
     Inert,
     Rules,
     Test,
     common_combinations,
+    held_out_problems,
 )
 from weft.config.checks import (
     EXCLUSIVE as SFT_EXCLUSIVE,
@@ -22,7 +30,10 @@ from weft.config.checks import (
 from weft.config.checks import (
     RANGES as SFT_RANGES,
 )
-from weft.config.rl_schema import RlConfig
+from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
+from weft.config.rewards import BUILT_IN_REWARDS, reward_names
+from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlAlgorithm, RlConfig, RlEvalConfig
+from weft.config.server_checks import server_combinations
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -35,8 +46,31 @@ def _held_out(config: RlConfig) -> bool:
     return config.eval.path is not None or config.eval.sources is not None
 
 
+def _reads_base(config: RlConfig) -> bool:
+    """Whether the reference is the policy without its adapters."""
+    return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
+
+
+def _leaves(section: type[ReferenceConfig | CriticConfig]) -> list[str]:
+    return [spec.name for spec in fields(section)]
+
+
 def _always(_: Any) -> bool:
     return True
+
+
+# What each of weft's own reads; one of the user's may read every key.
+_SCALED = ("grpo", "gae")
+_DISCOUNTED = ("reinforce++", "gae")
+_RATIO = "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too"
+
+
+def _other_advantage(*reading: str) -> Test:
+    return lambda c: c.rl.advantage in ADVANTAGES and c.rl.advantage not in reading
+
+
+def _other_loss(*reading: str) -> Test:
+    return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
@@ -56,6 +90,74 @@ INERT = (
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
+    Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
+    Inert("rl.gamma", _other_advantage(*_DISCOUNTED), "only rl.advantage=reinforce++ and gae read it"),
+    Inert("rl.gae_lambda", _other_advantage("gae"), "only rl.advantage=gae reads it"),
+    Inert("rl.clip", _other_loss("ppo", "gspo", "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
+    Inert("rl.dual_clip", _other_loss("ppo", "gspo"), "only rl.policy_loss=ppo and gspo read it"),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        for leaf in ("kl_in", "kl_estimator", "kl_unbiased")
+    ),
+    Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.old_logprobs == "rollout", _RATIO)
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.correction == "none", "rl.correction is none")
+        for leaf in ("correction_level", "correction_limits")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
+    *(
+        Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        for leaf in _leaves(ReferenceConfig)
+    ),
+    *(
+        Inert(f"reference.{leaf}", _reads_base, "the base under the adapters is the reference, and needs no engine")
+        for leaf in _leaves(ReferenceConfig)
+        if leaf != "path"
+    ),
+    *(
+        Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
+        for leaf in _leaves(CriticConfig)
+    ),
+    Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
+    Inert(
+        "rollout.max_tokens_per_device",
+        lambda c: c.rollout.engine != "embedded",
+        "only rollout.engine=embedded reads it (others have rollout.memory)",
+    ),
+    *(
+        Inert(
+            f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
+        )
+        for leaf in ("python", "tp", "memory", "options")
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
+        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
+        for leaf in ("reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers")
+    ),
+    *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.environment is None, "rl.environment is not set")
+        for leaf in ("max_turns", "environment_timeout")
+    ),
+    *(
+        Inert(f"eval.{leaf}", lambda c: not _held_out(c), _NO_PROMPTS)
+        for leaf in ("samples", "pass_at", "temperature", "top_p", "top_k", "max_new_tokens", "correct_from")
+    ),
+    *(
+        Inert(f"eval.{leaf}", lambda c: c.eval.samples == 0, "eval.samples is 0: answers are greedy")
+        for leaf in ("pass_at", "temperature", "top_p", "top_k")
+    ),
     Inert("train.objective", _always, "rl.algorithm says what is trained"),
 )
 
@@ -66,32 +168,199 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.updates": AT_LEAST_1,
     "rl.epochs": AT_LEAST_1,
     "rl.clip": (lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
+    "rl.gamma": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "rl.gae_lambda": SHARE,
+    "rl.dual_clip": (lambda v: v > 1, "above 1, or null"),
+    "rl.kl": NOT_NEGATIVE,
+    "rl.entropy": NOT_NEGATIVE,
+    "rl.correction_limits": (lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
+    "rl.dynamic_sampling": NOT_NEGATIVE,
+    "rl.overlong_buffer": AT_LEAST_1,
+    "rl.overlong_penalty": POSITIVE,
+    "reference.dp_replicate": AXIS,
+    "reference.dp_shard": AXIS,
+    "reference.max_tokens_per_device": AT_LEAST_2,
+    "critic.lr": POSITIVE,
+    "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
+    "critic.dp_replicate": AXIS,
+    "critic.dp_shard": AXIS,
+    "critic.max_tokens_per_device": AT_LEAST_2,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.max_tokens_per_device": AT_LEAST_1,
+    "rollout.engines": AT_LEAST_1,
+    "rollout.tp": AT_LEAST_1,
+    "rollout.memory": POSITIVE,
+    "rollout.timeout": POSITIVE,
+    "rl.reward_timeout": POSITIVE,
+    "rl.reward_workers": AT_LEAST_1,
+    "rl.max_turns": AT_LEAST_1,
+    "rl.environment_timeout": POSITIVE,
     "cluster.trainer": AT_LEAST_1,
+    "cluster.max_staleness": NOT_NEGATIVE,
+    "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "rollout.top_k": NOT_NEGATIVE,
+    "rollout.min_p": BELOW_1,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
+    "eval.samples": NOT_NEGATIVE,
+    "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
+    "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
+    "eval.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "eval.top_k": NOT_NEGATIVE,
+    "eval.max_new_tokens": AT_LEAST_1,
     "eval.every": NOT_NEGATIVE,
 }
 
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
-    if not config.rl.reward:
-        yield "rl.reward", "rl.reward is empty: name at least one reward function."
-    longest, row = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, config.step.max_tokens_per_device
-    if longest > row:
+    yield from server_combinations(config.rollout)
+    if config.cluster.max_staleness and config.rollout.engine == "embedded":
         yield (
-            "step.max_tokens_per_device",
-            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row holds "
-            f"step.max_tokens_per_device = {row} and samples are never cut over rows: set "
-            f"step.max_tokens_per_device={longest}, or let samples be shorter.",
+            "cluster.max_staleness",
+            f"cluster.max_staleness is {config.cluster.max_staleness}, but the embedded engine takes turns with "
+            "training: set rollout.engine=hf or vllm, or cluster.max_staleness=0.",
         )
+    yield from _reward_combinations(config.rl)
+    yield from _eval_combinations(config.eval)
+    yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
+    yield from _exact_combinations(config)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for section in ("step", "reference", "critic"):
+        row = getattr(config, section).max_tokens_per_device
+        if row is not None and longest > row:
+            name = f"{section}.max_tokens_per_device"
+            yield (
+                name,
+                f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row "
+                f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
+                "shorter.",
+            )
     if config.rl.prompts % config.rl.updates:
         yield (
             "rl.updates",
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
             "dealt to the optimizer steps whole, and equally.",
         )
-    yield from common_combinations(config)
+    if config.data.long_documents == "truncate":
+        yield (
+            "data.long_documents",
+            "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
+            "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
+        )
+    yield from common_combinations(config, free_columns=True)
 
 
-RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations)
+def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    if config.rl.on_policy != "exact":
+        return
+    if config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
+            "would be compared: set rl.old_logprobs=recompute.",
+        )
+    if config.model.compile:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
+            "model.compile=false.",
+        )
+
+
+def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
+    if not rl.reward and rl.environment is None:
+        yield (
+            "rl.reward",
+            "rl.reward is empty: name at least one reward function, as in rl.reward=[math] "
+            "(docs/how-to/write-a-reward.md), or an rl.environment that gives rewards.",
+        )
+    for path in rl.reward:
+        if path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
+            yield (
+                "rl.reward",
+                f"rl.reward names {path}, which is neither one of {', '.join(BUILT_IN_REWARDS)} nor an import path, as "
+                "in my_rewards:is_right for the function is_right in my_rewards.py.",
+            )
+    if twice := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:
+        yield "rl.reward", f"rl.reward names {twice[0]} twice: name it once, and set rl.reward_weights."
+    if rl.reward_weights is not None and len(rl.reward_weights) != len(rl.reward):
+        yield (
+            "rl.reward_weights",
+            f"rl.reward_weights has {len(rl.reward_weights)} numbers for {len(rl.reward)} reward functions: give one "
+            "to each, in their order.",
+        )
+    names = reward_names(rl.reward)
+    for option in rl.reward_options:
+        name, dot, argument = option.rpartition(".")
+        if not dot or name not in names or not argument.isidentifier():
+            yield (
+                "rl.reward_options",
+                f"rl.reward_options: {option} is no argument of a reward function: write NAME.ARGUMENT, where NAME is "
+                f"one of {', '.join(names) or 'rl.reward'}.",
+            )
+    if "regex" in rl.reward and "regex.pattern" not in rl.reward_options:
+        yield (
+            "rl.reward_options",
+            "rl.reward names regex, whose pattern is not set: rl.reward_options={regex.pattern: '#### (.+)'}.",
+        )
+    if rl.environment is not None and not IMPORT_PATH.fullmatch(rl.environment):
+        yield (
+            "rl.environment",
+            f"rl.environment is {rl.environment}, which is no import path: write package.module:Name, as in "
+            "my_envs:Calculator for the class Calculator in my_envs.py.",
+        )
+
+
+def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
+    yield from held_out_problems(evaluation, free_columns=True)
+    most = max(evaluation.pass_at or (0,))
+    if evaluation.samples and most > evaluation.samples:
+        yield (
+            "eval.pass_at",
+            f"eval.pass_at asks for pass@{most}, but eval.samples draws {evaluation.samples} answers for each prompt: "
+            f"set eval.samples={most} or more (twice as many estimate it better).",
+        )
+
+
+def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
+    for leaf, own in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+        named = getattr(rl, leaf)
+        if named not in own and not IMPORT_PATH.fullmatch(named):
+            yield (
+                f"rl.{leaf}",
+                f"rl.{leaf} is {named}: it must be one of {', '.join(own)}, or the import path of a function of your "
+                f"own, as in my_rl:{leaf}.",
+            )
+    if rl.advantage in COMPARING and rl.group_size < 2:
+        yield (
+            "rl.group_size",
+            f"rl.group_size is {rl.group_size}, but rl.advantage={rl.advantage} compares the samples of a prompt with "
+            "each other: set rl.group_size=2 or more, or rl.advantage=reinforce++, which compares those of a step.",
+        )
+    if rl.advantage == "gae" and rl.scale == "group":
+        yield "rl.scale", "rl.scale is group, but rl.advantage=gae compares no groups: set rl.scale=batch or none."
+    if rl.kl > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1" and not rl.kl_unbiased:
+        yield (
+            "rl.kl_estimator",
+            "rl.kl_estimator is k1, whose gradient in the loss is zero on average, whatever the policy is: set "
+            "rl.kl_estimator=k2, whose gradient is the KL's, or rl.kl_unbiased=true, or rl.kl_in=reward.",
+        )
+    if rl.correction == "mis" and rl.correction_limits is not None and rl.correction_limits[0] > 0:
+        yield (
+            "rl.correction_limits",
+            f"rl.correction_limits has {rl.correction_limits[0]:g} below, but rl.correction=mis leaves small ratios as "
+            "they are: set it to 0, or rl.correction=icepop, which masks them, too.",
+        )
+    if rl.overlong_buffer is not None and rl.overlong_buffer > longest:
+        yield (
+            "rl.overlong_buffer",
+            f"rl.overlong_buffer is {rl.overlong_buffer}, longer than the longest completion: set it to at most "
+            f"rollout.max_new_tokens = {longest}.",
+        )
+
+
+_PRESETS = {"rl.algorithm": {name: {f"rl.{leaf}": v for leaf, v in p.items()} for name, p in PRESETS.items()}}
+
+RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _PRESETS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weft.config.schema import (
     CheckpointConfig,
@@ -28,31 +28,201 @@ class RlAlgorithm:
     """What is learnt, from which rewards."""
 
     reward: tuple[str, ...] = key(
-        "Reward functions: names of built-in ones, or import paths, as in [my_rewards:is_right]."
+        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
+        "[my_rewards:is_right]. docs/how-to/write-a-reward.md",
+        (),
     )
-    algorithm: Literal["grpo"] = key(
-        "Presets of the keys below. `grpo`: rewards are compared within a group (Shao et al. 2024).", "grpo"
+    reward_weights: tuple[float, ...] | None = key(
+        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.", None
+    )
+    reward_column: str | None = key(
+        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.", None
+    )
+    reward_options: dict[str, bool | int | float | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
+        "Arguments of reward functions by name, as in {regex.pattern: '#### (\\\\d+)', math.boxed: true}.",
+        default_factory=dict,
+    )
+    reward_timeout: float = key(
+        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
+        "then, and each sample tried alone.",
+        30.0,
+    )
+    reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
+    environment: str | None = key(
+        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
+        "policy answers once. docs/environments.md",
+        None,
+    )
+    max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
+    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
+    algorithm: Literal[
+        "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
+    ] = key(
+        "Sets those of the keys below that nobody has set, as the algorithm's paper has them (docs/algorithms.md).",
+        "grpo",
     )
     prompts: int = key("Prompts of a rollout step.", 64)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
     updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
+    chat: bool = key(
+        "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
+        "it stands.",
+        False,
+    )
+    instruction: str | None = key(
+        "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
+    )
     epochs: int = key("How often a rollout step's samples are trained.", 1)
+    advantage: str = key(
+        "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
+        "`reinforce++`, the mean of the step; `reinforce++_baseline`, the mean of its group, then scaled over the "
+        "step; `gae`, a critic's values; or a function of your own, as in my_rl:advantage.",
+        "grpo",
+    )
+    scale: Literal["group", "batch", "none"] = key(
+        "What advantages are divided by: the standard deviation of the `group`'s rewards, that of the whole step's "
+        "(`batch`; with `gae` that of the advantages, whose mean is taken off, too), or `none`.",
+        "group",
+    )
+    gamma: float = key("What a reward is worth one token earlier.", 1.0)
+    gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0)
+    policy_loss: str = key(
+        "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples; `cispo`: clipped "
+        "ratios weigh the logprobs, so that every token keeps a gradient; `reinforce`: no ratio, right only while the "
+        "policy is still the old one; or a function of your own, as in my_rl:loss.",
+        "ppo",
+    )
     clip: tuple[float, float] = key(
         "How far below and above 1 the ratio of current and old policy may move before its gradient is cut.", (0.2, 0.2)
     )
+    dual_clip: float | None = key(
+        "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.", None
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
+        "How an optimizer step's loss is made of those of its tokens: `token_mean`: their mean; `sequence_mean`: the "
+        "mean of each sample, then of the samples; `sequence_sum`: the sum of each sample / rollout.max_new_tokens, "
+        "then the mean of the samples.",
+        "sequence_mean",
+    )
+    kl: float = key("Weight of the KL divergence from the reference, the model as it was at first; 0: none.", 0.0)
+    kl_in: Literal["loss", "reward"] = key("Whether it is part of the loss, or taken off each token's reward.", "loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "Of each token's KL, d being log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss "
+        "k2 has the gradient of the KL, and k3 that of the reverse one; all have the KL's with rl.kl_unbiased.",
+        "k3",
+    )
+    kl_unbiased: bool = key(
+        "Multiply the estimate in the loss by the ratio of current and old policy, so that its gradient is that of "
+        "the KL (DeepSeek-V3.2).",
+        False,
+    )
+    entropy: float = key("Weight of the entropy of the policy, which is taken off the loss.", 0.0)
+    old_logprobs: Literal["recompute", "rollout"] = key(
+        "Where logprobs of the old policy come from: `recompute` reads them with the trainer, one more forward; "
+        "`rollout` takes those of the engine, so that ratios correct its mismatch, too.",
+        "recompute",
+    )
+    on_policy: Literal["measured", "exact"] = key(
+        "Whether samples come from the very policy that is trained. `measured`: engine and trainer round differently; "
+        "the difference is a metric, and corrected (rl.correction). `exact`: each logprob that the embedded engine "
+        "records is, to the last bit, the trainer's own (fp32, CPU); proven at start, required of every sample. "
+        "docs/exact.md",
+        "measured",
+    )
+    correction: Literal["none", "tis", "mis", "icepop"] = key(
+        "What the loss of a token is multiplied by, to correct that the engine is not exactly the trainer: the ratio "
+        "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
+        "`icepop`: above and below).",
+        "tis",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = key(
+        "Whether that is the ratio of each `token`, of the whole sample (`sequence`: their product), or their "
+        "`geometric` mean.",
+        "token",
+    )
+    correction_limits: tuple[float, float] | None = key(
+        "Lowest and highest ratio; null: [0, 2] with tis and mis, [0.5, 5] with icepop.", None
+    )
+    dynamic_sampling: int = key(
+        "Groups whose rewards are all equal teach nothing: they are replaced by those of other prompts, in so many "
+        "rounds at most. 0: they stay.",
+        0,
+    )
+    mask_truncated: bool = key(
+        "Do not train samples that ended at their longest; their rewards still count in the means of their groups.",
+        False,
+    )
+    overlong_buffer: int | None = key(
+        "Tokens before rollout.max_new_tokens in which the reward of a sample falls, from 0 by up to "
+        "rl.overlong_penalty (DAPO, equation 13); null: it does not.",
+        None,
+    )
+    overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether samples carry a correction between rollout and old policy."""
+        return self.correction != "none" and self.old_logprobs == "recompute"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """What generates, and how tokens are drawn."""
 
-    engine: Literal["embedded"] = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training.", "embedded"
+    engine: Literal["embedded", "hf", "vllm", "sglang"] = key(
+        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
+        "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own "
+        "(docs/rollout-engines.md).",
+        "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
+    top_p: float = key("Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0)
+    min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    transport: Literal["auto", "shared", "group", "files"] = key(
+        "How weights reach engines of their own: `shared` memory of a host, a process `group`, or `files` in the "
+        "system's temporary folder. auto: shared on a host of the trainer's, else a group.",
+        "auto",
+    )
+    bucket_mb: int = key("MiB of weights that are on their way at once.", 256)
+    verify_every: int = key(
+        "Syncs from one whose values are read back from the engines and compared to the next; 0: only the first. What "
+        "arrives is compared with what was sent in every sync.",
+        20,
+    )
+    max_tokens_per_device: int = key(
+        "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
+        "long as it may become; others wait. One always runs.",
+        65_536,
+    )
+    python: str | None = key(
+        "Python program, or folder of the environment, that engines of their own run with; null: the one that "
+        "`weft engine install vllm` made.",
+        None,
+    )
+    engines: int = key("Engines of their own; prompts are spread over them.", 1)
+    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
+    memory: float | None = key(
+        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: GiB of KV cache. "
+        "null: as the engine does by itself, on CPU 1.",
+        None,
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
+    )
+    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
+        "does not know it refuses when it starts.",
+        default_factory=dict,
+    )
+    timeout: float = key(
+        "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
+        "working on; one that does not counts as hanging.",
+        600.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +233,62 @@ class ClusterConfig:
         "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
     )
     trainer: int | None = key("Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.", None)
+    max_staleness: int = key(
+        "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
+        "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",
+        0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The model that rl.kl measures the policy against: an engine of its own beside the trainer, which only reads."""
+
+    path: str | None = key(
+        "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "
+        "under the adapters, which needs no second copy.",
+        None,
+    )
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
+        "more fit.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What rl.advantage=gae learns values with: an engine of its own beside the policy's, which trains."""
+
+    path: str | None = key(
+        "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "
+        "classifier with one label (a reward model), whose head is kept; null: model.path.",
+        None,
+    )
+    head: Literal["zeros", "normal"] = key(
+        "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
+        "zeros",
+    )
+    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5)
+    clip: float | None = key(
+        "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
+        "null: never.",
+        0.2,
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
+    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard.", None)
+    cpu_offload: bool | None = key(
+        "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
+    )
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +301,19 @@ class RlEvalConfig:
     )
     every: int = key("Rollout steps between evaluations; 0: only after the last.", 0)
     at_start: bool = key("Evaluate before the first step, too.", False)
+    samples: int = key(
+        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.", 0
+    )
+    pass_at: tuple[int, ...] | None = key(
+        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.", None
+    )
+    temperature: float = key("Temperature of the answers that eval.samples draws.", 1.0)
+    top_p: float = key("Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0)
+    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None)
+    correct_from: float = key(
+        "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +324,8 @@ class RlConfig:
     data: DataConfig
     rl: RlAlgorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

@@ -407,6 +407,11 @@ class EvalConfig:
         None,
     )
     min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    target: float | None = key(
+        "End the run, with all saved, once eval/exact is at least this: the share of held-out documents all of whose "
+        "trained tokens are the likeliest, so that greedy decoding would write them; null: never.",
+        None,
+    )
     prompts: str | tuple[str, ...] | None = key(
         "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
         "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "

@@ -63,10 +63,13 @@ def split_problems(text: str | None) -> Iterator[str]:
         yield f"{text} is not a split: write a name, a part such as [:1000] or [10%:], or both: train[:1000]."
 
 
-def column_problems(columns: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with a mapping of columns: targets that weft does not have, or of two formats."""
+def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[str]:
+    """What is wrong with a mapping of columns: targets that weft does not have, or of two formats.
+
+    free: columns may have any name, as those that rewards are given.
+    """
     for name, path in columns.items():
-        if name not in COLUMNS:
+        if name not in COLUMNS and not free:
             hint = f"Did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
             if path in COLUMNS:
                 hint = f"Weft's name comes first: {{{path}: {name}}}."
@@ -74,16 +77,16 @@ def column_problems(columns: Mapping[str, str]) -> Iterator[str]:
         elif not path or not all(path.split(".")):
             yield f"{name}: {show(path)} names no column: write a name, or names joined by dots."
     named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
-    if len(named) > 1:
+    if len(named) > 1 and (not free or {"messages", "prompt"} <= set(columns)):
         yield f"{show(dict(columns))} names more than one format ({' and '.join(named)}): keep one."
 
 
-def source_problems(sources: Sequence[Any], path: str = "data.path") -> Iterator[str]:
-    """What is wrong with data.sources, or with others. path: the key that they stand in for."""
+def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool = False) -> Iterator[str]:
+    """What is wrong with data.sources, or with others. path: the key that they stand in for. free: see columns."""
     if not sources:
         yield f"is empty: name at least one source, or set {path}."
     for source in sources:
-        texts = [f"columns: {text}" for text in column_problems(source.columns)]
+        texts = [f"columns: {text}" for text in column_problems(source.columns, free)]
         texts += [f"split: {text}" for text in split_problems(source.split)]
         if source.weight <= 0:
             texts.append(f"weight is {show(source.weight)}; it must be above 0, or leave the source out.")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.data.records import Reading, Record, check_unicode, parse_line, parse_row
+from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """number: of its line, or its place. where: in messages. escaped: its text may hold half a character."""
+
+    number: int
+    where: str
+    values: Mapping[str, Any]
+    escaped: bool = False
 
 
 class Block(Protocol):
@@ -17,12 +27,31 @@ class Block(Protocol):
     @property
     def size(self) -> int: ...
 
+    def rows(self) -> Iterator[Row]:
+        """Its rows in order; raises UserError at the first that cannot be read."""
+
     def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        """(line or row number, document) of each; raises UserError at the first that is none."""
+        """(line or row number, document) of each row; raises UserError at the first that is none."""
+
+
+class _Rows:
+    """What all blocks do alike with their rows."""
+
+    __slots__ = ()
+
+    def rows(self) -> Iterator[Row]:
+        raise NotImplementedError
+
+    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
+        for row in self.rows():
+            record = parse_row(row.where, row.values, reading)
+            if row.escaped:
+                check_unicode(record.where, record.value)
+            yield row.number, record
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlock:
+class FileBlock(_Rows):
     """The lines of a JSONL file that begin in its bytes start..stop.
 
     newlines: in the bytes before start; None where nobody has counted: then lines are numbered by their first byte.
@@ -37,17 +66,17 @@ class FileBlock:
     def size(self) -> int:
         return self.stop - self.start
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
+    def rows(self) -> Iterator[Row]:
         data, begin, skipped = self._read()
         if self.newlines is not None:
             # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
             lines = data.split(b"\n")
             for number, line in not_blank(enumerate(lines, start=self.newlines + skipped + 1)):
-                yield number, parse_line(where(self.path, number, by_line=True), line, reading)
+                yield _row_of_line(number, where(self.path, number, by_line=True), line)
             return
         for line in data.split(b"\n"):
             if line.strip():
-                yield begin, parse_line(f"{self.path}, byte {begin}", line, reading)
+                yield _row_of_line(begin, f"{self.path}, byte {begin}", line)
             begin += len(line) + 1
 
     def _read(self) -> tuple[bytes, int, int]:
@@ -65,7 +94,7 @@ class FileBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class LineBlock:
+class LineBlock(_Rows):
     """Lines of a JSONL file, with their numbers; none is blank."""
 
     path: str
@@ -75,32 +104,29 @@ class LineBlock:
     def size(self) -> int:
         return sum(len(line) for _, line in self.lines)
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
+    def rows(self) -> Iterator[Row]:
         for number, line in self.lines:
-            yield number, parse_line(where(self.path, number, by_line=True), line, reading)
+            yield _row_of_line(number, where(self.path, number, by_line=True), line)
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock:
+class RowBlock(_Rows):
     """Rows as Python values. numbers: of their lines (by_line) or places. escaped: text may hold half a character."""
 
     origin: str
-    rows: Sequence[Any]
+    values: Sequence[Any]
     numbers: Sequence[int]
     by_line: bool
     size: int
     escaped: bool = False
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        for number, row in zip(self.numbers, self.rows, strict=True):
-            record = parse_row(where(self.origin, number, self.by_line), row, reading)
-            if self.escaped:
-                check_unicode(record)
-            yield number, record
+    def rows(self) -> Iterator[Row]:
+        for number, values in zip(self.numbers, self.values, strict=True):
+            yield Row(number, where(self.origin, number, self.by_line), values, self.escaped)
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowBlock:
+class ArrowBlock(_Rows):
     """Rows of a pyarrow.Table. first: the place of its first row in the whole."""
 
     origin: str
@@ -108,9 +134,13 @@ class ArrowBlock:
     first: int
     size: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        for number, row in enumerate(self.table.to_pylist(), start=self.first):
-            yield number, parse_row(where(self.origin, number, by_line=False), without_nulls(row), reading)
+    def rows(self) -> Iterator[Row]:
+        for number, values in enumerate(self.table.to_pylist(), start=self.first):
+            yield Row(number, where(self.origin, number, by_line=False), without_nulls(values))
+
+
+def _row_of_line(number: int, name: str, line: bytes) -> Row:
+    return Row(number, name, json_row(name, line), escaped=b"\\ud" in line or b"\\uD" in line)
 
 
 def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:

@@ -27,6 +27,12 @@ def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> d
     return out
 
 
+def with_named(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with all its columns, and those of `columns` under their names. Raises UserError as `renamed` does."""
+    found = {name: _find(where, row, name, path) for name, path in columns.items()}
+    return {**row, **{name: value for name, value in found.items() if value is not None or name not in _OPTIONAL}}
+
+
 def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
     """The value at a path: a name of the row as it stands, else names and list indices joined by dots."""
     if path in row:

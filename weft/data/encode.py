@@ -73,7 +73,7 @@ class Encoder:
         eos = self._eos(records[0])
         out = []
         with self._lock:
-            found = self._plain([record.value["text"] for record in records])
+            found = self.plain([record.value["text"] for record in records])
         for ids in found:
             ids = _ended(self._begun(ids), eos)
             out.append(Encoded(ids, [1] * len(ids)))
@@ -83,8 +83,8 @@ class Encoder:
         """Prompt and completion are tokenised apart, so that the prompt is what generation will be given."""
         eos = self._eos(records[0])
         with self._lock:
-            prompts = self._plain([record.value["prompt"] for record in records])
-            completions = self._continuations([record.value["completion"] for record in records])
+            prompts = self.plain([record.value["prompt"] for record in records])
+            completions = self.continuations([record.value["completion"] for record in records])
         in_prompt = int(self.encoding.train_on == "all")
         out = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -151,30 +151,31 @@ class Encoder:
         _check_read(record.where, chat, self._answers[source].template)
         return self._answers[source]
 
-    def _plain(self, texts: list[str]) -> list[list[int]]:
+    def plain(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts, with nothing put around them."""
         out = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         ids: list[list[int]] = out["input_ids"]
         return ids
 
-    def _continuations(self, texts: list[str]) -> list[list[int]]:
+    def continuations(self, texts: list[str]) -> list[list[int]]:
         """Ids of texts that continue others.
 
         SentencePiece-like tokenizers put a space before a text; within a document it would be one too many. They are
         recognised by what they make of "a", and get each text behind a line break whose tokens are then cut off.
         """
-        plain = self._plain(texts)
-        letter, anchor, both = self._plain(["a", "\n", "\na"])
+        plain = self.plain(texts)
+        letter, anchor, both = self.plain(["a", "\n", "\na"])
         if both == anchor + letter:
             return plain
-        anchored = self._plain(["\n" + text for text in texts])
+        anchored = self.plain(["\n" + text for text in texts])
         n = len(anchor)
         return [ids[n:] if ids[:n] == anchor else apart for ids, apart in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
         """What the tokenizer puts before a text, such as bos."""
-        bare = self._plain(["a"])[0]
+        bare = self.plain(["a"])[0]
         full: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
         for i in range(len(full) - len(bare) + 1):
             if full[i : i + len(bare)] == bare:

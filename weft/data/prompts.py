@@ -112,7 +112,7 @@ def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase
     except RENDER_ERRORS as error:
         raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return Prompt(_as_text(messages), tuple(tokens))
+    return Prompt(as_text(messages), tuple(tokens))
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
@@ -126,7 +126,7 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
     return before if found and before.startswith(plain) else plain
 
 
-def _as_text(messages: Sequence[dict[str, Any]]) -> str:
+def as_text(messages: Sequence[dict[str, Any]]) -> str:
     """What one user said; of more messages, with who said it."""
     if len(messages) == 1:
         return str(messages[0].get("content"))

@@ -67,8 +67,8 @@ class Reading:
     chat: bool = True
 
 
-def parse_line(where: str, line: bytes, reading: Reading) -> Record:
-    """The document that one line of JSON holds; where ("file:line") goes into the errors."""
+def json_row(where: str, line: bytes) -> dict[str, Any]:
+    """The row that one line of JSON holds; where ("file:line") goes into the errors."""
     try:
         row = json.loads(line.strip())
     except UnicodeDecodeError as error:
@@ -81,10 +81,7 @@ def parse_line(where: str, line: bytes, reading: Reading) -> Record:
         raise UserError(f"{where}: is JSON nested too deeply to be a document. Remove the line.") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: holds {kind(row)}, not an object.{_json_advice(line)}")
-    record = parse_row(where, row, reading)
-    if b"\\ud" in line or b"\\uD" in line:
-        check_unicode(record)
-    return record
+    return row
 
 
 def parse_row(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -92,23 +89,26 @@ def parse_row(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     named = renamed(where, row, reading.columns) if reading.columns else row
     # Null counts as absent: exported tables hold every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
-    if unread := [name for name in UNREAD_COLUMNS if present.get(name)]:
+    refuse_media(where, present)
+    return _READERS[_format(where, row, present)](where, present, reading)
+
+
+def refuse_media(where: str, row: Mapping[str, Any]) -> None:
+    """Raises UserError where a row has more than text."""
+    if unread := [name for name in UNREAD_COLUMNS if row.get(name)]:
         raise UserError(
             f"{where}: `{unread[0]}` is not in this version, which trains on text. Remove the column if the document "
             "is right without it."
         )
-    return _READERS[_format(where, row, present)](where, present, reading)
 
 
-def check_unicode(record: Record) -> None:
+def check_unicode(where: str, value: Any) -> None:
     """JSON can write half of a surrogate pair, which is no text: tokenizers fail on it without naming the line."""
     try:
-        json.dumps(record.value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start]
-        raise UserError(
-            f"{record.where}: holds {bad!r}, half of a surrogate pair and no character. Remove it."
-        ) from None
+        raise UserError(f"{where}: holds {bad!r}, half of a surrogate pair and no character. Remove it.") from None
 
 
 def _json_advice(line: bytes) -> str:
@@ -141,8 +141,8 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
 
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = _with_system(where, row, read_messages(where, "messages", row["messages"]))
-    return Record(where, "messages", {"messages": messages, **_beside(where, row)})
+    messages = with_system(where, row, read_messages(where, "messages", row["messages"]))
+    return Record(where, "messages", {"messages": messages, **beside(where, row)})
 
 
 def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -155,10 +155,10 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
         if name not in row:
             raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row)}")
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str) and not _is_json_list(prompt):
+    if isinstance(prompt, str) and isinstance(completion, str) and not is_json_list(prompt):
         _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`prompt` and `completion` are plain text")
         return Record(where, "prompt", {"prompt": prompt, "completion": completion})
-    if isinstance(prompt, str) and not _is_json_list(prompt):
+    if isinstance(prompt, str) and not is_json_list(prompt):
         if isinstance(completion, list | dict):
             raise UserError(
                 f"{where}: `prompt` is text and `completion` {kind(completion)}: write both as text, or both as "
@@ -167,15 +167,15 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
         _string(where, row, "completion")
     if not isinstance(prompt, list | str):
         _string(where, row, "prompt")
-    if isinstance(completion, str) and not _is_json_list(completion):
+    if isinstance(completion, str) and not is_json_list(completion):
         completion = [{"role": "assistant", "content": completion}]
     elif isinstance(completion, dict):
         completion = [completion]
     value = {
-        "prompt": _with_system(where, row, read_messages(where, "prompt", prompt)),
+        "prompt": with_system(where, row, read_messages(where, "prompt", prompt)),
         "completion": read_messages(where, "completion", completion),
     }
-    return Record(where, "prompt", {**value, **_beside(where, row)})
+    return Record(where, "prompt", {**value, **beside(where, row)})
 
 
 def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -193,7 +193,7 @@ def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> R
     turns = [*_history(where, row), (question, answer)]
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-    return Record(where, "messages", {"messages": _with_system(where, row, messages), **_beside(where, row)})
+    return Record(where, "messages", {"messages": with_system(where, row, messages), **beside(where, row)})
 
 
 _READERS = {
@@ -208,20 +208,21 @@ assert set(_READERS) == set(FORMATS)
 # ---------------------------------------------------------------- columns beside
 
 
-def _beside(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def beside(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """tools and chat_template_kwargs, where a document has them."""
-    beside: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if row.get("tools"):
-        beside["tools"] = read_tools(where, row["tools"])
+        found["tools"] = read_tools(where, row["tools"])
     kwargs = row.get("chat_template_kwargs")
     if kwargs:
         if not isinstance(kwargs, dict):
             raise UserError(f"{where}: `chat_template_kwargs` must be an object, not {kind(kwargs)}.")
-        beside["chat_template_kwargs"] = kwargs
-    return beside
+        found["chat_template_kwargs"] = kwargs
+    return found
 
 
-def _with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages behind those of the column `system`, where there is one."""
     if not row.get("system"):
         return messages
     if messages[0].get("role") == "system":
@@ -252,7 +253,7 @@ def _string(where: str, row: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _is_json_list(text: str) -> bool:
+def is_json_list(text: str) -> bool:
     """Whether a string of a table holds messages: a list of objects with `role`."""
     if text[:1] != "[" or text[1:].lstrip()[:1] != "{":
         return False

@@ -17,7 +17,7 @@ class DocumentMeta:
 
     length: tokens. weight: sum of the loss weights of its predicted tokens (all but the first).
     loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one group may be declared
-    inseparable. cost: estimated FLOPs of one forward, in any unit.
+    inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
     """
 
     length: int
@@ -25,6 +25,7 @@ class DocumentMeta:
     loss_tokens: int
     group: int | None = None
     cost: float = 0.0
+    routed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,16 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first token has no
     prediction, so its weight is never used. positions: [T] or [3, T] int64, default 0..T-1.
     arrays: further per-token values [T] (old logprobs, advantages), aligned with tokens.
-    source: where it came from, for messages ("chat.jsonl:12"). dataset: the name of its source, where several have one.
+    routes: [T, decoder layers, k] int16 or uint8, the experts that each token is to go to; -1 for its router's own
+    choice (engine/replay.py). source: where it came from, for messages ("chat.jsonl:12"). dataset: the name of its
+    source, where several have one.
     """
 
     tokens: Tensor
     weights: Tensor
     positions: Tensor | None = None
     arrays: dict[str, Tensor] = field(default_factory=dict)
+    routes: Tensor | None = None
     group: int | None = None
     source: str = ""
     dataset: str = ""
@@ -56,4 +60,5 @@ class Document:
             loss_tokens=int(torch.count_nonzero(predicted)),
             group=self.group,
             cost=cost,
+            routed=self.routes is not None,
         )

@@ -33,21 +33,25 @@ from weft.engine.optimizer import (
     unscale_gradients,
 )
 from weft.engine.plan import StepPlan, plan_step
+from weft.engine.replay import Replay
 from weft.engine.row import Row, build_row
+from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.adapter_files import fill_adapters
-from weft.models.build import BuiltModel, balance_coefficient, build_model
+from weft.models.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.freeze import freeze
 from weft.models.load import LoadReport, Progress, load_weights
 from weft.models.lora import LoraPlan, freeze_base
+from weft.models.value_head import First, fill_value_head
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.observe.timing import waiting
+from weft.ops.exact import numerics
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh, own_part
@@ -70,7 +74,13 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters."""
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+
+    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
+    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
+    the files have none. replay: follow the routes that documents carry; the base under adapters never does.
+    """
 
     model: ModelConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -81,6 +91,10 @@ class EngineConfig:
     seed: int = 0
     deterministic: bool = False
     purpose: Literal["train", "inference"] = "train"
+    temperature: float = 1.0
+    exact: bool = False
+    value_head: First | None = None
+    replay: bool = True
 
 
 class Engine:
@@ -94,18 +108,22 @@ class Engine:
         weights: bool = True,
         fill: bool = True,
         progress: Progress | None = None,
+        beside: Engine | None = None,
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
         fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
         adapters, which no checkpoint holds, is read all the same. progress: told of
-        bytes filled while weights are read.
+        bytes filled while weights are read. beside: another engine of these ranks, whose process groups serve this one,
+        too, where its mesh is the same.
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
-        self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
+        wanted = sizes.dp_replicate, sizes.dp_shard
+        alike = beside is not None and (beside.mesh.dp_replicate, beside.mesh.dp_shard) == wanted
+        self.mesh: Mesh = beside.mesh if beside is not None and alike else build_mesh(*wanted, ranks.device.type)
         self.precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)
@@ -120,8 +138,12 @@ class Engine:
             device=ranks.device,
             seed=config.seed,
             weights=weights,
+            values=config.value_head is not None,
         )
         self.module = self.built.module
+        self.module.head.temperature = config.temperature
+        if config.exact:
+            make_exact(self.module)
         self.lora: LoraPlan | None = self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
@@ -143,6 +165,9 @@ class Engine:
         self.loaded = self._load_weights(progress, fill or self.lora is not None)
         if self.lora is not None and weights:
             fill_adapters(self.module, self.lora, config.seed)
+        if config.value_head is not None and weights:
+            fresh = None if self.built.load is None else self.built.load.fresh
+            fill_value_head(self.module, fresh, config.value_head, config.seed)
         self.optimizer: torch.optim.Optimizer | OnShards | None = None
         self.ema: Ema | None = None
         if config.purpose == "train" and weights:
@@ -153,6 +178,10 @@ class Engine:
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
+        self._sleeper = Sleeper(self.device)
+        flops = self.built.flops
+        experts = flops.experts if flops.expert else 0
+        self._replay = Replay(self.module, experts, flops.experts_per_token, config.model.compile)
         self.loss_scale: LossScale | None = None
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
@@ -223,9 +252,11 @@ class Engine:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
         documents: at least those of `needs(plan)`, by index in the step. Gradients are sums over the step's tokens
-        divided once by `objective.normaliser(plan)`.
+        divided once by `objective.normaliser(plan)`. Routes that documents carry are followed; the metric
+        `routing/differing` says of how many (token, layer) pairs the router would have chosen otherwise.
         """
         assert self.optimizer is not None, "this engine was opened for inference"
+        self.require_awake("parameters", "gradients")
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
         balance_factor = self.balance / plan.totals.tokens
@@ -233,11 +264,17 @@ class Engine:
         flight.planned(plan.fingerprint())
         rows = self._sources(plan, documents)
         shares_E = self._expert_shares(plan, documents, rows) if self._balances_steps else None
+        routed = self.config.replay and any(meta.routed for meta in plan.documents)
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows[micro])
             row = self._row(plan, micro, documents, objective.every_token)
             flight.at("forward", micro + 1)
-            with reduction(self.module, self.config.fsdp.reduce, last=micro == plan.micro_batches - 1):
+            last = micro == plan.micro_batches - 1
+            with (
+                reduction(self.module, self.config.fsdp.reduce, last=last),
+                self._replay.following(row) as seen_routes,
+                numerics(self.config.exact),
+            ):
                 terms = self._forward(row, objective, shares_E)
                 flight.at("backward", micro + 1)
                 loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
@@ -246,6 +283,8 @@ class Engine:
                     sums.add("aux_loss", terms.balance_sum, row.real_tokens)
                 (loss * self._scale).backward()
             losses.append(seen)
+            if routed:
+                sums.add("routing/differing", *seen_routes.share(self.device))
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
         return self._reduce(plan, rows, sums, losses)
@@ -285,11 +324,15 @@ class Engine:
 
     def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
         rank = self.mesh.data_rank
-        return build_row(
+        replayed = self.config.replay and (self.lora is None or self.lora.switch.on)
+        for index in plan.rows[micro][rank] if replayed else ():
+            self._replay.check(documents[index])
+        row = build_row(
             plan.rows[micro][rank], documents,
             length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
             owners=bool(self.balance),
         )  # fmt: skip
+        return row if replayed else replace(row, routes=None)
 
     @property
     def _balances_steps(self) -> bool:
@@ -308,7 +351,8 @@ class Engine:
                 row = self._row(plan, micro, documents, every_token=False)
                 row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])  # nothing for the head
                 balance = replace(self._balance(row), counting=True)
-                counts.append(self._read(row, frozenset(), balance=balance)["choices"].double())
+                with self._replay.following(row):
+                    counts.append(self._read(row, frozenset(), balance=balance)["choices"].double())
         total_E = torch.stack(counts).sum(0)
         with waiting():
             dist.all_reduce(total_E, group=self.mesh.data_group)
@@ -338,10 +382,11 @@ class Engine:
     @contextmanager
     def _without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:
         """Forwards, as in evaluation unless told; afterwards the module is as if there had been none."""
+        self.require_awake("parameters")
         was_training = self.module.training
         self.module.train(was_training and not evaluating)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), numerics(self.config.exact):
                 yield
         finally:
             self.module.train(was_training)
@@ -370,13 +415,18 @@ class Engine:
     ) -> dict[int, dict[str, Tensor]]:
         """Per-token quantities of this rank's documents, in their order: index -> name -> [T] fp32 on the CPU.
 
-        Entry t is about token t given those before it; entry 0, which nothing predicts, is 0.
+        Entry t is about token t given those before it; entry 0, which nothing predicts, is 0. Routes that documents
+        carry are followed.
         """
         out: dict[int, dict[str, Tensor]] = {}
+        rows = self._sources(plan, documents)
         with self._without_gradients():
             for micro in range(plan.micro_batches):
+                flight.at("readout", micro + 1, rows[micro])
                 row = self._row(plan, micro, documents, every_token=True)
-                values = {name: v.float().cpu() for name, v in self._read(row, frozenset(what)).items()}
+                with self._replay.following(row):
+                    found = self._read(row, frozenset(what))
+                values = {name: v.float().cpu() for name, v in found.items()}
                 document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
                 for place, index in enumerate(row.documents):
                     own = document_N == place
@@ -404,6 +454,7 @@ class Engine:
     def apply(self, lr: float) -> StepResult:
         """Clip and step, or, where loss or gradient is not finite, drop the gradient and say so; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
+        self.require_awake(*PARTS)
         flight.at("optimizer")
         scale = self._scale
         named = list(self.module.named_parameters())
@@ -434,6 +485,38 @@ class Engine:
         names = self._gathered(mine)
         return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")
 
+    # ------------------------------------------------------------ sleep
+
+    @property
+    def asleep(self) -> dict[Part, int]:
+        """Bytes of this rank's device that each part has given up."""
+        return self._sleeper.asleep
+
+    def sleep(self, *parts: Part) -> int:
+        """Move these parts, by default all, to the host until wake(), for something else to use the device's memory.
+
+        parameters; optimizer, its state and the average of the weights; gradients, those accumulated. What is asleep
+        already, or lives on the host anyway (fsdp.cpu_offload), stays where it is. Returns the bytes that this rank
+        gave up.
+        """
+        flight.at("sleep")
+        for unit in fsdp_modules(self.module):
+            unit.reshard()
+        wanted = [part for part in parts or PARTS if part not in self.asleep]
+        tensors = {part: held(part, self.module, self.optimizer, self.ema) for part in wanted}
+        return sum(self._sleeper.sleep(part, of_part) for part, of_part in tensors.items())
+
+    def wake(self, *parts: Part) -> int:
+        """Bring these parts back, by default all, bit for bit; the bytes. What is awake stays."""
+        flight.at("wake")
+        return sum(self._sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
+
+    def require_awake(self, *parts: Part) -> None:
+        """RuntimeError where one of these parts is asleep."""
+        asleep = [part for part in parts if part in self.asleep]
+        if asleep:
+            raise RuntimeError(f"the engine's {' and '.join(asleep)} are asleep: call wake() before this")
+
     # ------------------------------------------------------------ tensors
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -441,6 +524,7 @@ class Engine:
 
         Gathered one by one on all ranks; the tensor is on the rank's device in its stored dtype.
         """
+        self.require_awake("parameters")
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             yield name, whole(tensor)
 

@@ -6,6 +6,7 @@ targets[i], the next token of the same document; weights and arrays are those of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +24,8 @@ Layout = Literal["packed", "apart"]
 class Row:
     """documents: the step's indices of the documents in it, in order. document_N: place of each prediction's document
     in that list. token_N: the target's place in its document. owner_M: of every token of the flattened row, the place
-    of its document; -1 for padding; None where nobody asked. real_tokens: without padding."""
+    of its document; -1 for padding; None where nobody asked. routes: [tokens of the flattened row, layers, k], -1 where
+    there are none; None where no document has any. real_tokens: without padding."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -36,6 +38,7 @@ class Row:
     token_N: Tensor
     arrays: dict[str, Tensor]
     owner_M: Tensor | None
+    routes: Tensor | None
     real_tokens: int
 
 
@@ -75,6 +78,7 @@ def build_row(
         position_ids_BT=_to(positions, device),
         bounds=bounds,
         owner_M=_to(_owners(starts, lengths, ids.numel()), device) if owners else None,
+        routes=_routes(chosen, starts, ids.numel(), device),
         real_tokens=sum(lengths),
         **_predictions(chosen, starts, every_token, device),
     )
@@ -85,6 +89,17 @@ def _owners(starts: Sequence[int], lengths: Sequence[int], tokens: int) -> Tenso
     for place, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         owner[start : start + length] = place
     return owner
+
+
+def _routes(documents: Sequence[Document], starts: Sequence[int], tokens: int, device: torch.device) -> Tensor | None:
+    shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
+    if not shapes:
+        return None
+    routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
+    for start, document in zip(starts, documents, strict=True):
+        if document.routes is not None:
+            routes[start : start + len(document)] = document.routes
+    return _to(routes, device)
 
 
 def _starts(documents: Sequence[Document], length: int, layout: Layout) -> list[int]:
@@ -120,8 +135,7 @@ def _predictions(
     columns: dict[str, list[Tensor]] = {
         n: [] for n in ("selected_N", "targets_N", "weights_N", "document_N", "token_N")
     }
-    names = documents[0].arrays.keys() if documents else ()
-    arrays: dict[str, list[Tensor]] = {name: [] for name in names}
+    arrays: dict[str, list[Tensor]] = {name: [] for name in documents[0].arrays} if documents else {}
     for place, (start, document) in enumerate(zip(starts, documents, strict=True)):
         weights = document.weights[1:]
         wanted = torch.arange(len(document) - 1) if every_token else weights.nonzero().flatten()
@@ -138,6 +152,8 @@ def _predictions(
         for name, parts in columns.items()
     }
     joined["arrays"] = {name: _to(torch.cat(parts), device) for name, parts in arrays.items()}
+    if not documents:  # nobody here knows the arrays' names, and objectives ask for them all the same
+        joined["arrays"] = defaultdict(lambda: torch.zeros(0, device=device))
     return joined
 
 

@@ -19,8 +19,9 @@ from weft.models.layout import Piece, layout_of
 from weft.models.load import LoadPlan, plan_load
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.source import open_source
-from weft.models.startup import Findings, check_kernel, examine, implementation
+from weft.models.startup import Findings, check_kernel, compute_exactly, examine, implementation
 from weft.models.train_module import TrainModule
+from weft.models.value_head import value_head_names
 from weft.observe.flops import FlopFacts
 
 
@@ -62,16 +63,20 @@ def build_model(
     device: torch.device,
     seed: int,
     weights: bool = True,
+    values: bool = False,
     adapters: Literal["attached", "merged"] = "attached",
 ) -> BuiltModel:
     """Build the model, its floating-point weights in `dtype`: on meta, or whole on the CPU where they are drawn.
 
     compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
     weights: False for shapes only; then no file of weights is looked at.
+    values: with a head that gives one number per token, which is not filled where the files have none.
     adapters: what lora asks for is attached, not yet filled; or the model is one that they could be merged into.
     """
     hf_config = hf.without_noise(hf.read_config(config.path))
-    findings = examine(hf_config)
+    findings = examine(hf.with_logits(hf_config) if values else hf_config)
+    if values:
+        hf_config = hf.with_values(hf_config)
     check_kernel(hf_config, config.attention, findings, device, compute)
     name = implementation(hf_config, config.attention)
     dtypes: dict[str, torch.dtype] = {}
@@ -84,13 +89,16 @@ def build_model(
     apart = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
         source = open_source(config.path)
-        pieces, load = plan_load(model, source, config.ignore_weights, apart)
+        ignore, head = config.ignore_weights, set[str]()
+        if values:
+            ignore, head = (*ignore, f"{findings.head}.*"), value_head_names(model)
+        pieces, load = plan_load(model, source, ignore, apart, head)
         dtypes = source.dtypes
     else:
         for tied in apart:
             hf.untie(model, tied)
         pieces = layout_of(model, None)
-    module = TrainModule(model)
+    module = TrainModule(model, values)
     flops = flop_facts(module)
     if plan is not None and adapters == "attached":
         attach(module, plan)
@@ -98,6 +106,12 @@ def build_model(
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
     return BuiltModel(config.path, module, hf_config, findings, flops, folder, dtypes, buffers, pieces, load, plan)
+
+
+def make_exact(module: TrainModule) -> None:
+    """Let layers and readouts be those of rl.on_policy=exact."""
+    compute_exactly(module.hf_model)
+    module.head.exact = True
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:

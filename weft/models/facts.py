@@ -32,12 +32,15 @@ class Facts:
     transform: LogitTransform
 
 
-def find_facts(model: PreTrainedModel) -> Facts:
-    """Locate the parts; refuse, by name, a model that is built otherwise."""
+def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
+    """Locate the parts; refuse, by name, a model that is built otherwise.
+
+    values: of a model whose head gives one number per token.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     embedding = names.get(id(model.get_input_embeddings()))
-    head_module = model.get_output_embeddings()
+    head_module = _value_head(model) if values else model.get_output_embeddings()
     if embedding is None or "." not in embedding or not isinstance(head_module, nn.Linear):
         raise _refusal(model, "it has no token embedding inside a base model, or no linear head")
     decoder = embedding.rsplit(".", 1)[0]
@@ -56,6 +59,12 @@ def find_facts(model: PreTrainedModel) -> Facts:
         final_norm=_final_norm(module, decoder),
         transform=logit_transform(config),
     )
+
+
+def _value_head(model: PreTrainedModel) -> nn.Module | None:
+    """The root's one linear layer, which transformers calls score or classifier, if it has one output."""
+    found = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == 1]
+    return found[0] if len(found) == 1 else None
 
 
 def _final_norm(decoder: nn.Module, path: str) -> str | None:

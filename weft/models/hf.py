@@ -9,18 +9,22 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   ._weight_conversions (read by revert_weight_conversion)
 - conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
   rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
-- models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+- models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
+- DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
+  .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
+  GenerationMixin._supports_default_dynamic_cache
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -39,7 +43,10 @@ from transformers.core_model_loading import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from weft.errors import UserError
@@ -105,6 +112,44 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             "weft trains classes that transformers ships; models with code of their own are not supported."
         )
     return found
+
+
+# Classes with a linear output on every hidden state, where a causal LM has its head.
+_CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def with_logits(config: PretrainedConfig) -> PretrainedConfig:
+    """The config itself; of a classifier, a copy that names its family's causal LM."""
+    if not (config.architectures or [""])[0].endswith(_CLASSIFIES):
+        return config
+    logits = copy.deepcopy(config)
+    logits.architectures = None  # model_class finds it
+    return logits
+
+
+def with_values(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy that names a class with one number per token: the classifier that it is, or that of its family.
+
+    UserError where transformers has none, or the config has another number of labels.
+    """
+    values, named = copy.deepcopy(config), (config.architectures or [""])[0]
+    if named.endswith(_CLASSIFIES):
+        if config.num_labels != 1:
+            raise UserError(f"model.path: {named} has {config.num_labels} labels; a critic needs one with 1.")
+        return values
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if found is None:
+        raise UserError(
+            f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "
+            f"{config.model_type!r}, so that no critic can be made of it: name one of another family as critic.path."
+        )
+    values.architectures, values.num_labels = [found], 1
+    return values
+
+
+def label_names(config: PretrainedConfig) -> dict[str, Any]:
+    """What a config.json says of a classifier's labels."""
+    return {"id2label": {str(n): name for n, name in config.id2label.items()}, "label2id": dict(config.label2id)}
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:
@@ -257,6 +302,65 @@ def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> No
     experts.config._experts_implementation = _EXPERTS_FUNCTION
 
 
+def run_experts_one_by_one(model: nn.Module) -> None:
+    """Make fused experts run as their own code has them: one after the other, by linear layers."""
+    for module in model.modules():
+        if is_fused_experts(module):
+            module.config._experts_implementation = "eager"
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """[S, out]: the rows up to ends[0] through weight[0], those up to ends[1] through weight[1], ..."""
     return _grouped_linear(rows, weight, ends, bias, transposed)
+
+
+# ---------------------------------------------------------------- what generation needs to know
+
+
+def cache_argument(base: nn.Module) -> str:
+    """What the base model's forward calls its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(base.forward).parameters else "past_key_values"
+
+
+def takes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether all that the model remembers lies in a DynamicCache of which RowCache can say what it holds."""
+    if not model._supports_default_dynamic_cache():
+        return False
+    config = model.config.get_text_config()
+    return not getattr(config, "num_kv_shared_layers", None)  # such layers read the keys of another from its cache
+
+
+class RowCache(DynamicCache):
+    """A cache whose keys and values are kept elsewhere; recurrent and convolutional states it keeps itself.
+
+    `hold(layer, keys, values)` is given what a layer computed, [B, K, T, D], and returns what attention is to see.
+    """
+
+    def __init__(self, config: PretrainedConfig, hold: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config=config)
+        self.hold = hold
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.hold(layer_idx, key_states, value_states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state along the sequence, which padding would run through."""
+        return any(hasattr(layer, "conv_states") for layer in self.layers)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of the states, these rows in this order; a row may be named several times."""
+        for states, number in self._states():
+            states[number] = states[number][list(rows)]
+
+    def append(self, other: RowCache) -> None:
+        """The states of other's rows behind those of this one's."""
+        for (states, number), (others, _) in zip(self._states(), other._states(), strict=True):
+            states[number] = torch.cat([states[number], others[number]])
+
+    def _states(self) -> list[tuple[dict[int, Tensor], int]]:
+        """(the dict that has it, its number) of every state there is."""
+        found = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
+        return [(states, n) for both in found for states in both for n, state in states.items() if state is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -31,11 +31,15 @@ _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """fills: for each tensor of the model, its pieces and the name of each in the files. left_out: names of no use."""
+    """fills: for each tensor of the model, its pieces and the name of each in the files. left_out: names of no use.
+
+    fresh: tensors of the model that the files may lack, and do; somebody else gives them their first values.
+    """
 
     source: Source
     fills: dict[str, list[tuple[Piece, str]]]
     left_out: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,17 @@ class LoadReport:
 
 
 def plan_load(
-    model: PreTrainedModel, source: Source, ignore: Sequence[str], apart: Sequence[str] = ()
+    model: PreTrainedModel,
+    source: Source,
+    ignore: Sequence[str],
+    apart: Sequence[str] = (),
+    may_lack: Collection[str] = (),
 ) -> tuple[list[Piece], LoadPlan]:
     """The layout of a source and how to fill the model (on meta, not yet sharded) from it.
 
     ignore: globs of tensors in the files that may be left out. Tied weights that differ in the files are untied, and so
-    are those whose tied names are in `apart`; what the files hold once for both fills both.
+    are those whose tied names are in `apart`; what the files hold once for both fills both. may_lack: tensors of the
+    model that need not be in the files.
     UserError, naming the first few, where tensors are missing, unwanted or of another shape.
     """
     for name, owner in hf.tied_parameters(model).items():
@@ -69,10 +78,13 @@ def plan_load(
     disk = {piece.runtime: piece.disk for piece in pieces}
     for name, owner in owners.items():
         in_files.setdefault(disk[name], in_files[disk[owner]])
-    _raise_for("weights that the model needs are not in the files", [p.disk for p in pieces if p.disk not in in_files])
+    lacking = [p for p in pieces if p.disk not in in_files]
+    fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
+    _raise_for("weights that the model needs are not in the files", [p.disk for p in lacking if p.runtime not in fresh])
+    filled = [p for p in pieces if p.runtime not in fresh]
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
-        for p in pieces
+        for p in filled
         if source.shape(file := in_files[p.disk]) != p.shape
     ]
     _raise_for("the files do not fit config.json", wrong)
@@ -86,9 +98,9 @@ def plan_load(
         [name for name in unused if name not in known],
     )
     fills: dict[str, list[tuple[Piece, str]]] = {}
-    for piece in pieces:
+    for piece in filled:
         fills.setdefault(piece.runtime, []).append((piece, in_files[piece.disk]))
-    return pieces, LoadPlan(source, fills, tuple(known))
+    return pieces, LoadPlan(source, fills, tuple(known), fresh)
 
 
 def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str]) -> dict[str, str]:
@@ -131,8 +143,8 @@ def _differ(source: Source, a: str, b: str) -> bool:
 
 
 def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
-    """Fill every parameter but adapters', and every persistent buffer, of a sharded module in place; collective where
-    shards are replicated.
+    """Fill every parameter but adapters' and fresh ones, and every persistent buffer, of a sharded module in place;
+    collective where shards are replicated.
 
     Of replicas of one shard one reads, a different one for each tensor in turn, and sends it to the others.
     """
@@ -140,7 +152,8 @@ def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = 
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
     every = module.state_dict(keep_vars=True).items()
-    empty = [name for name, tensor in every if id(tensor) not in filled and not is_adapters(name)]
+    others = {name for name, _ in every if name in plan.fresh or is_adapters(name)}
+    empty = [name for name, tensor in every if id(tensor) not in filled and name not in others]
     assert not empty, f"nothing fills {empty[:3]}"
     order = sorted(targets, key=lambda name: min(plan.source.place(file) for _, file in plan.fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())

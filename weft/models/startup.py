@@ -7,6 +7,7 @@ A family that passes packed is laid out packed; one that passes only right-padde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
 
     attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. traits: what that
-    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words.
+    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words. head: its name.
     """
 
     layout: Layout
@@ -46,11 +47,18 @@ class Findings:
     attends: bool
     traits: tuple[str, ...]
     copy: str
+    head: str
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
     """The attention implementation to load this architecture with."""
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
+
+
+def compute_exactly(model: PreTrainedModel) -> None:
+    """Let layers be such that rl.on_policy=exact can hold; weft.ops.exact.numerics sees to the rest of it."""
+    model.set_attn_implementation(implementation(model.config, attention.EXACT))
+    hf.run_experts_one_by_one(model)
 
 
 def check_kernel(
@@ -99,7 +107,7 @@ def examine(config: PretrainedConfig) -> Findings:
         if worst <= LOGIT_TOLERANCE:
             attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
             traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy)
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy, ours.facts.head)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
@@ -120,15 +128,34 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
-    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
-    attempts = [
+def small_copy(config: PretrainedConfig) -> PreTrainedModel:
+    """A small random model of this architecture that attends as weft does. UserError where none can be built."""
+    attention.register()
+    failure: Exception | None = None
+    for _, make in _shrinkings(config):
+        try:
+            _alone(_build(make(), "eager"), torch.arange(3))
+            return _build(small := make(), implementation(small, "auto"))
+        except UserError:
+            raise
+        except Exception as error:  # a shape that this family cannot be shrunk to
+            failure = error
+    raise _refusal(config, f"no small copy of it could be built ({failure})") from failure
+
+
+def _shrinkings(config: PretrainedConfig) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+    """(in words, how to make one), the smallest first."""
+    return [
         ("2 layers, narrow", lambda: narrow(fewer_layers(config, 2))),
         ("all layers, narrow", lambda: narrow(config)),
         ("2 layers", lambda: fewer_layers(config, 2)),
     ]
+
+
+def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
+    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
     failure: Exception | None = None
-    for words, make in attempts:
+    for words, make in _shrinkings(config):
         try:
             small = make()
             ours, theirs = (_build(make(), name) for name in (implementation(small, "per_document"), "eager"))

@@ -29,6 +29,8 @@ class Head(nn.Module):
         self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
         self.bias = linear.bias
         self.transform = transform
+        self.temperature = 1.0  # what logits are divided by, after the family's own transform
+        self.exact = False  # readouts are, to the last bit, what a sampler records
         self.lora: LowRank | None = None
 
     def forward(
@@ -45,11 +47,13 @@ class Head(nn.Module):
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
             weight = torch.cat([weight, self.lora.B], 1)
         if "top1" in readouts:
-            found = logprob_and_top1(hidden_NH, weight, self.bias, targets_N, self.transform)
+            found = logprob_and_top1(
+                hidden_NH, weight, self.bias, targets_N, self.transform, temperature=self.temperature
+            )
             return dict(zip(("logprob", "top1"), found, strict=True))
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts, upstream=upstream_N,
+            entropy="entropy" in readouts, temperature=self.temperature, upstream=upstream_N, exact=self.exact,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
@@ -57,16 +61,33 @@ class Head(nn.Module):
         return out
 
 
+class ValueHead(Head):
+    """One number in place of logits: what a critic expects of a document from the predicted token on."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, LogitTransform())  # weight [1, H]
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
+        assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return {"value": nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)[:, 0]}
+
+
 class TrainModule(nn.Module):
     """fully_shard's root. `hf_model` stays beside it, unregistered, for facts and conversion rules only."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, values: bool = False) -> None:
+        """values: the model's class has one linear output per token in place of a vocabulary's (hf.with_values)."""
         super().__init__()
-        self.facts: Facts = find_facts(model)
+        self.facts: Facts = find_facts(model, values)
         self.add_module(self.facts.base, model.get_submodule(self.facts.base))
         linear = model.get_submodule(self.facts.head)
         assert isinstance(linear, nn.Linear)
-        self.add_module(self.facts.head, Head(linear, self.facts.transform))
+        self.add_module(self.facts.head, ValueHead(linear) if values else Head(linear, self.facts.transform))
         # The linear layer goes, or its whole weight would stay in memory beside the shards.
         setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)

@@ -30,7 +30,8 @@ class CrossEntropy:
 
 
 class HeldOutLoss(CrossEntropy):
-    """The same loss without gradients, and beside it the share of tokens that no other token was likelier than."""
+    """The same loss without gradients; beside it the share of tokens that no other token was likelier than, and of
+    documents all of whose trained tokens are such: greedy decoding would write them."""
 
     readouts = frozenset({"logprob", "top1"})
 
@@ -38,4 +39,8 @@ class HeldOutLoss(CrossEntropy):
         terms = super().__call__(batch)
         weights_N = batch.weights_N
         accuracy = (weights_N * batch.readouts["top1"]).sum(), weights_N.sum()
-        return Terms(terms.loss_sum, {**terms.metrics, "accuracy": accuracy})
+        trained = (weights_N != 0).to(weights_N.dtype)
+        missed = batch.document_sum(trained * (1 - batch.readouts["top1"]))
+        asked = batch.document_sum(trained) > 0
+        exact = ((missed == 0) & asked).sum().double(), asked.sum().double()
+        return Terms(terms.loss_sum, {**terms.metrics, "accuracy": accuracy, "exact": exact})

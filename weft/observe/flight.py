@@ -28,6 +28,7 @@ _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
 # Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
 PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
+ENDLESS = "idle"  # it is not up to this process when it ends
 FIRST_STEP_PATIENCE = 10.0  # compilation
 
 _WORDS = {
@@ -46,6 +47,10 @@ _WORDS = {
     "record": "writing the metrics",
     "profile": "writing the profile",
     "save": "saving",
+    "idle": "waiting for the controller",
+    "sync": "syncing weights",
+    "generate": "generating",
+    "logprobs": "computing logprobs, forward of micro-batch {micro_batch}",
 }
 _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "evaluate")
 
@@ -157,7 +162,7 @@ class Flight:
         if self._timeout is not None:
             first = self._first_step and self._step["step"] == self._first_step
             slow = FIRST_STEP_PATIENCE if first else 1.0
-            self.limit = self._timeout * max(slow, PATIENCE.get(phase, 1.0))
+            self.limit = None if phase == ENDLESS else self._timeout * max(slow, PATIENCE.get(phase, 1.0))
         if documents is not None:
             shown = [source[-_LONGEST_SOURCE:] for source in documents[:_MOST_DOCUMENTS]]
             self._about = f'"documents":{json.dumps(shown)},"count":{len(documents)}'

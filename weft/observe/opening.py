@@ -14,6 +14,7 @@ from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.checks import BUILT_IN
 from weft.config.paths import holds_weights
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
@@ -54,36 +55,36 @@ def print_opening(
         say(note, markup=False)
     if engine.loaded is not None:
         say(f"weights  {_loaded(engine.loaded)}")
-    _print_model(config, engine)
+    print_model(config, engine)
 
 
-def say_finished(folder: Path, step: int, steps: int, ranks: Ranks) -> None:
-    """That there is nothing to resume: the last step is done, or eval.patience has run out."""
+def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks) -> None:
+    """That there is nothing to resume: the last step is done, or a key of eval has ended the run."""
     if not ranks.is_first:
         return
     say = Console(highlight=False, soft_wrap=True).print
     if step == steps:
         say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
     else:
-        say(f"{folder} was ended by eval.patience after step {step} of {steps}. Set another eval.patience to go on.")
+        say(f"{folder} was ended by {by} after step {step} of {steps}. Set another {by} to go on.")
 
 
 def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
-    """How to go on after a signal, or after eval.patience."""
+    """How to go on after a signal, or after what a key of eval has ended."""
     if ranks.is_first:
         say = Console(highlight=False, soft_wrap=True).print
-        more = " eval.patience=null" if by == "eval.patience" else ""
+        more = f" {by}=null" if by.startswith("eval.") else ""
         say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 
-def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
+def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
     """The resolved config, the mesh and the sharding of a run that is not started."""
     say = Console(highlight=False, soft_wrap=True).print
     say(to_yaml(config))
     folder = Path(config.model.path)
     if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
-    _print_model(config, engine)
+    print_model(config, engine)
     rows = parameter_rows(engine)
     show(sharding_table(rows) if parameters else sharding_totals_table(rows))
 
@@ -93,7 +94,8 @@ def _balancing(engine: Engine) -> str:
     return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
 
 
-def _print_model(config: SftConfig, engine: Engine) -> None:
+def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
+    """The model and how it is laid out."""
     say, built = Console(highlight=False, soft_wrap=True).print, engine.built
     say(
         f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters"
@@ -146,7 +148,7 @@ def fsdp_line(engine: Engine) -> str:
     return ", ".join(said)
 
 
-def update_lines(config: SftConfig) -> list[str]:
+def update_lines(config: SftConfig | RlConfig) -> list[str]:
     """What the optimizer is and whether the weights are averaged, where that is not the default."""
     optimizer, lines = config.optimizer, []
     if optimizer.name not in BUILT_IN:
@@ -174,7 +176,7 @@ def _layers(engine: Engine) -> str:
     return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
 
 
-def _attention(config: SftConfig, engine: Engine) -> str:
+def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
         return "attention of the family's own, eager" if built.findings.attends else "no attention"

@@ -46,7 +46,8 @@ _NO_CHART = {
     "eval/seconds",
 }  # fmt: skip
 # Units of other metrics, by the last part of their names.
-_UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens"}
+_UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens",
+          "exact": "share of documents"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
             series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
         leaf = title.rpartition("/")[2]
         name = title if len(members) > 1 else members[0]
-        found.append(Chart(name, _UNITS.get(leaf, ""), series, percent=leaf == "accuracy"))
+        found.append(Chart(name, _UNITS.get(leaf, ""), series, percent=leaf in ("accuracy", "exact")))
     return found
 
 

@@ -116,7 +116,7 @@ class RunSummary:
         """What summary.json says. saved: the HuggingFace directory of the last weights.
 
 
-        stopped: what ended the run before its last step: a signal, or eval.patience. best: the best evaluation, with
+        stopped: what ended the run before its last step: a signal, or a key of eval. best: the best evaluation, with
         its checkpoint where it is kept.
         """
         content = {

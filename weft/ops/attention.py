@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.ops.decode import one_token
+
 BOUNDS_ARGUMENT = "doc_bounds"
+EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
 
 
 @dataclass(eq=False)
@@ -26,6 +29,8 @@ class Bounds:
     lengths: tokens of each document. apart: one document per batch entry, right-padded, instead of end to end.
     cu_seqlens: [documents + 1] int32 on the row's device, for kernels that want it there. seen: attention calls
     that received these bounds, so that a check can count them. cache: what a kernel derives once per row.
+    past: where generation goes on, [B] tokens before the one of each entry; keys and values are then those of a cache.
+    even: all of them are the same.
     """
 
     lengths: tuple[int, ...]
@@ -33,6 +38,8 @@ class Bounds:
     cu_seqlens: Tensor | None = None
     seen: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
+    past: Tensor | None = None
+    even: bool = False
 
     @property
     def longest(self) -> int:
@@ -240,7 +247,15 @@ def attend(
         window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
     )  # fmt: skip
     traits_seen.update((ATTENTION, *_traits(call)))
-    return KERNELS[choose(preference, call)].run(call).transpose(1, 2).contiguous(), None
+    return _kernel(preference, call)(call).transpose(1, 2).contiguous(), None
+
+
+def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
+    if preference == EXACT:
+        from weft.ops.exact_attention import attend_exactly
+
+        return attend_exactly
+    return KERNELS[choose(preference, call)].run if call.bounds.past is None else one_token
 
 
 def _traits(call: Call) -> list[str]:
@@ -252,7 +267,7 @@ def register() -> None:
     """Register `weft_auto`, `weft_per_document`, ... with transformers. Safe to call again."""
     from weft.models import hf
 
-    for preference in ("auto", *KERNELS):
+    for preference in ("auto", EXACT, *KERNELS):
         hf.register_attention(f"weft_{preference}", partial(attend, preference))
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.ops.exact import linear, token_logprobs
+
 _MIB = 2**20
 # fp32 bytes of one tile of logits, and of the blocks that the elementwise work on it goes through: on a CPU a block
 # stays in the cache; on an accelerator fewer, larger kernels win.
@@ -70,6 +72,7 @@ def chunked_readouts(
     entropy: bool,
     temperature: float = 1.0,
     upstream: Tensor | None = None,
+    exact: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if asked for, the entropy of each prediction, in nats.
@@ -83,6 +86,7 @@ def chunked_readouts(
     upstream: [N], the gradient that logprob is going to receive, up to one factor. A hint that saves computing the
     logits twice: where the true gradient turns out to be another, backward takes the usual way. Unused with entropy.
     It costs an fp32 [V, H] buffer where the weight is narrower than that and the tokens need several tiles.
+    exact: compute the values from whole rows of logits, by the operations that a sampler draws with.
     Returns (logprob [N], entropy [N] or None), fp32 (fp64 for fp64 weights).
     """
     if not temperature > 0:
@@ -91,9 +95,10 @@ def chunked_readouts(
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
     scaling = _Scaling.of(transform, temperature)
     # fp16 gradients would underflow under a direction that knows nothing of the loss scale.
-    if entropy or weight.dtype == torch.float16 or not torch.is_grad_enabled():
+    if entropy or exact or weight.dtype == torch.float16 or not torch.is_grad_enabled():
         upstream = None
-    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, upstream, scaling, entropy, tile)
+    sampled = (transform, temperature) if exact else None
+    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, upstream, scaling, entropy, tile, sampled)
     return logprob, entropies
 
 
@@ -105,6 +110,7 @@ def logprob_and_top1(
     targets: Tensor,
     transform: LogitTransform,
     *,
+    temperature: float = 1.0,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and 1.0 where no token is likelier than it, else 0.0; without gradients.
@@ -112,7 +118,7 @@ def logprob_and_top1(
     Shapes and dtypes of arguments and results are those of chunked_readouts. Two tokens that tie for the first place
     are both the likeliest.
     """
-    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, 1.0))
+    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
     assert running.largest is not None
     _fold_all(logits, targets, running, tile)
@@ -183,6 +189,7 @@ class _Readouts(torch.autograd.Function):
         scaling: _Scaling,
         entropy: bool,
         tile: tuple[int, int] | None,
+        sampled: tuple[LogitTransform, float] | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         needs = _Needs(*ctx.needs_input_grad[:3])
@@ -193,10 +200,13 @@ class _Readouts(torch.autograd.Function):
             ctx.anticipated = _Anticipated(upstream, gradients)
         else:
             ctx.anticipated = None
-            _fold_all(logits, targets, running, tile)
+            if sampled is None:
+                _fold_all(logits, targets, running, tile)
+            else:
+                logprob = _read_as_sampled(logits, targets, running, *sampled)
         ctx.save_for_backward(hidden, weight, bias, targets, running.lse, running.entropy)
         ctx.scaling, ctx.tile = scaling, tile
-        return running.picked - running.lse, running.entropy
+        return running.picked - running.lse if sampled is None else logprob, running.entropy
 
     @staticmethod
     @once_differentiable
@@ -214,7 +224,7 @@ class _Readouts(torch.autograd.Function):
         narrow = (
             x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
         )
-        return *narrow, None, None, None, None, None
+        return *narrow, None, None, None, None, None, None
 
 
 class _Needs(NamedTuple):
@@ -386,6 +396,21 @@ def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running
         else:
             lse, entropy = _log_sum_exp_and_entropy_(z)
         _merge(running, slice(rows.start + block.start, rows.start + block.stop), lse, entropy)
+
+
+def _read_as_sampled(
+    logits: _Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
+) -> Tensor:
+    """[N] log-probability of each target, as rl.on_policy=exact has it; fills in the running values for backward."""
+    logprob = torch.empty_like(running.lse)
+    for rows in _slices(len(targets), logits.rows_of_all_columns()):
+        z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
+        logprob[rows], every = token_logprobs(z, targets[rows], temperature)
+        picked = z.gather(1, targets[rows, None])[:, 0] / temperature
+        running.lse[rows] = picked - logprob[rows]
+        if running.entropy is not None:
+            running.entropy[rows] = -every.exp().mul_(every).sum(1)
+    return logprob
 
 
 def _local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

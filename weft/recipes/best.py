@@ -16,7 +16,7 @@ class Best:
 
     of: digest of what is evaluated. value, step: the best evaluation and its step, 0 before the first. mark: the last
     value that was lower than the mark before by more than min_delta, so that many small improvements count together.
-    waited: evaluations since then.
+    waited: evaluations since then. exact: eval/exact of the last evaluation.
     """
 
     config: EvalConfig
@@ -25,6 +25,7 @@ class Best:
     step: int = 0
     mark: float | None = None
     waited: int = 0
+    exact: float = 0.0
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
         """Take in the evaluation of a step; whether it is the best so far.
@@ -32,6 +33,7 @@ class Best:
         One that is not finite is no improvement. That of step 0 is what later ones must improve on, and never the
         best: nothing is saved there.
         """
+        self.exact = figures.get("eval/exact") or 0.0
         value = figures.get(self.config.metric)
         if value is None or not math.isfinite(value):
             self.waited += 1
@@ -46,9 +48,12 @@ class Best:
         return True
 
     @property
-    def exhausted(self) -> bool:
-        """Whether eval.patience has been waited in vain."""
-        return self.config.patience is not None and self.waited >= self.config.patience
+    def ends(self) -> str | None:
+        """The key that ends the run: eval.patience, waited for in vain, or eval.target, reached; None to go on."""
+        if self.config.target is not None and self.exact >= self.config.target:
+            return "eval.target"
+        exhausted = self.config.patience is not None and self.waited >= self.config.patience
+        return "eval.patience" if exhausted else None
 
     def state(self, kept: bool) -> dict[str, Any]:
         """For a checkpoint; `go_on` takes it up again. kept: whether the best one is saved."""
@@ -60,6 +65,7 @@ class Best:
             "step": self.step,
             "mark": self.mark,
             "waited": self.waited,
+            "exact": self.exact,
         }
 
     def go_on(self, state: Mapping[str, Any]) -> list[str]:
@@ -69,4 +75,5 @@ class Best:
         if (state["metric"], state["of"]) != (self.config.metric, self.of):
             return ["eval     other held-out documents, or another eval.metric, than before: its best is forgotten"]
         self.value, self.step, self.mark, self.waited = (state[name] for name in ("value", "step", "mark", "waited"))
+        self.exact = state["exact"]
         return []

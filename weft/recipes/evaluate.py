@@ -101,11 +101,11 @@ class _Part:
     documents: Mapping[int, Document]
 
 
-def patience_is_out(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> bool:
-    """Whether the run ended with the checkpoint of this state, and would not go on as it is configured now."""
+def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
+    """The key that ended the run with the checkpoint of this state, and would not let it go on as configured now."""
     best = Best(config.eval, held_out.digest)
     best.go_on(state)
-    return best.exhausted
+    return best.ends
 
 
 class Evaluator:
@@ -199,7 +199,7 @@ class Evaluator:
         return total.reduce(self.engine.mesh.data_group, alike={"the plans of the evaluation": plans})
 
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
-        """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%; the best so far (0.8 s)`."""
+        """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%, exact 9.5%; the best so far (0.8 s)`."""
         said = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
         named = [f"{name} {number(figures[f'{PREFIX}{name}/loss'], '.4f')}" for name in self.held_out.documents if name]
         if named:
@@ -238,7 +238,9 @@ def _words(figures: Mapping[str, float | None]) -> str:
     words = [f"loss {number(figures['loss'], '.4f')}"]
     perplexity, accuracy = figures.get("perplexity"), figures.get("accuracy")
     if perplexity is not None and accuracy is not None:
-        words.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}")
+        words.append(
+            f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}, exact {number(figures.get('exact'), '.1%')}"
+        )
     return ", ".join(words)
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.boxes import Box, overlap
+from weft.checkpoint.contents import DTYPES, exported
 from weft.checkpoint.export import WholeTensors, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
-from weft.checkpoint.save import DTYPES, exported
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig

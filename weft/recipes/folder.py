@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -18,44 +19,78 @@ import torch.distributed as dist
 from weft.checkpoint.retention import sweep
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
 
 LOCK = "lock"
+AnyConfig = SftConfig | RlConfig
 
 
 @contextmanager
-def open_folder(config: SftConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
+def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
     """RUN, made or entered again, which no other process uses meanwhile; all ranks agree on the path and share it."""
-    lock: TextIO | None = None
+    held: Held | None = None
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
-            folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path)
-            token = uuid.uuid4().hex
-            lock = _lock(folder, token)
-            if resume:
-                sweep(folder / "checkpoints")
-            answer = [str(folder), token, None]
+            held = _hold(config, resume)
+            answer = [str(held.folder), held.token, None]
         except UserError as error:
             answer[2] = str(error)
-        except OSError as error:
-            answer[2] = f"run.dir: {config.run.dir} cannot be used: {error.strerror}: {error.filename}."
     dist.broadcast_object_list(answer, src=0)
     try:
         if answer[2] is not None:
             raise UserError(answer[2])
         folder = Path(str(answer[0]))
-        _check_shared(folder, str(answer[1]), ranks)
+        check_shared(folder, str(answer[1]), ranks)
         if ranks.is_first and not resume:
             write_config(config, folder)
         yield folder
     finally:
-        if lock is not None:
-            _unlock(lock)
+        if held is not None:
+            held.leave()
 
 
-def write_config(config: SftConfig, folder: Path) -> None:
+@dataclass(frozen=True)
+class Held:
+    """RUN, taken by this process. token: what others find in its lock."""
+
+    folder: Path
+    token: str
+    lock: TextIO
+
+    def leave(self) -> None:
+        """Let others have it."""
+        Path(self.lock.name).unlink(missing_ok=True)
+        self.lock.close()
+
+
+@contextmanager
+def hold_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[Held]:
+    """RUN for a process that is no rank itself; its ranks `check_shared`."""
+    held = _hold(config, resume)
+    try:
+        if not resume:
+            write_config(config, held.folder)
+        yield held
+    finally:
+        held.leave()
+
+
+def _hold(config: AnyConfig, resume: bool) -> Held:
+    try:
+        folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path)
+        token = uuid.uuid4().hex
+        lock = _lock(folder, token)
+        if resume:
+            sweep(folder / "checkpoints")
+        return Held(folder, token, lock)
+    except OSError as error:
+        raise UserError(f"run.dir: {config.run.dir} cannot be used: {error.strerror}: {error.filename}.") from error
+
+
+def write_config(config: AnyConfig, folder: Path) -> None:
     """RUN/config.yaml, whole or not at all."""
     partial = folder / "config.yaml.partial"
     partial.write_text(to_yaml(config), encoding="utf-8")
@@ -136,11 +171,6 @@ def _lock(folder: Path, token: str) -> TextIO:
     return stream
 
 
-def _unlock(lock: TextIO) -> None:
-    Path(lock.name).unlink(missing_ok=True)
-    lock.close()
-
-
 def _holder(text: str) -> str:
     try:
         fields = json.loads(text)
@@ -149,7 +179,7 @@ def _holder(text: str) -> str:
         return "another process"
 
 
-def _check_shared(folder: Path, token: str, ranks: Ranks) -> None:
+def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     """Every rank must see the first rank's lock: shards and weights are written by all of them into one folder."""
     try:
         seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from weft.checkpoint.boxes import Box
 from weft.cluster.alike import versions
 from weft.config.render import to_dict
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.models import hf
@@ -37,7 +38,7 @@ def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
     }  # fmt: skip
 
 
-def model_fingerprint(config: SftConfig) -> str:
+def model_fingerprint(config: SftConfig | RlConfig) -> str:
     """Changes with config.json, but for what does not change what the model computes; and with the base of adapters,
     which no checkpoint holds."""
     raw, _ = PretrainedConfig.get_config_dict(config.model.path)

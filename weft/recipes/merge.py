@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.checkpoint.contents import DTYPES
 from weft.checkpoint.export import WholeTensors, copy_companions, plan_export, prepare_export, write_export
 from weft.checkpoint.files import TensorFile
-from weft.checkpoint.save import DTYPES
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.errors import UserError

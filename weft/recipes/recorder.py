@@ -14,7 +14,6 @@ from weft.config import to_dict
 from weft.config.schema import SftConfig, TrackConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine, StepResult
-from weft.engine.plan import StepPlan
 from weft.errors import UserError
 from weft.observe.closing import print_closing
 from weft.observe.flops import Throughput
@@ -24,17 +23,7 @@ from weft.observe.timing import StepTimes
 from weft.observe.trackers import Trackers
 from weft.parallel.timed import time_collectives
 from weft.recipes.resume import Start
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a step did. metrics: reduced over all ranks; seconds: from its plan to its update."""
-
-    plan: StepPlan
-    metrics: Mapping[str, float | None]
-    result: StepResult
-    lr: float
-    seconds: float
+from weft.recipes.step_line import Taken, step_line
 
 
 @dataclass
@@ -84,31 +73,12 @@ class Recorder:
     ) -> dict[str, object]:
         """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
         the step, if it was evaluated."""
-        plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
-        totals = plan.totals
-        line: dict[str, object] = {
-            "step": step.number,
-            "epoch": step.epoch,
-            "loss": None if result.skipped else self._loss(metrics),
-            "grad_norm": None if result.skipped else result.grad_norm,
-            "lr": None if result.skipped else taken.lr,
-            "documents": totals.documents,
-            "tokens": totals.tokens,
-            "loss_tokens": totals.loss_tokens,
-            "micro_batches": plan.micro_batches,
-            "fill": plan.fill,
-            "utilisation": plan.utilisation,
-            "seconds": taken.seconds,
-            "tokens_per_second": totals.tokens / taken.seconds,
-            "mfu": self.throughput.mfu(plan, taken.seconds),
-            "memory_gib": memory_gib,
-        }
-        if result.loss_scale is not None:
-            line["loss_scale"] = result.loss_scale
-        if result.skipped:
-            line |= {"skipped": True, "reason": result.reason}
-        else:
-            line |= metrics
+        if "loss" not in taken.metrics:  # only an objective of the user's own could have left it out
+            raise UserError(
+                f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
+                "Terms, as (sum, weight)."
+            )
+        line = step_line(step.number, step.epoch, taken, self.throughput, memory_gib)
         line |= evaluation
         if self.times is not None:
             line |= self.times.take()
@@ -127,15 +97,6 @@ class Recorder:
             self.file.write(line)
             self.trackers.log(line)
         self.summary.add_evaluation(line)
-
-    def _loss(self, metrics: dict[str, float | None]) -> float | None:
-        """Taken out of the metrics. Only an objective of the user's own could have left it out."""
-        if "loss" not in metrics:
-            raise UserError(
-                f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
-                "Terms, as (sum, weight)."
-            )
-        return metrics.pop("loss")
 
     def stop_if_hopeless(self, result: StepResult, sources: list[str]) -> None:
         """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them. A step

@@ -68,9 +68,9 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
             raise UserError(_nothing_whole(folder, skipped))
         return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
     content = state.content
-    changed = dict(_changes(content["config"], to_dict(config)))
+    changed = dict(changes(content["config"], to_dict(config), SftConfig))
     problems = [
-        *_refused(changed),
+        *refused(changed),
         *_rates_changed(content, config, steps),
         *_contents_changed(state, config, data),
     ]
@@ -133,19 +133,20 @@ def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
 
     Raises UserError where the state does not fill this model; RUN is as it was then.
     """
-    ranks, state, notes = engine.ranks, start.state, list(start.notes)
-    if state is None:
-        rng.seed_rank(config.train.seed, ranks.rank)
+    notes = list(start.notes)
+    if start.state is None:
+        rng.seed_rank(config.train.seed, engine.ranks.rank)
     else:
-        _load(engine, state)
-        notes += _take_up_rng(config, engine, state)
-    if ranks.is_first:
-        notes += _put_in_order(folder, start)
+        notes += fill_from(engine, start.state, config.train.seed)
+    if engine.ranks.is_first:
+        notes += put_in_order(folder, start.step, start.evaluation)
         write_config(config, folder)
     return notes
 
 
-def _load(engine: Engine, state: TrainerState) -> None:
+def fill_from(engine: Engine, state: TrainerState, seed: int) -> list[str]:
+    """Masters, moments and generators of a checkpoint; what there is to say of it. Collective."""
+
     def load() -> bool:
         load_state(engine, state)
         return True
@@ -156,31 +157,32 @@ def _load(engine: Engine, state: TrainerState) -> None:
             f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "
             f"{_from_weights(state.checkpoint)}"
         )
+    return _take_up_rng(engine, state, seed)
 
 
-def _take_up_rng(config: SftConfig, engine: Engine, state: TrainerState) -> list[str]:
+def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
     ranks = engine.ranks
-    rng.seed_rank(config.train.seed, ranks.rank, state.step)
+    rng.seed_rank(seed, ranks.rank, state.step)
     if state.world != ranks.world:
         return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 
 
-def _put_in_order(folder: Path, start: Start) -> list[str]:
-    """What came after the checkpoint makes way for what comes now."""
-    notes = []
-    aside = set_aside(folder / "checkpoints", start.step)
+def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
+    """What came after the checkpoint of this step makes way for what comes now. evaluation: its."""
+    notes, checkpoints = [], folder / "checkpoints"
+    aside = set_aside(checkpoints, step)
     if aside:
-        notes.append(f"aside    checkpoints after step {start.step} are now {', '.join(aside)}")
-    if start.state is not None:
-        point_latest(start.state.checkpoint)
-        notes += put_best_in_order(folder / "checkpoints", start.evaluation)
+        notes.append(f"aside    checkpoints after step {step} are now {', '.join(aside)}")
+    if step:
+        point_latest(step_folder(checkpoints, step))
+        notes += put_best_in_order(checkpoints, evaluation)
     for name in ("metrics.jsonl", SAMPLES):
-        dropped = cut_lines(folder / name, start.step)
+        dropped = cut_lines(folder / name, step)
         if dropped:
             moved = dropped_of(folder / name).name
-            notes.append(f"dropped  {dropped} lines of {name} after step {start.step}, moved to {moved}")
+            notes.append(f"dropped  {dropped} lines of {name} after step {step}, moved to {moved}")
     return notes
 
 
@@ -209,9 +211,9 @@ def constants(config: SftConfig, data: DataReport, steps: int) -> dict[str, Any]
     }
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
     """(key, (before, now)) of the keys that differ; one that a config does not read has its default."""
-    for name, key in schema_keys(SftConfig).items():
+    for name, key in schema_keys(schema).items():
         section, _, leaf = name.partition(".")
         old, new = (
             show(config[section][leaf])
@@ -225,11 +227,13 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
             yield name, (old, new)
 
 
-def _refused(changed: Mapping[str, tuple[str, str]]) -> list[str]:
+def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
+    """What may not change, of what has; more: keys and sections that may, beside MAY_CHANGE."""
+    may = (*MAY_CHANGE, *_SCHEDULED, *more)
     return [
         f"{key}: {before} -> {now}: it changes what is trained, and how"
         for key, (before, now) in changed.items()
-        if key in MAY_NOT or not any(key == name or key.startswith(name + ".") for name in (*MAY_CHANGE, *_SCHEDULED))
+        if key in MAY_NOT or not any(key == name or key.startswith(name + ".") for name in may)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe import flight
 from weft.observe.tables import byte_count
-from weft.rollout.embedded import EmbeddedEngine, Sampling, end_tokens
+from weft.rollout.base import Request, Sampling, seed_of
+from weft.rollout.embedded import EmbeddedEngine, end_tokens
 
 SAMPLES = "samples.jsonl"
 _PRINTED = 3  # answers of an evaluation
@@ -41,7 +41,8 @@ class Sampler:
         """UserError where a copy of the model does not fit beside what is trained."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
-        self.embedded = EmbeddedEngine(engine, [*questions.ends, *end_tokens(engine, questions.tokenizer)])
+        self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
+        self.embedded = EmbeddedEngine(engine)
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
@@ -67,23 +68,28 @@ class Sampler:
 
     def _answer(self, mine: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
         """Number of each prompt -> its line."""
-        prompts = [self.questions.prompts[number] for number in mine]
-        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, self._seed(step))
-        completions = self.embedded.generate([prompt.tokens for prompt in prompts], sampling)
-        return {
-            number: {
+        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=self.ends)
+        prompts = {number: self.questions.prompts[number] for number in mine}
+        asked = [
+            Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling)
+            for number, prompt in prompts.items()
+        ]
+        answered = {}
+        for (number, prompt), (completion,) in zip(prompts.items(), self.embedded.generate(asked), strict=True):
+            finished = completion.finish == "end"
+            tokens = completion.tokens[:-1] if finished else completion.tokens
+            answered[number] = {
                 "step": step,
                 "prompt": prompt.text,
-                "answer": self.questions.tokenizer.decode(completion.tokens, skip_special_tokens=True),
-                "tokens": len(completion.tokens),
-                "finished": completion.finished,
+                "answer": self.questions.tokenizer.decode(tokens, skip_special_tokens=True),
+                "tokens": len(tokens),
+                "finished": finished,
             }
-            for number, prompt, completion in zip(mine, prompts, completions, strict=True)
-        }
+        return answered
 
-    def _seed(self, step: int) -> int:
-        digest = hashlib.sha256(f"{self.seed}:{step}:{self.ranks.rank}:samples".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+    def _seed(self, step: int, number: int) -> int:
+        """Not one that training draws with: an evaluation changes nothing of it."""
+        return seed_of(self.seed, f"samples:{step}:{number}", 0)
 
 
 def _shown(lines: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -34,13 +34,14 @@ from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
-from weft.recipes.evaluate import Evaluator, patience_is_out
+from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
-from weft.recipes.recorder import Recorder, Taken
+from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
+from weft.recipes.step_line import Taken
 
 FRESH = Start()
 
@@ -69,8 +70,9 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             steps = len(deal(config, data.documents))
             check_profile(config.profile, steps=steps)
             start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
-            if start.step == steps or patience_is_out(config, data.held_out, start.evaluation):
-                say_finished(folder, start.step, steps, ranks)
+            by = ended_by(config, data.held_out, start.evaluation)
+            if start.step == steps or by is not None:
+                say_finished(folder, start.step, steps, by, ranks)
                 return
             flight.in_run(folder)
             flight.at("load")
@@ -137,7 +139,7 @@ def train(
             recorder.stop_if_hopeless(taken.result, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
-            done = bool(stop) or evaluator.best.exhausted
+            done = bool(stop) or evaluator.best.ends is not None
             if done or overdue or evaluator.is_to_keep or saver.due(step.number, len(steps)):
                 flight.at("save")
                 with phases("save"):
@@ -151,7 +153,7 @@ def train(
             saved = saver.finish()
         progress.notes(saver.take_news())
     early = step.number < len(steps)
-    stopped = (signal.Signals(stop).name if stop else "eval.patience") if early else None
+    stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
     if stopped is not None:
         say_stopped(folder, step.number, stopped, engine.ranks)

@@ -40,7 +40,7 @@ class Prompt:
         return f"{self.index}.{self.visit}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One answer to a prompt, and what became of it. Arrays are aligned with tokens; entry 0 is never used.
 
@@ -50,7 +50,8 @@ class Sample:
     versions: of the weights that drew each token; -1 where none did. kept_logmass: where sampling left tokens out.
     turns: how often the policy was asked. finish: how its last turn ended. rewards: of each function, before weights;
     None where it had nothing to say. reward: their weighted sum; None where the sample is not to be trained.
-    advantages, correction: [T], of sampled tokens; correction multiplies their loss (weft/rl/corrections).
+    advantages, correction: [T], of sampled tokens; correction multiplies their loss (weft/rl/corrections). returns:
+    what a critic should have said of them.
     notes: what the environment or the rewards want to be kept beside it.
     """
 
@@ -70,6 +71,7 @@ class Sample:
     reference: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
+    returns: Floats | None = None
     correction: Floats | None = None
     trained: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +83,11 @@ class Sample:
     def id(self) -> str:
         """As in "17.0/3": prompt, visit, number in its group."""
         return f"{self.prompt.id}/{self.number}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is compared with others and trained."""
+        return self.trained and self.reward is not None
 
     @property
     def length(self) -> int:

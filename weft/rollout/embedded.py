@@ -1,74 +1,53 @@
 """The embedded engine: a plain HuggingFace model in the trainer's own ranks that generates.
 
 It is filled by the tensor walker, like any other engine, and dropped on sleep, so that it works on every mesh.
-B prompts of a batch, T tokens of the longest.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.boxes import Box
 from weft.checkpoint.export import manifest_of
 from weft.engine.engine import Engine, whole
 from weft.models import hf
-from weft.models.facts import position_limit
 from weft.models.lora import add_delta
+from weft.models.startup import implementation
 from weft.models.walker import checked, walk
 from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
-
-_BATCH = 8  # prompts at once
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature: 0 takes the likeliest token each time. seed: of the tokens that are drawn."""
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """tokens: without the one that ended it. finished: whether one did, before max_new_tokens."""
-
-    tokens: tuple[int, ...]
-    finished: bool
+from weft.rollout.base import Completion, Request
+from weft.rollout.generate import MAX_TOKENS, Generator
 
 
 class EmbeddedEngine:
     """A copy of a trainer's model, whole and in its compute dtype, on the ranks that want one."""
 
-    def __init__(self, engine: Engine, ends: Sequence[int]) -> None:
-        """ends: tokens that end an answer."""
-        self.engine, self.ends = engine, sorted(set(ends))
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
+        routes: bool = False,
+    ) -> None:
+        """tokenizer, max_tokens, routes: as Generator has them."""
+        self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.model: PreTrainedModel | None = None
-        # Padding is exact for attention alone: a state would run through it, and some rotary tables depend on length.
-        alike = engine.built.layout == "packed" and position_limit(engine.built.config.get_text_config()) is None
-        self._size = _BATCH if alike else 1
+        self.generator: Generator | None = None
 
     @property
     def bytes(self) -> int:
         """Of the copy."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._manifest().values())
 
-    def wake(self, here: bool = True) -> None:
-        """Take the trainer's weights as they are now; collective. here: whether this rank is going to generate."""
+    def wake(self, here: bool = True, version: int = 0) -> None:
+        """Take the trainer's weights as they are now; collective. here: whether this rank is going to generate.
+        version: what completions call these weights."""
         model = self._build() if here else None
         state = {} if model is None else model.state_dict(keep_vars=True)
         manifest = self._manifest()
@@ -83,18 +62,20 @@ class EmbeddedEngine:
         if model is not None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
+            exact = self.engine.config.exact
+            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
         self.model = model
 
     def sleep(self) -> None:
-        """Drop the copy."""
-        self.model = None
+        """Drop the copy and its cache."""
+        self.model = self.generator = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """An answer to each prompt, on this rank alone; the process's generators of random numbers stay as they are."""
-        out: list[Completion] = []
-        for start in range(0, len(prompts), self._size):
-            out += self._generate(prompts[start : start + self._size], sampling)
-        return out
+    def generate(
+        self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, on this rank alone; as Generator has it."""
+        assert self.generator is not None, "asleep"
+        return self.generator.generate(requests, proceed)
 
     def _manifest(self) -> dict[str, Tensor]:
         return manifest_of(self.engine, self.engine.precision.compute)
@@ -102,7 +83,8 @@ class EmbeddedEngine:
     def _build(self) -> PreTrainedModel:
         """The model with storage and nothing in it; tied where the trainer's is, and no adapter changes one alone."""
         built = self.engine.built
-        model = hf.build_meta(copy.deepcopy(built.config), dtype=self.engine.precision.compute, attention=None)
+        attention = implementation(built.config, "auto")
+        model = hf.build_meta(copy.deepcopy(built.config), dtype=self.engine.precision.compute, attention=attention)
         for name in hf.tied_parameters(model).keys() - self._tied().keys():
             hf.untie(model, name)
         materialize(model, self.engine.device)
@@ -126,42 +108,6 @@ class EmbeddedEngine:
             if state:
                 weight = state[target.weight].detach()
                 weight.copy_(add_delta(weight.float(), target, lora, a, b))
-
-    @torch.no_grad()
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        assert self.model is not None, "asleep"
-        device, longest = self.engine.device, max(len(prompt) for prompt in prompts)
-        pad = self.ends[0] if self.ends else 0
-        ids_BT = torch.full((len(prompts), longest), pad)
-        seen_BT = torch.zeros_like(ids_BT)
-        for row, prompt in enumerate(prompts):
-            ids_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
-            seen_BT[row, longest - len(prompt) :] = 1
-        drawn = {"temperature": sampling.temperature, "top_k": 0} if sampling.temperature else {}
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, do_sample=bool(drawn), **drawn,
-            eos_token_id=self.ends or None, pad_token_id=pad,
-        )  # fmt: skip
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            torch.manual_seed(sampling.seed)
-            out = self.model.generate(
-                ids_BT.to(device), attention_mask=seen_BT.to(device), generation_config=config,
-                stopping_criteria=StoppingCriteriaList([_SignOfLife()]),
-            )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return [self._completion(tokens) for tokens in out[:, longest:].tolist()]
-
-    def _completion(self, tokens: list[int]) -> Completion:
-        end = next((place for place, token in enumerate(tokens) if token in self.ends), None)
-        return Completion(tuple(tokens[:end]), end is not None)
-
-
-class _SignOfLife(StoppingCriteria):
-    """Stops nothing, and tells the watchdog that tokens are coming."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **extra: object) -> Tensor:
-        flight.beat()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:

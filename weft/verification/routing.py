@@ -2,8 +2,7 @@
 
 Two scores that tie within rounding send a token to another expert in one run than in the other, and everything after it
 differs for a reason that is no error. So the engine follows the reference's routes, and where it would have chosen
-otherwise by itself, the k-th and the next score must be a tie. Routers of all families choose with torch.topk over
-[tokens, experts], so that call is what is recorded and replayed; no family's code is named.
+otherwise by itself, the k-th and the next score must be a tie.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from weft.models.routing import differ, replaced, steering
 
 TIE = 1e-6  # relative to the k-th score
 
@@ -43,52 +42,10 @@ class Differences:
 
 @dataclass
 class _Place:
-    """Where a forward is: which documents, and which layer."""
+    """Which documents a forward has."""
 
     documents: list[Tokens | None] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    layer: int = -1
-
-
-class _TopK(TorchFunctionMode):
-    """Hands every topk over [tokens, experts] to `choose(scores, values, indices)`, which may answer otherwise."""
-
-    def __init__(self, experts: int, chosen: int, choose: Any) -> None:
-        super().__init__()
-        self.experts, self.chosen, self.choose = experts, chosen, choose
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
-            return out
-        scores = args[0]
-        if scores.shape[-1] != self.experts or out[1].shape[-1] != self.chosen or scores.ndim != 2:
-            return out
-        return self.choose(scores, out)
-
-
-@contextmanager
-def _following(layers: Sequence[nn.Module], place: _Place, mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep place.layer at the layer that runs, under `mode`. Hooks of the layer, not one mode around everything,
-    because recomputation runs layers from backward, where modes of the caller do not reach."""
-
-    def enter(number: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            place.layer = number
-            mode.__enter__()
-
-        return hook
-
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        mode.__exit__(None, None, None)
-
-    handles = [layer.register_forward_pre_hook(enter(number)) for number, layer in enumerate(layers)]
-    handles += [layer.register_forward_hook(leave, always_call=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Recorder:
@@ -106,16 +63,16 @@ class Recorder:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             place.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
 
-        def keep(scores: Tensor, out: Any) -> Any:
+        def keep(layer: int, scores: Tensor, out: Any) -> Any:
             if place.documents:
                 key = (self.stage, place.documents[0])
                 assert key[1] is not None
-                self.routes.setdefault((key[0], key[1]), {})[place.layer] = out[1].cpu()
+                self.routes.setdefault((key[0], key[1]), {})[layer] = out[1].cpu()
             return out
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
-            with _following(layers, place, _TopK(self.experts, self.chosen, keep)):
+            with steering(layers, self.experts, self.chosen, keep):
                 yield
         finally:
             handle.remove()
@@ -137,12 +94,12 @@ class Replay:
         def begin(module: nn.Module, args: Any) -> None:
             self._locate(place, args[0], args[2])
 
-        def choose(scores: Tensor, out: Any) -> Any:
-            return self._steer(place, scores, out)
+        def choose(layer: int, scores: Tensor, out: Any) -> Any:
+            return self._steer(place, layer, scores, out)
 
         handle = module.register_forward_pre_hook(begin)
         try:
-            with _following(layers, place, _TopK(self.experts, self.chosen, choose)):
+            with steering(layers, self.experts, self.chosen, choose):
                 yield
         finally:
             handle.remove()
@@ -157,20 +114,20 @@ class Replay:
         place.lengths = [len(piece) for piece in pieces]
         place.documents = [next((k for k in self._known if piece[: len(k)] == k), None) for piece in pieces]
 
-    def _steer(self, place: _Place, scores: Tensor, out: Any) -> Any:
+    def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
         for tokens, length in zip(place.documents, place.lengths, strict=True):
-            recorded = self.routes.get((self.stage, tokens), {}).get(place.layer) if tokens is not None else None
+            recorded = self.routes.get((self.stage, tokens), {}).get(layer) if tokens is not None else None
             if recorded is not None:
                 rows = slice(start, start + len(recorded))
                 self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
                 indices[rows] = recorded.to(indices.device)
             start += length
         assert start == len(scores), (start, scores.shape)
-        return type(out)((scores.gather(-1, indices), indices))
+        return replaced(scores, out, indices)
 
     def _count(self, scores: Tensor, live: Tensor, recorded: Tensor) -> None:
-        differing = (live.sort(-1)[0] != recorded.sort(-1)[0]).any(-1)
+        differing = differ(live, recorded)
         self.differences.choices += len(live)
         if not bool(differing.any()) or scores.shape[-1] <= self.chosen:
             return

@@ -1,0 +1,79 @@
+"""Reward functions as users write them, good ones and bad ones. No weft, no torch: processes import this."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+
+def as_number(completions: list[str], **_: Any) -> list[float | None]:
+    """What a completion says: a number, `none`, or one of the ways to fail."""
+    return [_said(text) for text in completions]
+
+
+def _said(text: str) -> float | None:
+    if text == "raise":
+        raise ValueError("no such thing")
+    if text == "exit":
+        sys.exit(3)
+    if text == "crash":
+        os._exit(7)
+    if text == "hang":
+        time.sleep(60)
+    if text == "print":
+        print("a reward may print")
+        return 1.0
+    return None if text == "none" else float(text)
+
+
+async def slow_number(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """Takes a while, as a call over the network does."""
+    await asyncio.sleep(0.3)
+    return [_said(text) or 0.0 for text in completions]
+
+
+def seen(prompts: Any, completions: Any, completion_ids: Any, answer: list[str], missing: Any = None) -> list[float]:
+    """Prompts, completions, ids and columns belong together; chats come as messages."""
+    if isinstance(prompts[0], list):
+        assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+        assert all(completion[-1]["role"] == "assistant" for completion in completions)
+        completions = [completion[-1]["content"] for completion in completions]
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) and missing is None
+    return [
+        float(text == right and len(ids) == len(text))
+        for text, right, ids in zip(completions, answer, completion_ids, strict=True)
+    ]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """verl's."""
+    assert data_source == "openai/gsm8k" and extra_info == {"index": 3}
+    if solution_str == "raise":
+        raise RuntimeError("scorer")
+    return {"score": float(solution_str == ground_truth), "prediction": solution_str}
+
+
+def process(completions: list[str]) -> list[float]:
+    return [float(os.getpid()) for _ in completions]
+
+
+def has_torch(completions: list[str]) -> list[bool]:
+    return ["torch" in sys.modules for _ in completions]
+
+
+def too_few(completions: list[str]) -> list[float]:
+    return [1.0] * (len(completions) - 1)
+
+
+def of_miles(args: Any, sample: Any) -> float:
+    return 0.0
+
+
+def needs_more(completions: list[str], difficulty: list[int]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+NO_FUNCTION = 3

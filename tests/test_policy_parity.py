@@ -1,0 +1,192 @@
+"""The update of every algorithm against plain PyTorch in one process (tests/plain_rl.py), by DESIGN's measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests import plain_rl
+from tests.cases import open_engine, saved_model, world_of
+from tests.plain_rl import LONGEST, Row
+from tests.pool import run
+from tests.rl_samples import algorithm, rl_config
+from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.engine.engine import Engine
+from weft.objectives.policy import PolicyLoss
+from weft.recipes.verify import EPSILON
+from weft.rl import advantages
+from weft.rl.corrections import correct
+from weft.rl.documents import documents_of
+from weft.rl.types import Group, Prompt, Sample
+from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
+from weft.verification.observed import Tensors
+from weft.verification.plants import planted
+
+TEMPERATURE = 0.7
+LR = 1e-3
+
+# The same algorithms in weft's keys.
+_UNBIASED: dict[str, Any] = {"kl": 0.1, "kl_unbiased": True, "old_logprobs": "rollout", "aggregation": "token_mean"}
+CONFIGS: dict[str, RlAlgorithm] = {
+    "grpo": algorithm("grpo", kl=0.05, entropy=0.01),
+    "dr_grpo": algorithm("dr_grpo"),
+    "dapo": algorithm("dapo", dual_clip=1.3, correction="none"),
+    "rloo": algorithm("rloo", kl=0.1),
+    "reinforce++": algorithm("reinforce++", kl=0.1, gamma=0.9),
+    "reinforce++_baseline": algorithm("reinforce++_baseline", kl=0.1),
+    "gspo": algorithm("gspo", clip=(0.05, 0.08), correction_level="geometric", correction_limits=(0.0, 1.02)),
+    "cispo": algorithm("cispo", clip=(0.3, 0.3), correction="icepop", correction_limits=(0.8, 1.5)),
+    "ppo": algorithm("ppo", kl=0.1, kl_estimator="k3", gamma=0.95, gae_lambda=0.9),
+    "reinforce": algorithm(
+        "grpo", scale="none", policy_loss="reinforce", correction="mis", correction_level="sequence",
+        correction_limits=(0.0, 1.5),
+    ),
+    **{f"kl {kind}": algorithm("grpo", kl_estimator=kind, **_UNBIASED) for kind in ("k1", "k2", "k3")},
+}  # fmt: skip
+
+
+@cache
+def rollouts(path: str) -> list[Row]:
+    """Four groups: one with a sample without a reward, one without signal, one of a single sample that counts; lengths
+    1 to 20, tokens of an environment in between; policies near each other, so that some ratios are clipped."""
+    source = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=source))
+
+    def noise(like: Tensor, size: float) -> Tensor:
+        return torch.randn(like.shape, generator=source) * size
+
+    model = plain_model(path)
+    rewards = [[1.0, 0.0, 0.5, None, 0.0], [1.0, 1.0, 1.0], [None, 0.3], [0.0, 2.0, 0.0]]
+    rows = []
+    for group, given in enumerate(rewards):
+        prompt = [draw(3, 128) for _ in range(draw(1, 9))]
+        for reward in given:
+            length = draw(1, LONGEST + 1)
+            drawn = [len(prompt) + n for n in range(length) if n % 6 != 4 or n == length - 1]
+            row = Row([*prompt, *(draw(3, 128) for _ in range(length))], drawn, group, reward, *[torch.zeros(0)] * 4)
+            with torch.no_grad():
+                now = plain_rl.current(model, row, TEMPERATURE)[0]
+            row.old = now + noise(now, 0.25)
+            row.rollout = row.old + noise(now, 0.25)
+            row.reference = now + noise(now, 0.5)
+            row.values = noise(now, 0.5)
+            rows.append(row)
+    return rows
+
+
+def plain_model(path: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """The same rollouts in weft's words."""
+    groups: dict[int, Group] = {}
+    for row in rows:
+        prompt = Prompt(row.group, 0, tuple(row.ids[: row.drawn[0]]), "")
+        group = groups.setdefault(row.group, Group(prompt, []))
+        sampled = np.isin(np.arange(len(row.ids)), row.drawn)
+        arrays = {name: np.zeros(len(row.ids), np.float32) for name in ("old", "rollout", "reference", "values")}
+        for name, array in arrays.items():
+            array[sampled] = getattr(row, name).numpy()
+        versions = np.zeros(len(row.ids), np.int32)
+        group.samples.append(
+            Sample(prompt, len(group.samples), np.array(row.ids), sampled, versions=versions, finish="end",
+                   reward=row.reward, **arrays)
+        )  # fmt: skip
+    return list(groups.values())
+
+
+def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: int | None = None) -> float:
+    """The gradient of one update, as the recipe has it made; the loss."""
+    groups = groups_of(rows)
+    samples = [sample for group in groups for sample in group.samples]
+    if config.rl.old_logprobs == "rollout":
+        for sample in samples:
+            sample.old = None
+    correct(samples, config.rl)
+    advantages.advantages(groups, config.rl)
+    documents = dict(enumerate(documents_of(samples, config)))
+    plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
+    loss = engine.accumulate(plan, documents, PolicyLoss(config.rl))["loss"]
+    assert loss is not None
+    return loss
+
+
+def ours(path: str, mesh: str, rows: list[Row], budget: int) -> tuple[dict[str, tuple[float, Tensors]], Tensors]:
+    """(loss, gradients) of each algorithm, and the weights after one step of each in turn."""
+    engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": budget})
+    found = {}
+    for name, rl in CONFIGS.items():
+        loss = accumulate(engine, rows, rl_config(rl, max_new_tokens=LONGEST))
+        found[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
+        engine.drop_gradients()
+    for rl in CONFIGS.values():
+        accumulate(engine, rows, rl_config(rl, max_new_tokens=LONGEST), budget=2 * budget)
+        engine.apply(LR)
+    return found, dict(engine.tensors())
+
+
+@cache
+def plain(path: str) -> tuple[dict[str, tuple[float, Tensors]], Tensors, Tensors]:
+    """The same without weft, and the weights before it."""
+    model, rows, found = plain_model(path), rollouts(path), {}
+
+    def update(name: str) -> float:
+        model.zero_grad(set_to_none=True)
+        return plain_rl.update(model, rows, name, TEMPERATURE)
+
+    for name in CONFIGS:
+        found[name] = update(name), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    decayed = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decayed, lr=LR, betas=(0.9, 0.95), eps=EPSILON)
+    for name in CONFIGS:
+        update(name)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return found, {n: p.detach() for n, p in model.named_parameters()}, start
+
+
+def one_update(plant: str | None, path: str, rows: list[Row]) -> Tensors:
+    with planted(plant):
+        engine = open_engine(path, "1", temperature=TEMPERATURE)
+        accumulate(engine, rows, rl_config(CONFIGS["grpo"], max_new_tokens=LONGEST))
+        return {n: g for n, g in engine.gradients() if g is not None}
+
+
+def update_is_the_plain_one(plant: str | None) -> bool:
+    """Every gradient of one update, with a known bug planted or none."""
+    path = saved_model("llama")
+    found = run(1, one_update, plant, path, rollouts(path))[0]
+    return all(figure.value <= GRADIENT for figure in compare_gradients(found, plain(path)[0]["grpo"][1], {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "budget"),
+    [("llama", "1", 64), ("llama", "2", 40), ("llama", "4", 128), ("llama", "2x2", 30), ("qwen3_moe", "2", 60),
+     ("qwen3_moe", "2x2", 40)],
+)  # fmt: skip
+def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
+    path = saved_model(family)
+    expected, after, start = plain(path)
+    found, weights = run(world_of(mesh), ours, path, mesh, rollouts(path), budget)[0]
+    for name, (loss, gradients) in expected.items():
+        assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
+        worst = max(compare_gradients(found[name][1], gradients, {}), key=lambda figure: figure.value)
+        assert worst.value <= GRADIENT, (name, worst)
+    for name, weight in after.items():
+        moved, apart = (weight - start[name]).norm(), (weights[name] - weight).norm()
+        assert apart <= ADAMW * moved, (name, float(apart / moved))

@@ -1,0 +1,256 @@
+"""Rewards: signatures, weights, columns; functions that raise, hang, crash or return nonsense; the built-in ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.config.load import load_config
+from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.errors import UserError
+from weft.rl.builtin_rewards import BUILT_IN
+from weft.rl.reward_calls import Batch, Named, RewardFunction
+from weft.rl.rewards import Rewards
+from weft.rl.types import Prompt, Sample
+
+OURS = "tests.reward_functions:"
+
+
+def sample_of(prompt: Prompt, number: int, text: str) -> Sample:
+    """One token for each character."""
+    n = len(prompt.tokens)
+    tokens = np.array([*prompt.tokens, *map(ord, text)], np.int64)
+    sampled = np.arange(len(tokens)) >= n
+    return Sample(
+        prompt, number, tokens, sampled, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "end"
+    )
+
+
+def scored(
+    texts: Sequence[str], *names: str, columns: Mapping[str, Any] | None = None, chat: bool = False, **keys: Any
+) -> tuple[list[Sample], Rewards]:
+    """Samples of one prompt, scored by a pool of one process that is ended."""
+    messages = ({"role": "user", "content": "?"},) if chat else None
+    prompt = Prompt(4, 0, (1, 2), "?", messages, columns or {}, "data.jsonl:5")
+    samples = [sample_of(prompt, i, text) for i, text in enumerate(texts)]
+    rewards = Rewards(RlAlgorithm(reward=names, **{"reward_workers": 1, "reward_timeout": 20.0, **keys}))
+
+    async def run() -> None:
+        try:
+            await rewards.start([prompt])
+            await rewards.score(samples, texts)
+        finally:
+            await rewards.close()
+
+    asyncio.run(run())
+    return samples, rewards
+
+
+def given(samples: Sequence[Sample]) -> list[float | None]:
+    return [sample.reward for sample in samples]
+
+
+def test_what_fails_costs_its_sample() -> None:
+    """One call with all: the function raises, ends, crashes or hangs, or gives what is no number; others are scored."""
+    texts = ["1", "raise", "2.5", "exit", "crash", "none", "nan", "hang", "inf", "print"]
+    samples, rewards = scored(texts, OURS + "as_number", reward_timeout=1.5)
+    assert given(samples) == [1.0, None, 2.5, None, None, None, None, None, None, 1.0]
+    errors = [sample.notes.get("reward_errors", {}).get("as_number", "") for sample in samples]
+    for i, text in {
+        1: "ValueError: no such thing (",
+        3: "SystemExit: 3",
+        4: "the function's process ended with status 7",
+        6: "returned nan",
+        7: "the function's process gave no answer within 1.5 seconds",
+        8: "returned inf",
+    }.items():
+        assert text in errors[i]
+    assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
+    news = rewards.take_news()
+    assert len(news) == 3 and news[0].startswith(
+        "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"
+    )
+    assert rewards.metrics() == {"rewards/failed": 6.0, "rewards/as_number/failed": 6.0}
+    assert rewards.metrics() == {"rewards/failed": 0.0}
+
+
+def test_a_function_that_fails_for_all_ends_the_run() -> None:
+    samples, rewards = scored(["1", "2"], OURS + "too_few", "length")
+    assert given(samples) == [None, None] and samples[0].rewards == {"too_few": None, "length": -0.99}
+    with pytest.raises(UserError, match=r"too_few failed for every one of the 2 samples .* returned 0 values for 1"):
+        rewards.metrics()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
+    samples, _ = scored(
+        ["7", "8"], OURS + "seen", "length", columns={"answer": "7", "more": 1}, chat=chat,
+        reward_weights=(2.0, 0.5), reward_options={"length.target": 2},
+    )  # fmt: skip
+    assert [list(sample.rewards.items()) for sample in samples] == [
+        [("seen", 1.0), ("length", -0.5)],
+        [("seen", 0.0), ("length", -0.5)],
+    ]
+    assert given(samples) == [1.75, -0.25]
+
+
+def test_verls_signature() -> None:
+    columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
+    samples, _ = scored(["7", "8", "raise"], OURS + "compute_score", columns=columns)
+    assert given(samples) == [1.0, 0.0, None]
+    assert samples[1].notes["compute_score"] == {"score": 0.0, "prediction": "8"}
+    assert "RuntimeError: scorer" in samples[2].notes["reward_errors"]["compute_score"]
+
+
+def test_async_functions_wait_side_by_side_and_a_failure_is_one_samples() -> None:
+    began = time.perf_counter()
+    samples, _ = scored(["1"] * 20 + ["raise"], OURS + "slow_number")
+    assert given(samples) == [1.0] * 20 + [None]
+    assert time.perf_counter() - began < 0.3 * 21
+
+
+def test_a_column_says_which_functions_are_asked() -> None:
+    prompts = [Prompt(i, 0, (1,), "?", None, {"by": by}, f"d:{i}") for i, by in enumerate(("length", ["as_number"]))]
+    rewards = Rewards(
+        RlAlgorithm(
+            reward=(OURS + "as_number", "length"),
+            reward_column="by",
+            reward_workers=1,
+            reward_options={"length.target": 1},
+        )
+    )
+    samples = [sample_of(prompt, 0, "5") for prompt in prompts]
+
+    async def run() -> None:
+        await rewards.start(prompts)
+        await rewards.score(samples, ["5", "5"])
+        with pytest.raises(UserError, match="d:9: rl.reward_column: `by` is 'math', which is none of rl.reward"):
+            await rewards.start([Prompt(9, 0, (1,), "?", None, {"by": "math"}, "d:9")])
+        await rewards.close()
+
+    asyncio.run(run())
+    assert [sample.rewards for sample in samples] == [{"length": 0.0}, {"as_number": 5.0}]
+    assert given(samples) == [0.0, 5.0]
+
+
+def test_samples_whose_environment_failed_are_not_scored() -> None:
+    prompt = Prompt(0, 0, (1,), "?")
+    good, bad = sample_of(prompt, 0, "ab"), sample_of(prompt, 1, "ab")
+    good.rewards["environment"], bad.notes["error"] = 0.5, "Env.step: boom"
+    rewards = Rewards(RlAlgorithm(reward=("length",), reward_options={"length.target": 4}))
+    asyncio.run(rewards.score([good, bad], ["ab", "ab"]))
+    assert (good.reward, bad.reward, bad.rewards) == (0.0, None, {})
+    assert rewards.metrics()["rewards/environment/failed"] == 1
+    asyncio.run(rewards.score([bad], ["ab"]))
+    with pytest.raises(UserError, match="rl.environment failed for every one of the 1 samples"):
+        rewards.metrics()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of_miles", "has the parameters args, sample; a reward function is"),
+        ("NO_FUNCTION", "is a int, which cannot be called"),
+        ("absent", "tests.reward_functions has no absent"),
+        ("needs_more", "data.jsonl:5: rl.reward: needs_more asks for `difficulty`, and the row has no columns"),
+    ],
+)
+def test_what_is_no_reward_function_is_said_before_anything_runs(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        scored([], OURS + name)
+
+
+def test_a_missing_answer_is_said_before_anything_runs() -> None:
+    with pytest.raises(UserError, match=r"exact_match needs the right answer, .* Set data.columns={answer: ...}"):
+        scored([], "exact_match", columns={"question": "a"})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl.reward=[]", "rl.reward is empty: name at least one"),
+        ("rl.reward=[maths]", "rl.reward names maths, which is neither one of math"),
+        ("rl.reward=[math,math]", "names math twice"),
+        ("rl.reward_weights=[1,2]", "rl.reward_weights has 2 numbers for 1 reward functions"),
+        ("rl.reward_options={maths.boxed: true}", "maths.boxed is no argument of a reward function"),
+        ("rl.reward=[regex]", "regex, whose pattern is not set"),
+        ("rl.environment=calc", "rl.environment is calc, which is no import path"),
+        ("rl.max_turns=3", "rl.max_turns would have no effect"),
+        ("eval.samples=4", "eval.samples would have no effect"),
+    ],
+)
+def test_configs_are_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config([], ["model.path=none", "data.path=none", "rl.reward=[math]", override], schema=RlConfig)
+
+
+# ---------------------------------------------------------------- built-in functions
+
+
+def built_in(name: str, text: str, **columns: Any) -> float | None:
+    options = {
+        key: columns.pop(key)
+        for key in ("after", "ignore_case", "pattern", "tags", "target", "boxed")
+        if key in columns
+    }
+    function = RewardFunction(Named(name, name, options))
+    batch = Batch(["?"], [text], [list(map(ord, text))], {key: [value] for key, value in columns.items()})
+    (outcome,) = function(batch)
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns", "expected"),
+    [
+        ("exact_match", " 42\n", {"answer": 42}, 1.0),
+        ("exact_match", "42.", {"answer": "42"}, 0.0),
+        ("exact_match", "so #### 42", {"answer": "42", "after": "####"}, 1.0),
+        ("exact_match", "42", {"answer": "42", "after": "####"}, 0.0),
+        ("exact_match", "Paris", {"solution": "paris", "ignore_case": True}, 1.0),
+        ("exact_match", "a", {"answer": None, "reward_model": {"ground_truth": "a"}}, 1.0),
+        ("regex", "x = 3", {"pattern": r"= \d"}, 1.0),
+        ("regex", "x = y", {"pattern": r"= \d"}, 0.0),
+        ("regex", "= 3, = 4", {"pattern": r"= (\d)", "answer": "4"}, 1.0),
+        ("regex", "= 3, = 4", {"pattern": r"= (\d)", "answer": "3"}, 0.0),
+        ("regex", "none", {"pattern": r"= (\d)", "answer": ""}, 0.0),
+        ("format", "<think>a</think> b", {}, 1.0),
+        ("format", "a</think> b", {}, 1.0),
+        ("format", "<think>a</think>", {}, 0.0),
+        ("format", "<think></think> b", {}, 0.0),
+        ("format", "<think>a</think> b </think>", {}, 0.0),
+        ("format", "<think>a<think>b</think> b", {}, 0.0),
+        ("format", "<think>a</think>\n<answer>b</answer>", {"tags": ("think", "answer")}, 1.0),
+        ("format", "<think>a</think>\n<answer>b</answer>c", {"tags": ("think", "answer")}, 0.0),
+        ("format", "<answer>b</answer><think>a</think>", {"tags": ("think", "answer")}, 0.0),
+        ("length", "abc", {"target": 4}, -0.25),
+        ("math", r"so \boxed{\frac{1}{2}}", {"answer": "0.5"}, 1.0),
+        ("math", "The answer is 72.", {"answer": "He sold 48/2 = 24\n#### 72"}, 1.0),
+        ("math", "The answer is 71.", {"answer": "#### 72"}, 0.0),
+        ("math", r"<think>\boxed{3}</think> It is $4$", {"answer": "3"}, 0.0),
+        ("math", "It is 3", {"answer": "3", "boxed": True}, 0.0),
+        ("math", r"\boxed{x^2+2x+1}", {"answer": "$(x+1)^2$"}, 1.0),
+        ("math", "no idea", {"answer": "3"}, 0.0),
+    ],
+)  # fmt: skip
+def test_built_in(name: str, text: str, columns: dict[str, Any], expected: float) -> None:
+    assert built_in(name, text, **columns) == expected
+
+
+def test_a_built_in_function_without_a_process_starts_none() -> None:
+    samples, rewards = scored(["ab"], "length", "format", "exact_match", columns={"answer": "ab"})
+    assert samples[0].reward == pytest.approx(-0.98 + 0 + 1) and not rewards._outside
+    assert set(BUILT_IN) == {"math", "exact_match", "regex", "format", "length"}
+
+
+def test_processes_import_no_torch_and_end_with_the_run() -> None:
+    (sample,), _ = scored(["1"], OURS + "process", OURS + "has_torch")
+    assert sample.rewards["has_torch"] == 0.0
+    assert sample.rewards["process"] not in (None, os.getpid())
+    assert not os.path.exists(f"/proc/{int(sample.rewards['process'] or 0)}")

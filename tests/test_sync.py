@@ -1,0 +1,247 @@
+"""Weights reach an engine in another process whole and as they are, or the sync says which tensor did not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests import pool
+from tests.cases import open_engine, saved_model, world_of
+from weft.checkpoint.adapters import save_adapter
+from weft.checkpoint.export import save_huggingface
+from weft.cluster.options import MergeOptions
+from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.models import walker
+from weft.recipes import merge
+from weft.rollout.base import Completion, Request, Sampling, Synced
+from weft.rollout.generate import Generator
+from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.sync import sender as sending
+from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.wire import SyncError, Ticket
+from weft.verification.adapter import stir
+
+PROMPTS = [(5, 9, 100), (3, 100, 50, 7, 11, 12, 13, 14)]
+KEY, VERSIONS = "a key", (1, 2, 3)
+
+# ---------------------------------------------------------------- an engine's process
+
+
+class EngineProcess:
+    """A real process that takes weights; it calls what it is given."""
+
+    def __init__(self) -> None:
+        pool._start()  # so that its fork server has imported torch
+        self.pipe, theirs = pool._context.Pipe()
+        self.process = pool._context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def begin(self, function: Any, *args: Any) -> None:
+        self.pipe.send((function, args))
+
+    def result(self, timeout: float = 100.0) -> Any:
+        assert self.pipe.poll(timeout), "the engine's process does not answer"
+        value = self.pipe.recv()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send(function(*args))
+        except Exception as error:
+            pipe.send(error)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.process.kill()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+# ---------------------------------------------------------------- what an engine says
+
+REQUESTS = [Request(f"{i}", tokens, (7, 8), Sampling(6, temperature=i)) for i, tokens in enumerate(PROMPTS)]
+
+
+def follow(path: str, lora: LoraConfig | None, port: int) -> list[list[list[Completion]]]:
+    """What a standalone engine answers under every version; the first request is greedy."""
+    engine, ticket, found = Standalone(path, lora, dtype=torch.float32), Ticket("127.0.0.1", port, KEY, "it", 0, 60), []
+    for version in VERSIONS:
+        engine.receive(ticket, version)
+        found.append(engine.generate(REQUESTS))
+    return found
+
+
+def fresh(path: Path, version: int) -> list[list[Completion]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # a map of a file is aligned otherwise, which moves the last bits
+    return Generator(model, version).generate(REQUESTS)
+
+
+# ---------------------------------------------------------------- trainers
+
+
+class Elsewhere(Sender):
+    """As on several hosts: no memory that all ranks could write to."""
+
+    def _on_one_host(self, transport: sending.Transport) -> bool:
+        return False
+
+
+def train_and_send(
+    path: str, mesh: str, lora: dict[str, Any], options: SyncOptions, port: int, folder: str, kind: str
+) -> list[tuple[Synced, int]]:
+    """Weights that change before every version, sent and exported: what each sync says, and its collectives."""
+    engine = open_engine(path, mesh, lora=lora)
+    sender = (Elsewhere if kind == "gathered" else Sender)(
+        engine, [Receiver("it", adapters=bool(lora))], options, port=port, key=KEY
+    )
+    found = []
+    for version in VERSIONS:
+        _change(engine, version)
+        with counted() as calls:
+            synced = sender.send(version)
+        found.append((synced, len(calls)))
+        target = Path(folder) / str(version)
+        save_adapter(engine, target) if lora else save_huggingface(engine, target)
+    sender.close()
+    return found
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The collectives of the body, which go through these three."""
+    calls, names = list[str](), ((dist, "all_reduce"), (dist, "all_gather_object"), (walker, "all_gather_single"))
+
+    def count(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    with ExitStack() as stack:
+        for owner, name in names:
+            stack.enter_context(patch.object(owner, name, count(name, getattr(owner, name))))
+        yield calls
+
+
+def _change(engine: Any, version: int) -> None:
+    if engine.lora is not None:
+        stir(engine)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + 0.05 * version)
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "dense": ("llama", "1", {}, "shared", ""),
+    "tied": ("qwen3", "2", {}, "shared", ""),
+    "experts": ("qwen3_moe", "2", {}, "group", ""),
+    "experts, gathered": ("gpt_oss", "2", {}, "shared", "gathered"),
+    "gathered, group": ("qwen3_moe", "2", {}, "group", "gathered"),
+    "files": ("qwen3", "2", {}, "files", ""),
+    "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
+    "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),
+    "adapters of experts": (
+        "qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "files", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
+    name: str, process: EngineProcess, port: int, tmp_path: Path
+) -> None:
+    family, mesh, lora, transport, kind = CASES[name]
+    path, options = saved_model(family), SyncOptions(transport, 30_000, 2, 60.0, tmp_path / "sync")  # type: ignore[arg-type]
+    process.begin(follow, path, LoraConfig(**lora) if lora else None, port)
+    by_rank = pool.run(world_of(mesh), train_and_send, path, mesh, lora, options, port, str(tmp_path), kind)
+    for version, (synced, collectives) in zip(VERSIONS, by_rank[0], strict=True):
+        buckets = 2 * synced.bytes / 15_000 + 2  # each at least half full; a tensor that is larger has its own
+        assert synced.version == version and synced.extra["sync/gb_per_second"] > 0
+        assert collectives <= (2 if kind else 1) * buckets + 8
+    for version, found in zip(VERSIONS, process.result(), strict=True):
+        folder = tmp_path / str(version)
+        if lora:
+            folder = merge.run(
+                MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32")
+            )
+        process.begin(fresh, folder, version)
+        assert found == process.result()
+
+
+# ---------------------------------------------------------------- when it fails
+
+
+def fail_and_go_on(path: str, port: int, transport: sending.Transport) -> tuple[str, int]:
+    """What every rank is told of a sync that fails; and the version of the next one."""
+    engine = open_engine(path, "2")
+    sender = Sender(engine, [Receiver("it")], SyncOptions(transport, 30_000, 2, 30.0), port=port, key=KEY)
+    with pytest.raises(SyncError) as told:
+        sender.send(1)
+    synced = sender.send(2)
+    sender.close()
+    return str(told.value), synced.version
+
+
+def fail_and_follow(path: str, port: int) -> tuple[str, int | None]:
+    """The engine of that: it runs out of memory in the middle, has no weights then, and is served by the next sync."""
+    engine, ticket = Standalone(path, dtype=torch.float32), Ticket("127.0.0.1", port, KEY, "it", 0, 30.0)
+    places = Filled._own
+
+    def short_of_memory(self: Filled, piece: Any) -> Any:
+        if "layers.1" in piece.disk:
+            raise MemoryError("no room")
+        return places(self, piece)
+
+    with patch.object(Filled, "_own", short_of_memory), pytest.raises(MemoryError):
+        engine.receive(ticket, 1)
+    with pytest.raises(SyncError) as told:
+        engine.generate(REQUESTS)
+    engine.receive(ticket, 2)
+    engine.generate(REQUESTS)
+    return str(told.value), engine.version
+
+
+@pytest.mark.parametrize("transport", ["shared", "group"])
+def test_a_sync_that_fails_is_told_to_all_and_the_next_one_serves(
+    transport: str, process: EngineProcess, port: int
+) -> None:
+    path = saved_model("llama")
+    process.begin(fail_and_follow, path, port)
+    first, second = pool.run(2, fail_and_go_on, path, port, transport)
+    assert first == second == ("it: MemoryError: no room", 2)
+    assert process.result() == ("this engine has no weights: none were synced yet, or the last sync failed", 2)
+
+
+def refused(path: str, options: SyncOptions) -> str:
+    with pytest.raises(UserError) as error:
+        Sender(open_engine(path, "1"), [Receiver("it", host="another")], options)
+    return str(error.value)
+
+
+def test_shared_memory_of_another_host_is_refused() -> None:
+    (text,) = pool.run(1, refused, saved_model("llama"), SyncOptions("shared"))
+    assert text.startswith("rollout.transport=shared: it is on another, where no trainer rank is")

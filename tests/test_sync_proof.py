@@ -1,0 +1,316 @@
+"""What is wrong with a sync is found, by name, on both ends. Nothing here needs a trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from tests.cases import saved_model
+from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.models.adapter_files import file_names
+from weft.models.lora import LoraPlan
+from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.sync import planes
+from weft.rollout.sync.content import Content, Row, entry_of
+from weft.rollout.sync.desk import Desk
+from weft.rollout.sync.planes import Slots
+from weft.rollout.sync.proof import check_parity, compare
+from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch, checksum
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
+MANIFEST = {name: torch.empty_like(tensor, device="meta") for name, tensor in TENSORS.items()}
+
+# ---------------------------------------------------------------- checksums
+
+
+def test_a_checksum_sees_every_word_and_where_it_is() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 100_003, dtype=np.uint8)
+    seen = {checksum(data)}
+    for change in (0, 7, 8, 8191, 8192, 65_536, 99_999, 100_002):
+        other = data.copy()
+        other[change] ^= 0x80
+        seen.add(checksum(other))
+    for a, b in ((0, 8), (0, 8192), (16, 65_536), (8, 99_992)):  # two words that change places
+        other = data.copy()
+        other[a : a + 8], other[b : b + 8] = data[b : b + 8], data[a : a + 8]
+        seen.add(checksum(other))
+    rows = data[:98_304].reshape(-1, 8192)
+    seen |= {checksum(rows), checksum(np.ascontiguousarray(rows[::-1])), checksum(data[:-1])}
+    negated = data[:98_304].copy()
+    negated.view(np.float32)[[1, 3]] *= -1
+    seen.add(checksum(negated))
+    seen |= {checksum(b""), checksum(b"\0"), checksum(b"\0\0")}
+    assert len(seen) == 1 + 8 + 4 + 3 + 1 + 3
+    assert checksum(data) == checksum(data.tobytes()) < 1 << 64
+
+
+# ---------------------------------------------------------------- the wire, tampered with
+
+
+class Attempt:
+    """One sync of TENSORS in shared memory between two threads, with something wrong. The ends' errors, None where
+    there was none; what came."""
+
+    def __init__(self, tamper: Callable[[Attempt], None] | None = None, has: int | None = None, asked: int = 3) -> None:
+        self.version, self.rows, offset = 3, list[Row](), 0
+        for name, tensor in MANIFEST.items():
+            self.rows.append(Row(entry_of(name, tensor), offset))
+            offset += 64
+        self.memory = torch.zeros(4096, dtype=torch.uint8)
+        self.placed: dict[str, int] | None = None
+        self.has, self.asked, self.sums, self.came = has, asked, dict[str, int](), dict[str, Tensor]()
+        self.sender_error: SyncError | None = None
+        self.engine_error: SyncError | None = None
+        for row in self.rows:
+            row.within(self.memory).copy_(TENSORS[row.entry.name])
+            self.sums[row.entry.name] = checksum(self.memory[row.offset : row.end].numpy())
+        if tamper is not None:
+            tamper(self)
+        self.run()
+
+    def run(self) -> None:
+        slots, desk = Slots("test", 0, 4096, True), Desk("127.0.0.1", 0, 20.0)
+        ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 20.0)
+        thread = threading.Thread(target=self.receive, args=(ticket,))
+        thread.start()
+        error = None
+        try:
+            desk.welcome([ticket], self.asked)
+            desk.active = desk.links
+            desk.begin(Content("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
+            slots.memory(0).copy_(self.memory)
+            desk.post(0, self.rows, {"path": slots.path(0)})
+            desk.wait_taken(0, self.version)
+            desk.prove(1, self.version, self.sums)
+            desk.commit(self.version)
+        except SyncError as found:
+            self.sender_error, error = found, str(found)
+        desk.leave(self.version, error)
+        thread.join()
+        desk.close()
+        slots.close()
+
+    def receive(self, ticket: Ticket) -> None:
+        try:
+            with Delivery(ticket, self.asked, has=self.has) as delivery:
+                for part in delivery.parts():
+                    for entry, data in part.tensors():
+                        self.came[entry.name] = as_torch(entry, data).clone()
+                    part.finish(self.placed)
+        except SyncError as error:
+            self.engine_error = error
+
+
+def test_what_is_sent_arrives() -> None:
+    attempt = Attempt()
+    assert attempt.sender_error is attempt.engine_error is None
+    assert all(torch.equal(attempt.came[name], tensor) for name, tensor in TENSORS.items())
+    assert not list(planes.SHARED_MEMORY.glob("weft-sync-test-*"))
+
+
+def _row(attempt: Attempt, place: int, **changes: Any) -> None:
+    attempt.rows[place] = Row(replace(attempt.rows[place].entry, **changes), attempt.rows[place].offset)
+
+
+def _swap(attempt: Attempt) -> None:
+    """Each in the other's place, as two experts of equal shape would be."""
+    attempt.memory[0:24] = attempt.memory[0:24].flip(0)
+
+
+PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
+    "withheld": (lambda a: a.rows.pop(1), "1 of 3 tensors did not come with version 3: b"),
+    "misnamed": (lambda a: _row(a, 1, name="d"), "d came with version 3 and is not in its manifest"),
+    "doubled": (lambda a: a.rows.append(a.rows[0]), "a came twice with version 3"),
+    "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., promised"),
+    "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., promised"),
+    "truncated": (
+        lambda a: a.rows.__setitem__(2, Row(a.rows[2].entry, 4096 - 8)),
+        "c came with version 3 cut short: 8 of 32 bytes",
+    ),
+    "changed on its way": (_swap, "engine-0 received other bytes than were sent, version 3: a"),
+    "not where it belongs": (
+        lambda a: setattr(a, "placed", {**a.sums, "c": 1}),
+        "engine-0 holds other values than it was sent, version 3: c",
+    ),
+    "not read back": (
+        lambda a: setattr(a, "placed", {"a": a.sums["a"]}), "engine-0 did not say what it placed of b, c, version 3",
+    ),
+    "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, version 3 was "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_tensor_that_is_wrong_is_named_at_both_ends(name: str) -> None:
+    tamper, message = PLANTS[name]
+    attempt = Attempt(tamper)
+    with pytest.raises(SyncError, match=message):
+        raise attempt.sender_error or AssertionError("the sender saw nothing")
+    with pytest.raises(SyncError, match=message):
+        raise attempt.engine_error or AssertionError("the engine saw nothing")
+
+
+def test_an_engine_does_not_go_back() -> None:
+    assert "stale weights: version 3" in str(Attempt(has=4).engine_error)
+    assert Attempt(has=3).engine_error is None  # once more, after others failed
+
+
+def test_every_wait_ends_and_says_for_whom() -> None:
+    desk = Desk("127.0.0.1", 0, 0.2)
+    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 0.2)
+    with pytest.raises(SyncError, match=r"engine-0 did not come for version 3 within 0.2 s"):
+        desk.welcome([ticket], 3)
+    Delivery(replace(ticket, key="another"), 3)
+    with pytest.raises(SyncError, match="engine-0 did not come for version 3"):
+        desk.welcome([ticket], 3)  # one without the key is not let in
+    delivery = Delivery(ticket, 3)
+    desk.welcome([ticket], 3)
+    desk.active = desk.links
+    with pytest.raises(SyncError, match=r"engine-0 .* bucket 4 of version 3 to be taken: nothing came for 0.2 s"):
+        desk.wait_taken(4, 3)
+    with pytest.raises(SyncError, match=r"the sender at .* version 3 to begin: nothing came for 0.2 s"):
+        next(delivery.parts())
+    delivery.channel.close()
+    with pytest.raises(SyncError, match="engine-0 .* it has closed the connection"):
+        desk.wait_taken(4, 3)
+    desk.leave(3)
+    Delivery(ticket, 2)
+    with pytest.raises(SyncError, match="engine-0 asks for version 2, and version 3 is being sent"):
+        desk.welcome([ticket], 3)
+    desk.close()
+    with pytest.raises(SyncError, match=r"engine-0 found no sender of version 3 at 127.0.0.1:\d+ for 0.2 s"):
+        Delivery(ticket, 3)
+
+
+def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planes, "SHARED_MEMORY", tmp_path)
+    left = tmp_path / "weft-sync-dead-0-0"
+    left.touch()
+    ours = Slots("ours", 0, 4096, True)
+    assert not left.exists() and len(list(tmp_path.iterdir())) == 2
+    Slots("others", 0, 4096, True)
+    assert len(list(tmp_path.iterdir())) == 4  # those of living processes stay
+    ours.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
+        Slots("vast", 0, 1 << 60, True)
+
+
+# ---------------------------------------------------------------- what a standalone engine has of it
+
+
+class Given:
+    """A part whose tensors are at hand; its sender compares as ever."""
+
+    verify, version = True, 1
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.given = tensors
+        self.manifest = {name: entry_of(name, tensor) for name, tensor in tensors.items()}
+
+    def tensors(self) -> Iterator[tuple[Entry, Any]]:
+        for name, tensor in self.given.items():
+            yield self.manifest[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def finish(self, placed: Mapping[str, int] | None) -> None:
+        sums = {entry.name: checksum(data) for entry, data in self.tensors()}
+        compare(self.version, "engine-0", sums, sums, placed)
+
+
+def _filled(family: str, lora: LoraConfig | None = None) -> tuple[Filled, Any]:
+    path = saved_model(family)
+    part = Given(safetensors.torch.load_file(f"{path}/model.safetensors"))
+    filled = Filled(path, lora, part.manifest, torch.float32, torch.device("cpu"))
+    filled.take_weights(part)  # type: ignore[arg-type]
+    return filled, part
+
+
+def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled, part = _filled("qwen3_moe")
+    stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
+    whole, own = Filled._own, {piece.disk: piece for piece in filled.pieces}
+    first, second = (own[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
+    writing = [True]
+
+    def swapped(self: Filled, piece: Any) -> Tensor:
+        return whole(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
+
+    class Swapping(Given):
+        def tensors(self) -> Iterator[tuple[Entry, Any]]:
+            yield from super().tensors()
+            writing[0] = False
+
+    monkeypatch.setattr(Filled, "_own", swapped)
+    with pytest.raises(SyncError, match=r"engine-0 holds other values .*experts.1.up_proj.weight, .*experts.3.up_proj"):
+        filled.take_weights(Swapping(part.given))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        Filled, "_own", lambda self, piece: whole(self, piece).clone() if "norm" in piece.disk else whole(self, piece)
+    )
+    with pytest.raises(SyncError, match="engine-0 holds other values .* version 1: model.norm.weight"):
+        filled.take_weights(stale)  # type: ignore[arg-type]
+
+
+def _adapter(plan: LoraPlan) -> Given:
+    shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
+    return Given({file: torch.randn(shapes[name]) for name, file in file_names(shapes).items()})
+
+
+def test_an_adapter_that_is_not_applied_is_found() -> None:
+    filled, _ = _filled("llama", LoraConfig(rank=2, targets=("q_proj",)))
+    assert filled.plan is not None
+    part = _adapter(filled.plan)
+    filled.take_adapter(part)  # type: ignore[arg-type]
+    name = filled.plan.targets[0].weight
+    assert not torch.equal(filled.state[name], filled.base[name])
+    merged = filled._merged
+
+    def forgetful(*args: Any) -> Tensor:
+        filled._merged = merged  # type: ignore[method-assign]
+        return filled.base[name]
+
+    filled._merged = forgetful  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="q_proj.weight is without its adapter"):
+        filled.take_adapter(part)  # type: ignore[arg-type]
+
+
+def test_an_engine_refuses_weights_of_another_model() -> None:
+    _, part = _filled("llama")
+    other = saved_model("llama_tied")
+    with pytest.raises(SyncError, match="the model has no place for lm_head"):
+        Filled(
+            other,
+            None,
+            {**part.manifest, "lm_head.other": Entry("lm_head.other", "float32", (1,))},
+            torch.float32,
+            torch.device("cpu"),
+        )
+    rest = {name: entry for name, entry in part.manifest.items() if name != "model.norm.weight"}
+    with pytest.raises(SyncError, match="the sync does not bring model.norm.weight .1 tensors"):
+        Filled(saved_model("llama"), None, rest, torch.float32, torch.device("cpu"))
+    engine = Standalone(other, dtype=torch.float32)
+    with pytest.raises(SyncError, match="this engine has no weights"):
+        engine.generate([])
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+def test_logprobs_of_another_model_are_found() -> None:
+    ours = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
+    assert check_parity("engine-0", 3, ours, ours, "float32") == 0.0
+    near = [part + np.float32(1e-5) for part in ours]
+    assert 0 < check_parity("engine-0", 3, near, ours, "float32") < 2e-5
+    for wrong in (np.float32(0.3), np.float32("nan")):
+        with pytest.raises(SyncError, match="engine-0 samples from another distribution .* version 3"):
+            check_parity("engine-0", 3, [ours[0] + wrong, ours[1]], ours, "float32")
+    with pytest.raises(SyncError, match="engine-0 gave 2 logprobs for 3 tokens"):
+        check_parity("engine-0", 3, ours[:1], ours, "float32")

@@ -1,0 +1,121 @@
+"""What one engine adds to a checkpoint: its weights for use, and its trainer state.
+
+A checkpoint is one engine's; a critic's lies in a folder inside it, laid out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.adapters import plan_adapter
+from weft.checkpoint.boxes import Box, Shard
+from weft.checkpoint.export import plan_export, prepare_export, write_export
+from weft.checkpoint.retention import TRAINER_STATE
+from weft.checkpoint.state import EMA, WEIGHTS, Part, RankFile, find_parts, find_scalars, tied_names, write_rank_file
+from weft.config.schema import CheckpointConfig
+from weft.engine.engine import Engine
+from weft.parallel import fsdp
+
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A moment of an engine. copies: this rank's own elements by name, in host memory; boxes: where they belong; state:
+    what state.json says of the engine, on the first rank."""
+
+    copies: Mapping[str, Tensor]
+    boxes: Mapping[str, Box]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written. exported: bytes of the weight files. nonfinite: a weight that is, so nothing was."""
+
+    exported: int = 0
+    file: RankFile | None = None
+    nonfinite: str | None = None
+
+
+class Contents:
+    """folder: its place in every checkpoint, "" for the checkpoint itself."""
+
+    def __init__(self, engine: Engine, config: CheckpointConfig, texts: Mapping[str, str], folder: str = "") -> None:
+        self.engine, self.folder, self.keep_state = engine, folder, config.trainer_state != "none"
+        plan = plan_export if engine.lora is None else plan_adapter
+        self.plan = replace(plan(engine, DTYPES[config.dtype]), texts=texts)
+        self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
+        self._owners = tied_names(engine.module)
+        self._exported = exported(find_parts(engine), average=config.weights == "ema")
+        self._host: dict[str, Tensor] = {}
+
+    def copy(self) -> Copies:
+        """Copy what this rank writes into host memory, which is kept for the next save."""
+        parts = find_parts(self.engine)
+        wanted = parts.keys() if self.keep_state else set(self._exported.values())
+        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
+        copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
+        boxes = {name: part.box for name, part in mine.items()}
+        return Copies(copies, boxes, self._state(parts) if self.engine.ranks.is_first and self.keep_state else {})
+
+    def _to_host(self, name: str, local: Tensor) -> Tensor:
+        host = self._host.get(name)
+        if host is None or host.shape != local.shape or host.dtype != local.dtype:
+            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            self._host[name] = host
+        return host.copy_(local, non_blocking=True)
+
+    def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
+        tensors = {
+            name: {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
+            for name, part in parts.items()
+        }
+        return {
+            "mesh": {"world": self.engine.ranks.world, **self.engine.mesh.axes},
+            "scalars": find_scalars(self.engine),
+            "loss_scale": None if self.engine.loss_scale is None else self.engine.loss_scale.state_dict(),
+            "tensors": tensors,
+        }
+
+    def prepare(self, checkpoint: Path) -> None:
+        """Make empty files for all ranks; called by the first."""
+        prepare_export(self.plan, checkpoint / self.folder)
+        if self.keep_state:
+            (checkpoint / self.folder / TRAINER_STATE).mkdir()
+
+    def write(self, checkpoint: Path, id: str, copies: Copies, generators: Mapping[str, Tensor]) -> Written:
+        """Fill this rank's boxes of the weight files, and write its file of the trainer state; needs no collective.
+
+        generators: random numbers of this rank, which go with them.
+        """
+        weights = {n: copies.copies[kept] for n, kept in self._exported.items() if kept in copies.copies}
+        for name, copy in weights.items():
+            if copy.is_floating_point() and not bool(copy.isfinite().all()):
+                return Written(nonfinite=self._named(name))
+            if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
+                return Written(nonfinite=f"{self._named(name)} in fp16 (set checkpoint.dtype=bf16)")
+        shards = {name: Shard(copies.boxes[self._exported[name]], copy) for name, copy in weights.items()}
+        shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
+        written = write_export(self.plan, shards, checkpoint / self.folder)
+        if not self.keep_state:
+            return Written(written)
+        folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
+        return Written(written, write_rank_file(folder, rank, id, {**copies.copies, **generators}, copies.boxes))
+
+    def _named(self, name: str) -> str:
+        return f"{self.folder}: {name}" if self.folder else name
+
+
+def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
+    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
+    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
+    averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
+    return {**kept, **averaged}

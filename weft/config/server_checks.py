@@ -1,0 +1,46 @@
+"""Checks of the keys of rollout engines that are servers. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.config.rl_schema import RolloutConfig
+
+# Arguments of an engine's server that weft sets: what to do about each instead.
+_CHOSEN = "weft chooses where the server listens"
+_DRAWS = "how tokens are drawn is in `rollout`"
+_ADAPTERS = "set lora.rank instead"
+_LENGTHS = "set rollout.max_prompt_tokens and rollout.max_new_tokens instead"
+SERVER_OPTIONS = {
+    **dict.fromkeys(("uds", "host", "port"), _CHOSEN),
+    **dict.fromkeys(("model", "model_path"), "set model.path instead"),
+    "dtype": "set rollout.dtype instead",
+    **dict.fromkeys(("seed", "random_seed"), "set train.seed instead"),
+    **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), "set rollout.tp instead"),
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "set rollout.memory instead"),
+    **dict.fromkeys(("max_model_len", "context_length"), _LENGTHS),
+    "logprobs_mode": "logprobs are of the distribution that tokens are drawn from",
+    "generation_config": _DRAWS,
+    "worker_extension_cls": "weft's own takes the weights",
+    **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTERS),
+}
+_COLDEST = 0.01  # vLLM raises temperatures to it
+
+
+def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of values that do not go together."""
+    for name in rollout.options:
+        instead = SERVER_OPTIONS.get(name.replace("-", "_"))
+        if instead is not None:
+            yield "rollout.options", f"rollout.options holds `{name}`, which weft passes itself: {instead}."
+    if rollout.engine == "sglang" and rollout.python is None:
+        yield (
+            "rollout.python",
+            "rollout.python is not set: weft installs no SGLang. Set it to the Python, or the folder of the "
+            "environment, that has it.",
+        )
+    if rollout.engine == "vllm" and 0 < rollout.temperature < _COLDEST:
+        yield (
+            "rollout.temperature",
+            f"rollout.temperature is {rollout.temperature:g}, which vLLM would raise to {_COLDEST}: set that or more.",
+        )

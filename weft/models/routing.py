@@ -1,0 +1,95 @@
+"""Routers of mixture-of-experts models, watched and steered.
+
+Routers of all families choose with torch.topk over [tokens, experts], so that call is what is seen and answered; no
+family's code is named. Whoever steers gives other indices, and the scores at those, so that the router learns as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# (decoder layer, scores [M, E], what topk found) -> what the router is to see instead
+Choose = Callable[[int, Tensor, Any], Any]
+
+
+@contextmanager
+def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
+    """Hand every choice of `chosen` of `experts` within these decoder layers to `choose`, recomputation included.
+
+    Hooks of the layers, not one mode around everything, because recomputation runs layers from backward, where modes
+    of the caller do not reach.
+    """
+    modes = [_TopK(number, experts, chosen, choose) for number in range(len(layers))]
+
+    def enter(mode: _TopK) -> Any:
+        return lambda module, args: mode.__enter__() and None
+
+    def leave(mode: _TopK) -> Any:
+        return lambda module, args, out: mode.__exit__(None, None, None)
+
+    handles = [layer.register_forward_pre_hook(enter(mode)) for layer, mode in zip(layers, modes, strict=True)]
+    handles += [
+        layer.register_forward_hook(leave(mode), always_call=True) for layer, mode in zip(layers, modes, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class RouteRecorder:
+    """Keeps which experts the forwards of a model chose, from now on: the model's hooks stay as long as it lives."""
+
+    def __init__(self, layers: Sequence[nn.Module], experts: int, chosen: int) -> None:
+        self._layers, self._chosen = len(layers), chosen
+        self._seen: dict[int, Tensor] = {}
+        self._hooks = ExitStack()
+        self._hooks.enter_context(steering(layers, experts, chosen, self._keep))
+
+    def take(self) -> NDArray[np.int16]:
+        """[M, decoder layers, k] of the M tokens of the last forward; -1 where a layer routes nothing."""
+        tokens = max((len(chosen_Mk) for chosen_Mk in self._seen.values()), default=0)
+        none_Mk = torch.full((tokens, self._chosen), -1)
+        routes = [self._seen.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
+        self._seen.clear()
+        return torch.stack(routes, dim=1).numpy()
+
+    def _keep(self, layer: int, scores: Tensor, out: Any) -> Any:
+        self._seen[layer] = out[1]
+        return out
+
+
+class _TopK(TorchFunctionMode):
+    """Calls `choose` for every topk over [tokens, experts]."""
+
+    def __init__(self, layer: int, experts: int, chosen: int, choose: Choose) -> None:
+        super().__init__()
+        self.layer, self.experts, self.chosen, self.choose = layer, experts, chosen, choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return out
+        scores = args[0]
+        if scores.shape[-1] != self.experts or out[1].shape[-1] != self.chosen or scores.ndim != 2:
+            return out
+        return self.choose(self.layer, scores, out)
+
+
+def replaced(scores: Tensor, out: Any, indices: Tensor) -> Any:
+    """What topk would have given, had it chosen these experts [M, k]."""
+    return type(out)((scores.gather(-1, indices), indices))
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """[M] whether two choices [M, k] are of different experts, in whatever order."""
+    return (one.sort(-1)[0] != other.sort(-1)[0]).any(-1)

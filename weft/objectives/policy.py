@@ -1,0 +1,215 @@
+"""The policy-gradient family: PPO's clipped ratio and its kin, KL to a reference, entropy; any of the aggregations.
+
+Three policies: `current`, whose gradient this is; `old`, the trainer's when the rollout began; `rollout`, which drew
+the tokens. Documents bring old_logprob, advantage and what the difference between old and rollout multiplies a token's
+loss by, correction (weft/rl); all logprobs are of logits / temperature. N predictions of a row.
+
+A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
+
+    token_mean      weight 1, by the step's trained tokens
+    sequence_mean   weight 1 / G of a document's G trained tokens, by the step's documents
+    sequence_sum    weight 1 / rollout.max_new_tokens, by the step's documents (Dr. GRPO, arXiv:2503.20783)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.objectives.base import Batch, Terms
+
+if TYPE_CHECKING:
+    from weft.config.rl_schema import RlAlgorithm
+    from weft.engine.plan import StepPlan
+
+_LARGEST = 20.0  # of |log ratio|, so that no ratio is infinite
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss sees of a row, [N] each. logprob: of the current policy, with gradient; old_logprob: of the
+    old one; advantage: of each token. batch: has document_sum, for quantities of whole samples."""
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantage: Tensor
+    batch: Batch
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return (self.logprob - self.old_logprob).clamp(-_LARGEST, _LARGEST)
+
+    @property
+    def ratio(self) -> Tensor:
+        """Current / old policy of each token."""
+        return self.log_ratio.exp()
+
+    @property
+    def sequence_ratio(self) -> Tensor:
+        """Of each token the ratio of its whole sample, (prod ratio)^(1/G), with a gradient through this token alone
+        (GSPO-token, arXiv:2507.18071, equation 14)."""
+        with torch.no_grad():
+            count = self.batch.document_sum(torch.ones_like(self.logprob)).clamp(min=1)
+            mean = (self.batch.document_sum(self.log_ratio) / count)[self.batch.document_N]
+        return (mean + self.logprob - self.logprob.detach()).exp()
+
+
+Loss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
+
+
+def ppo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r the token's ratio (Schulman et al. 2017, arXiv:1707.06347, equation 7;
+    low and high apart: DAPO, arXiv:2503.14476, equation 8)."""
+    return _clipped(tokens.ratio, tokens.advantage, config)
+
+
+def gspo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """The same with the ratio of the whole sample (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
+
+    Where all of a sample's advantages are one, as in the paper, the gradient is GSPO's: s A / G sum of grad log p.
+    """
+    return _clipped(tokens.sequence_ratio, tokens.advantage, config)
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, config: RlAlgorithm) -> Tensor:
+    low, high = config.clip
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    if config.dual_clip is not None:  # Ye et al. 2019, arXiv:1912.09729, equation 5
+        gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
+    return -gain
+
+
+def cispo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: the clipped ratio is a weight, without gradient, so that no token loses
+    its own (MiniMax 2025, arXiv:2506.13585, equations 4 and 5)."""
+    low, high = config.clip
+    return -tokens.ratio.detach().clamp(1 - low, 1 + high) * tokens.advantage * tokens.logprob
+
+
+def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-A log p (Williams 1992): the policy gradient, as long as the current policy is the old one."""
+    return -tokens.advantage * tokens.logprob
+
+
+LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+
+
+def choose_policy_loss(name: str) -> Loss:
+    """One of weft's own, or the user's by its import path, a function (PolicyTokens, config) -> [N] loss of each token.
+
+    UserError where that is no function.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    found: Any = import_named(name, "rl.policy_loss")
+    if not callable(found):
+        raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/objectives/policy.py.")
+    own: Loss = found
+    return own
+
+
+def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm) -> Tensor:
+    """[N] the estimate of KL(current || reference) whose gradient is trained; d = log current - log reference.
+
+    An estimator that is right as a value need not be so as a loss, because the tokens' own distribution moves, too, and
+    no gradient passes through them. With tokens drawn from the current policy the average gradient is
+
+        k1 = d                  zero, whatever the policies are
+        k2 = d^2 / 2            that of KL(current || reference): what is wanted
+        k3 = exp(-d) - 1 + d    that of KL(reference || current): GRPO's; the same near the reference
+
+    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy, whose gradient counts with k1 and k3
+    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy each has then the gradient of
+    KL(current || reference) on average; that of k2 and k3 is the same token by token, ratio x d x grad log current.
+    """
+    d = tokens.logprob - reference_logprob
+    if config.kl_estimator == "k1":
+        estimate = d
+    elif config.kl_estimator == "k2":
+        estimate = d.square() / 2
+    else:
+        estimate = torch.expm1((-d).clamp(max=_LARGEST)) + d
+    if not config.kl_unbiased:
+        return estimate
+    return estimate * (tokens.ratio.detach() if config.kl_estimator == "k2" else tokens.ratio)
+
+
+class PolicyLoss:
+    """loss of a token = correction x policy loss + rl.kl x KL - rl.entropy x entropy; see the top of this file."""
+
+    readouts = frozenset({"logprob", "entropy"})  # without a gradient of its own entropy costs next to nothing
+    every_token = False
+
+    def __init__(self, config: RlAlgorithm) -> None:
+        self.config = config
+        self.loss = choose_policy_loss(config.policy_loss)
+
+    def normaliser(self, plan: StepPlan) -> float:
+        if self.config.aggregation == "token_mean":
+            return plan.totals.weight or 1.0
+        return float(sum(document.loss_tokens > 0 for document in plan.documents)) or 1.0
+
+    def upstream(self, weights_N: Tensor) -> Tensor | None:
+        return None  # it depends on the ratios
+
+    def __call__(self, batch: Batch) -> Terms:
+        config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
+        tokens = PolicyTokens(logprob, batch.arrays["old_logprob"], batch.arrays["advantage"], batch)
+        loss = self._policy_loss(tokens)
+        if config.corrects:
+            loss = loss * batch.arrays["correction"]
+        means = {"entropy": entropy, **self._ratio_metrics(tokens)}
+        if config.kl > 0:
+            reference = batch.arrays["reference_logprob"]
+            means["kl"] = _k3(logprob, reference)
+            if config.kl_in == "loss":
+                loss = loss + config.kl * kl_loss(tokens, reference, config)
+        if config.entropy > 0:
+            loss = loss - config.entropy * entropy
+        loss_sum = (batch.weights_N * loss).sum()
+        metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
+        return Terms(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
+
+    def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
+        loss = self.loss(tokens, self.config)
+        if not isinstance(loss, Tensor) or loss.shape != tokens.logprob.shape:
+            raise UserError(
+                f"rl.policy_loss: {self.config.policy_loss} must give a loss for each of the {len(tokens.logprob)} "
+                f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
+            )
+        return loss
+
+    def _share(self, batch: Batch) -> Tensor:
+        """This row's part of the normaliser."""
+        if self.config.aggregation == "token_mean":
+            return batch.weights_N.sum()
+        return (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
+
+    @torch.no_grad()
+    def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
+        """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
+
+        `low` is below the band and `high` above it: with ppo and gspo only where the advantage would take it further.
+        """
+        config = self.config
+        ratio = tokens.sequence_ratio if config.policy_loss == "gspo" else tokens.ratio
+        found = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
+        if config.policy_loss == "reinforce":
+            return found
+        low, high = ratio < 1 - config.clip[0], ratio > 1 + config.clip[1]
+        if config.policy_loss != "cispo":
+            low, high = low & (tokens.advantage < 0), high & (tokens.advantage > 0)
+        clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+        return found | {f"clip_ratio/{name}": flags.float() for name, flags in clipped.items()}
+
+
+def _k3(p: Tensor, q: Tensor) -> Tensor:
+    """[N] KL(p || q) of each token drawn from p, as a value: the mean of exp(-d) - 1 + d, d = log p - log q."""
+    d = (p - q).detach().clamp(-_LARGEST, _LARGEST)
+    return torch.expm1(-d) + d

@@ -1,0 +1,70 @@
+"""Attention of one new token against the keys of a cache.
+
+Shapes: R rows, H query heads, K key heads (H a multiple of K), G = H / K, S slots of the cache, D head width, E value
+width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.ops.attention import Bounds, Call
+
+
+def one_token(call: Call) -> Tensor:
+    """[R, H, 1, E]. Row r sees slots 0 .. past[r], the last being the new token's own; call.bounds.past says so.
+
+    The G query heads that share a key head stand where queries of several tokens would, so no key is repeated.
+    """
+    batch, heads, _, width = call.query_BHTD.shape
+    kinds = call.key_BKTD.shape[1]
+    query_RKGD = call.query_BHTD.reshape(batch, kinds, heads // kinds, width)
+    seen_RS = _seen(call.bounds, call.key_BKTD.shape[2], call.window)
+    if call.plain:
+        mask = None if seen_RS is None else seen_RS[:, None, None]
+        out_RKGE = F.scaled_dot_product_attention(
+            query_RKGD, call.key_BKTD, call.value_BKTE, attn_mask=mask, scale=call.scaling
+        )
+    else:
+        out_RKGE = _explicit(call, query_RKGD, seen_RS)
+    return out_RKGE.reshape(batch, heads, 1, -1)
+
+
+def _seen(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
+    """[R, S], worked out once for all layers with this window; None where every row sees every slot."""
+    past_R = bounds.past
+    assert past_R is not None
+    if window is not None and window >= slots:
+        window = None
+    if window is None and bounds.even:
+        return None
+    if window not in bounds.cache:
+        slot_S = torch.arange(slots, device=past_R.device)
+        seen_RS = slot_S <= past_R[:, None]
+        if window is not None:
+            seen_RS &= slot_S > past_R[:, None] - window
+        bounds.cache[window] = seen_RS
+    found: Tensor = bounds.cache[window]
+    return found
+
+
+def _explicit(call: Call, query_RKGD: Tensor, seen_RS: Tensor | None) -> Tensor:
+    """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
+    scores_RKGS = query_RKGD @ call.key_BKTD.transpose(2, 3) * call.scaling
+    if call.softcap is not None:
+        scores_RKGS = torch.tanh(scores_RKGS / call.softcap) * call.softcap
+    scores_RKGS = scores_RKGS.to(torch.promote_types(scores_RKGS.dtype, torch.float32))
+    if seen_RS is not None:
+        scores_RKGS = scores_RKGS.masked_fill(~seen_RS[:, None, None], float("-inf"))
+    if call.sinks_H is None:
+        weights_RKGS = scores_RKGS.softmax(-1)
+    else:
+        rows, kinds, groups, _ = scores_RKGS.shape
+        sinks = call.sinks_H.to(scores_RKGS.dtype).reshape(1, kinds, groups, 1).expand(rows, -1, -1, -1)
+        weights_RKGS = torch.cat([scores_RKGS, sinks], dim=-1).softmax(-1)[..., :-1]
+    return weights_RKGS.to(call.value_BKTE.dtype) @ call.value_BKTE

@@ -1,0 +1,99 @@
+"""Arithmetic in which a token's result does not depend on what is computed beside it, to the last bit.
+
+What a trainer computes of a whole document and a sampler token by token are the same sums, but not always in the same
+order. Measured on CPU in fp32 (docs/exact.md), three things depend on the shape: matrix products of fewer than four
+rows to a thread, pointwise functions that treat the last few elements of a tensor by scalar code, and attention. Inside
+`Exact` the first two are given shapes in which they do not; `attend_exactly` is the third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_ROWS = 4  # a product of fewer rows is computed by other code
+_ELEMENTS = 32  # that vector code takes at a time; what is left over goes through scalar code
+_MOST_SPLITS = 8  # threads whose shares of a tensor are kept whole
+
+
+def row_multiple() -> int:
+    """Rows come in multiples of this, so that every thread has at least four."""
+    return _ROWS * torch.get_num_threads()
+
+
+def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """x with zeros at the end of this dimension, up to a multiple."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear. x: [..., K]. weight: [N, K]."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = F.linear(padded(rows, 0, row_multiple()), weight, bias)
+    return out[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
+def _matmul(x: Tensor, other: Tensor, **extra: Any) -> Tensor:
+    """torch.matmul, where the second factor is one matrix [K, N]."""
+    if other.ndim != 2 or x.ndim < 2 or extra:
+        return torch.matmul(x, other, **extra)
+    return linear(x, other.t())
+
+
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **extra: Any) -> Tensor:
+    """torch.addmm, as transformers' Conv1D calls it."""
+    if extra:
+        return torch.addmm(bias, x, weight, **extra)
+    return torch.addmm(bias, padded(x, 0, row_multiple()), weight)[: len(x)]
+
+
+def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, *args: Any, **extra: Any) -> Tensor:
+        splits = math.lcm(*range(1, min(torch.get_num_threads(), _MOST_SPLITS) + 1))
+        flat = x.reshape(-1)
+        return function(padded(flat, 0, _ELEMENTS * splits), *args, **extra)[: len(flat)].view(x.shape)
+
+    return run
+
+
+_INSTEAD: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: linear,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    **{f: _pointwise(f) for f in (F.silu, F.gelu, F.softplus, torch.sigmoid, torch.Tensor.sigmoid)},
+}
+
+
+class Exact(TorchFunctionMode):
+    """While it is active, linear layers and pointwise functions are those of this file. Active in backward too, it
+    makes recomputed layers those of forward; gradients are torch's own."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
+
+
+def numerics(exact: bool) -> AbstractContextManager[object]:
+    """Arithmetic inside: exact, or as it comes."""
+    return Exact() if exact else nullcontext()
+
+
+def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """([N] log softmax(logits / temperature) of each target, [N, V] of all): what the sampler computes in drawing."""
+    if temperature != 1:
+        logits_NV = logits_NV / temperature
+    logprobs_NV = logits_NV.log_softmax(-1)
+    return logprobs_NV.gather(1, targets_N[:, None])[:, 0], logprobs_NV

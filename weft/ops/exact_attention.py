@@ -1,0 +1,155 @@
+"""Attention in which a token's result depends on its own document alone, to the last bit: not on what is computed
+beside it, nor on whether the keys before it come from the same forward or from a cache.
+
+B sequences, T tokens of each that ask, S keys of each, key s being of token s; H query heads, K key heads, G = H / K, D
+head width, E value width, N = B K, M >= G T rows. Keys are taken in blocks of 64 into sums that begin at zero. One that
+a token may not see adds an exact zero, and so does a whole block of them: it does not matter how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.ops.attention import Bounds, Call, per_document
+from weft.ops.exact import padded, row_multiple
+
+_KEYS = 64  # of a block
+_QUERIES = 256  # tokens of a sequence that ask at once
+_SCORES = 2**23  # bounds B H T S of what is computed at once
+
+
+def attend_exactly(call: Call) -> Tensor:
+    """[B, H, T, E]. Backward is that of the ordinary kernel."""
+    if call.bounds.past is not None:
+        return _attend(call, call.query_BHTD, call.key_BKTD, call.value_BKTE, call.bounds.past[:, None])
+    out: Tensor = _Documents.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE, call.sinks_H, call)
+    return out
+
+
+class _Documents(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.rest = {"bounds": call.bounds, "scaling": call.scaling, "window": call.window, "softcap": call.softcap}
+        return _apart(call) if call.bounds.apart else _packed(call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:4]
+        with torch.enable_grad():
+            inputs = [
+                x if x is None else x.detach().requires_grad_(needs)
+                for x, needs in zip(ctx.saved_tensors, wanted, strict=True)
+            ]
+            query, key, value, sinks = inputs
+            out = per_document(Call(query, key, value, sinks_H=sinks, **ctx.rest))
+        asked = [x for x, needs in zip(inputs, wanted, strict=True) if needs]
+        found = iter(torch.autograd.grad(out, asked, grad))
+        return *(next(found) if needs else None for needs in wanted), None
+
+
+def _apart(call: Call) -> Tensor:
+    """Sequences right-padded in a batch."""
+    parts = _few(*call.query_BHTD.shape[:3])
+    every = (call.query_BHTD, call.key_BKTD, call.value_BKTE)
+    return torch.cat([_causal(call, *(x[part] for x in every)) for part in parts])
+
+
+def _packed(call: Call) -> Tensor:
+    """Sequences end to end in a row of one batch entry: those that take as many blocks of keys go together."""
+    query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
+    out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
+    for place_BT, real_BT in _places(call.bounds, query_THD.device):
+        for part in _few(len(place_BT), query_THD.shape[1], place_BT.shape[1]):
+            place, real = place_BT[part], real_BT[part]
+            out = _causal(call, *(x[place].transpose(1, 2) for x in (query_THD, key_TKD, value_TKE)))
+            out_THE[place[real]] = out.transpose(1, 2)[real]
+    return out_THE.transpose(0, 1)[None]
+
+
+def _places(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """([B, T] where in the row the tokens of documents are that are padded to one length, [B, T] which are real)."""
+    if "exact" not in bounds.cache:
+        starts = [sum(bounds.lengths[:n]) for n in range(len(bounds.lengths))]
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for start, length in zip(starts, bounds.lengths, strict=True):
+            groups.setdefault(-(-length // _KEYS), []).append((start, length))
+        bounds.cache["exact"] = [_place(group, device) for group in groups.values()]
+    found: list[tuple[Tensor, Tensor]] = bounds.cache["exact"]
+    return found
+
+
+def _place(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    start_B1, length_B1 = torch.tensor(documents, device=device).T[..., None]
+    token_T = torch.arange(int(length_B1.max()), device=device)
+    return start_B1 + token_T.minimum(length_B1 - 1), token_T < length_B1
+
+
+def _few(sequences: int, heads: int, length: int) -> Iterator[slice]:
+    """Some sequences at a time, for the sake of memory."""
+    step = max(1, _SCORES // (heads * min(length, _QUERIES) * length))
+    return (slice(start, start + step) for start in range(0, sequences, step))
+
+
+def _causal(call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
+    """All tokens of whole sequences."""
+    length, device = query_BHTD.shape[2], query_BHTD.device
+    out = []
+    for start in range(0, length, _QUERIES):
+        end = min(start + _QUERIES, length)
+        position_1T = torch.arange(start, end, device=device)[None]
+        keys, values = key_BKTD[:, :, :end], value_BKTE[:, :, :end]
+        out.append(_attend(call, query_BHTD[:, :, start:end], keys, values, position_1T))
+    return torch.cat(out, 2)
+
+
+def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor, position_BT: Tensor) -> Tensor:
+    """softmax(softcap(q k^T scaling), sinks) v, in fp32. position_BT: of those that ask, in their sequences; one
+    sequence's for all where B is 1."""
+    (batch, heads, asking, _), kinds = query_BHTD.shape, key_BKSD.shape[1]
+    apart = (batch, kinds, heads // kinds, asking)  # of the first rows
+    rows = heads // kinds * asking
+    query_NMD = padded(query_BHTD.float().reshape(batch * kinds, rows, -1), 1, row_multiple())
+    blocks = []
+    for start in range(0, key_BKSD.shape[2], _KEYS):
+        scores_NMs = torch.bmm(query_NMD, _block(key_BKSD, start).transpose(1, 2)).mul_(call.scaling)
+        if call.softcap is not None:
+            scores_NMs = torch.tanh(scores_NMs / call.softcap) * call.softcap
+        hidden_BTs = _hidden(call, position_BT, start)
+        scores_NMs[:, :rows].view(*apart, _KEYS).masked_fill_(hidden_BTs[:, None, None], float("-inf"))
+        blocks.append(scores_NMs)
+    largest_NM1 = torch.stack([block.amax(-1, keepdim=True) for block in blocks]).amax(0)
+    sinks = None if call.sinks_H is None else call.sinks_H.float().view(1, kinds, -1, 1, 1)
+    if sinks is not None:
+        own = largest_NM1[:, :rows].view(*apart, 1)
+        own.copy_(own.maximum(sinks))
+    largest_NM1.clamp_(min=torch.finfo(torch.float32).min)  # of padding that sees nothing
+    total_NM1 = torch.zeros_like(largest_NM1)
+    out_NME = query_NMD.new_zeros(*query_NMD.shape[:2], value_BKSE.shape[-1])
+    for number, scores_NMs in enumerate(blocks):
+        weights_NMs = scores_NMs.sub_(largest_NM1).exp_()
+        total_NM1 += weights_NMs.sum(-1, keepdim=True)
+        out_NME.baddbmm_(weights_NMs, _block(value_BKSE, number * _KEYS))
+    if sinks is not None:
+        total_NM1[:, :rows].view(*apart, 1).add_((sinks - largest_NM1[:, :rows].view(*apart, 1)).exp())
+    out_NME /= total_NM1.clamp_(min=1.0)  # what is seen adds up to 1 and more
+    return out_NME[:, :rows].reshape(batch, heads, asking, -1).to(value_BKSE.dtype)
+
+
+def _block(x_BKSD: Tensor, start: int) -> Tensor:
+    """[N, 64, D] keys or values, zeros behind the last."""
+    block = padded(x_BKSD[:, :, start : start + _KEYS].float(), 2, _KEYS)
+    return block.reshape(-1, *block.shape[2:])
+
+
+def _hidden(call: Call, position_BT: Tensor, start: int) -> Tensor:
+    """[B, T, 64] which of these keys are later than the token, or out of its window."""
+    distance_BTs = position_BT[..., None] - torch.arange(start, start + _KEYS, device=position_BT.device)
+    hidden = distance_BTs < 0
+    return hidden if call.window is None else hidden | (distance_BTs >= call.window)

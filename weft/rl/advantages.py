@@ -1,0 +1,227 @@
+"""Advantages: how much better each sampled token was than expected, from the rewards of groups of samples.
+
+An estimator takes groups, in which only samples that count are left, and gives for each sample a number, or an array
+[G] of its G tokens that the policy drew, in order. Nothing depends on how samples are dealt to ranks or updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.presets import ADVANTAGES
+from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.rl.kl import kl
+from weft.rl.types import Group, Sample
+
+Exact = NDArray[np.float64]
+Estimates = Sequence[Sequence[float | Exact]]
+Estimator = Callable[[Sequence[Group], RlAlgorithm], Estimates]
+
+# What keeps a quotient finite; both as in TRL, the one beside a standard deviation, the other inside of one.
+_BESIDE, _INSIDE = 1e-4, 1e-8
+
+
+def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]:
+    """Set the advantages of all samples, and returns where there is a critic; the metrics of their rewards.
+
+    Samples without a reward, or not to be trained, take no part: their advantages are zeros, and they count in no mean.
+    """
+    for group in groups:
+        for sample in group.samples:
+            sample.advantages = np.zeros(len(sample), np.float32)
+    compared = [Group(group.prompt, [s for s in group.samples if s.counts]) for group in groups]
+    compared = [group for group in compared if group.samples]
+    if not compared:
+        return {}
+    for group, estimates in zip(compared, choose_estimator(config.advantage)(compared, config), strict=True):
+        for sample, estimate in zip(group.samples, estimates, strict=True):
+            _set(sample, estimate, config.advantage)
+    return reward_metrics(compared)
+
+
+def choose_estimator(name: str) -> Estimator:
+    """One of weft's own, or the user's by its import path; UserError where that is no function."""
+    if name in _ESTIMATORS:
+        return _ESTIMATORS[name]
+    found = import_named(name, "rl.advantage")
+    if not callable(found):
+        raise UserError(f"rl.advantage: {name} is no function of (groups, config).")
+    own: Estimator = found
+    return own
+
+
+def _set(sample: Sample, estimate: Any, name: str) -> None:
+    values = np.asarray(estimate, np.float64)
+    if values.shape not in ((), (sample.length,)) or not np.isfinite(values).all():
+        raise UserError(
+            f"rl.advantage: {name} must give sample {sample.id} one finite number, or {sample.length} of them, one for "
+            f"each token that the policy drew; it gave {estimate!r}."
+        )
+    assert sample.advantages is not None
+    sample.advantages[sample.sampled] = values
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
+    """[G] the reward at the last token, less rl.kl times the KL from the reference at each, if rl.kl_in is reward.
+
+    That is Ouyang et al. 2022, arXiv:2203.02155, equation 2, token by token; old is the policy that is penalised.
+    """
+    rewards = np.zeros(sample.length)
+    if config.kl > 0 and config.kl_in == "reward":
+        assert sample.old is not None and sample.reference is not None, f"sample {sample.id} has no reference logprobs"
+        difference = sample.old[sample.sampled].astype(np.float64) - sample.reference[sample.sampled]
+        rewards -= config.kl * kl(difference, config.kl_estimator)
+    if len(rewards):
+        assert sample.reward is not None
+        rewards[-1] += sample.reward
+    return rewards
+
+
+def scores(group: Group, config: RlAlgorithm) -> Exact:
+    """Of each sample, the sum of its tokens' rewards."""
+    return np.array([token_rewards(sample, config).sum() for sample in group.samples])
+
+
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """0 up to longest - buffer tokens, then falling evenly to -1 at `longest` (DAPO, arXiv:2503.14476, equation 13)."""
+    return -min(max(0.0, (length - (longest - buffer)) / buffer), 1.0)
+
+
+def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
+    """Add the penalty of over-long samples to their rewards, under the name `overlong`; before advantages()."""
+    if config.rl.overlong_buffer is None:
+        return
+    for sample in (sample for group in groups for sample in group.samples):
+        if sample.reward is not None:
+            part = overlong_penalty(sample.length, config.rollout.max_new_tokens, config.rl.overlong_buffer)
+            sample.rewards["overlong"] = config.rl.overlong_penalty * part
+            sample.reward += config.rl.overlong_penalty * part
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """TRL's: `reward` is the mean of all samples, `reward_std` the mean of the groups' standard deviations."""
+    rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
+    found = {
+        "reward": float(np.concatenate(rewards).mean()),
+        "reward_std": float(np.mean([_deviation(r) for r in rewards])),
+        "frac_reward_zero_std": float(np.mean([not group.has_signal for group in groups])),
+    }
+    samples = [sample for group in groups for sample in group.samples]
+    for name in sorted({name for sample in samples for name in sample.rewards}):
+        known = np.array([r for r in (s.rewards.get(name) for s in samples) if r is not None], np.float64)
+        if len(known):
+            found |= {f"rewards/{name}/mean": float(known.mean()), f"rewards/{name}/std": _deviation(known)}
+    return found
+
+
+def _deviation(values: Exact) -> float:
+    """The standard deviation with n - 1; 0 of a single value, and exactly 0 of equal ones."""
+    return float(values.std(ddof=1)) if len(values) > 1 and np.ptp(values) > 0 else 0.0
+
+
+def _centred(values: Exact) -> Exact:
+    """Less their mean; exactly zeros of equal ones, as rounding would not leave them."""
+    return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
+
+
+# ---------------------------------------------------------------- estimators
+
+
+def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+    """(r - mean) / (std + 1e-4) over the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), std with n - 1.
+
+    scale: `batch` takes the standard deviation of all rewards of the step instead (Lite PPO, arXiv:2508.08221), and
+    `none` leaves it out (Dr. GRPO, arXiv:2503.20783, section 3.1).
+    """
+    found = [scores(group, config) for group in groups]
+    divisors = [1.0] * len(found)
+    if config.scale == "group":
+        divisors = [_deviation(r) + _BESIDE for r in found]
+    elif config.scale == "batch":
+        divisors = [_deviation(np.concatenate(found)) + _BESIDE] * len(found)
+    return [list(_centred(r) / divisor) for r, divisor in zip(found, divisors, strict=True)]
+
+
+def rloo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+    """r less the mean of the group's others: n / (n - 1) times r less the mean of all n (Kool et al. 2019; Ahmadian et
+    al. 2024, arXiv:2402.14740, section 3.3)."""
+    found = [scores(group, config) for group in groups]
+    return [list(_centred(r) * (len(r) / max(1, len(r) - 1))) for r in found]
+
+
+def reinforce_plus_plus(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+    """The rewards from each token on, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262)."""
+    returns = [[_to_go(token_rewards(sample, config), config.gamma) for sample in group.samples] for group in groups]
+    return _whitened(returns)
+
+
+def reinforce_plus_plus_baseline(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+    """r less the mean of the group, whitened over all tokens of the step (the same, section 3.3)."""
+    centred = [_centred(scores(group, config)) for group in groups]
+    return _whitened(
+        [
+            [np.full(sample.length, value) for sample, value in zip(group.samples, values, strict=True)]
+            for group, values in zip(groups, centred, strict=True)
+        ]
+    )
+
+
+def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+    """Sum over k of (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t (Schulman et al. 2015,
+    arXiv:1506.02438, equation 16), V being 0 after the last token; whitened over the step with scale=batch.
+
+    V_t is a critic's value before token t is drawn. Tokens that an environment wrote are passed over: the next value is
+    that of the next token that the policy drew. Sets sample.returns, advantage + V, before whitening.
+    """
+    found: list[list[Exact]] = []
+    for group in groups:
+        found.append([])
+        for sample in group.samples:
+            assert sample.values is not None, f"sample {sample.id} has no values"
+            values = sample.values[sample.sampled].astype(np.float64)
+            following = np.append(values[1:], 0.0)[: len(values)]
+            deltas = token_rewards(sample, config) + config.gamma * following - values
+            estimate = _to_go(deltas, config.gamma * config.gae_lambda)
+            sample.returns = np.zeros(len(sample), np.float32)
+            sample.returns[sample.sampled] = estimate + values
+            found[-1].append(estimate)
+    return _whitened(found) if config.scale == "batch" else found
+
+
+def _to_go(values: Exact, factor: float) -> Exact:
+    """[G] out_t = value_t + factor out_(t+1)."""
+    if factor == 1:
+        return values[::-1].cumsum()[::-1]
+    out, ahead = [], 0.0
+    for value in values[::-1].tolist():  # numbers of Python: numpy's are slow one by one
+        ahead = value + factor * ahead
+        out.append(ahead)
+    return np.array(out[::-1], np.float64)
+
+
+def _whitened(found: Sequence[Sequence[Exact]]) -> list[list[Exact]]:
+    """Less their mean, by their standard deviation with n - 1, over all tokens at once; zeros where all are equal."""
+    tokens = np.concatenate([values for group in found for values in group])
+    if len(tokens) < 2 or np.ptp(tokens) == 0:
+        return [[np.zeros_like(values) for values in group] for group in found]
+    mean, scale = tokens.mean(), np.sqrt(tokens.var(ddof=1) + _INSIDE)
+    return [[(values - mean) / scale for values in group] for group in found]
+
+
+_ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++_baseline": reinforce_plus_plus_baseline,
+    "gae": gae,
+}
+assert set(_ESTIMATORS) == set(ADVANTAGES)

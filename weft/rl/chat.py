@@ -1,0 +1,119 @@
+"""Conversations in token space: what a model is given to answer, and how a conversation goes on behind its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.data.answers import Answers
+from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Unclear, common_header
+from weft.data.conversation import Conversation, conversation
+from weft.data.encode import Encoder, Encoding
+from weft.data.prompts import up_to_the_answer
+from weft.data.records import Record, beside
+from weft.errors import UserError, first_line
+from weft.rl.types import Prompt
+
+Message = Mapping[str, Any]
+
+_ANSWER = "answer"  # stands for what the policy has said: what the template writes behind it does not depend on that
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What comes behind an answer. closing: ends the answer, where the policy did not; tokens: what comes then."""
+
+    closing: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Chats:
+    """Renders conversations by the template that documents are rendered by, too."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.encoding = encoding or Encoding()
+        self._encoder = Encoder(tokenizer, self.encoding)
+
+    def question(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[Conversation, str]:
+        """The conversation as templates want it, and its rendering up to where the answer begins.
+
+        row: its columns, of which `tools` and `chat_template_kwargs` are read. Raises UserError.
+        """
+        chat = self._conversation(where, messages, row)
+        answers, kwargs = self._answers(where, chat)
+        try:
+            return chat, _asked(answers.template, chat, kwargs)
+        except RENDER_ERRORS as error:
+            raise UserError(f"{where}: the chat template refused this prompt: {first_line(error)}.") from error
+
+    def continuation(self, prompt: Prompt, then: Sequence[Message], calls: Sequence[Message] = ()) -> Continuation:
+        """The tokens between an answer and the next one, when `then` (tool results, a user's words) is said to it.
+
+        They are what the template writes behind an answer of its own, so nothing that was sampled is rendered, or
+        tokenised, again. calls: of tools, in the answer, where they have to be known to render their results.
+        Raises UserError where the template would write what came before otherwise than it stands there.
+        """
+        where, asked = prompt.source, prompt.messages
+        assert asked is not None, "a text is continued as text"
+        answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
+        if calls:
+            answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        chat = self._conversation(where, [*asked, answer, *then], prompt.columns)
+        chat = replace(chat, trained=(len(asked),))
+        answers, kwargs = self._answers(where, chat)
+        question = replace(chat, messages=chat.messages[: len(asked)])
+        try:
+            found = answers.find(chat, kwargs)
+            text = _asked(answers.template, chat, kwargs)
+            plain = answers.template.render(question.messages, kwargs, tools=chat.tools).text
+            before = common_header(
+                plain, _asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
+            )
+        except Unclear as error:
+            raise UserError(
+                f"{where}: cannot tell how the chat template goes on behind an answer: {error}. Set data.chat_template "
+                "to one that renders each message by itself."
+            ) from error
+        except RENDER_ERRORS as error:
+            raise UserError(
+                f"{where}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
+                "other messages, or set data.chat_template."
+            ) from error
+        start, end = found.spans[-1]
+        if not before or not text.startswith(before.rstrip()) or text[:end] != found.text[:end]:
+            raise UserError(
+                f"{where}: the chat template writes what came first otherwise once more follows, so that a longer "
+                "conversation does not extend the tokens of a shorter one. Set data.chat_template to one that renders "
+                "each message by itself, or let the environment reply with `text`."
+            )
+        closing = self._encoder.plain([text[start:end]])[0][-1:]
+        special = set(self.tokenizer.added_tokens_decoder)
+        return Continuation(tuple(token for token in closing if token in special), tuple(self.tokens([text[end:]])[0]))
+
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts that go on behind others."""
+        return self._encoder.continuations(texts)
+
+    def rendered(self, texts: list[str]) -> list[list[int]]:
+        """Ids of renderings, which hold their special tokens as text."""
+        return self._encoder.plain(texts)
+
+    def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
+        return conversation(Record(where, "messages", {"messages": messages, **beside(where, row)}), "answers")
+
+    def _answers(self, where: str, chat: Conversation) -> tuple[Answers, dict[str, Any]]:
+        answers = self._encoder.answers_of(Record(where, "messages", {}), chat)
+        return answers, {**self.encoding.template_kwargs, **chat.kwargs}
+
+
+def _asked(template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:
+    """The rendering with what asks for an answer."""
+
+    def render(messages: Any, ask: bool) -> str:
+        return template.render(messages, kwargs, tools=chat.tools, ask=ask).text
+
+    return up_to_the_answer(render, chat.messages)

@@ -1,0 +1,107 @@
+"""The engines of a trainer group besides the policy's: the reference, which only reads, and the critic, which trains.
+
+Each is an Engine like any other, in the same ranks, with its own mesh, dtype and token budget where the config says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from weft.cluster.process import Ranks
+from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
+from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
+from weft.engine.engine import Engine, EngineConfig
+from weft.errors import UserError
+from weft.models.load import Progress
+
+
+def policy_config(config: RlConfig) -> EngineConfig:
+    """The engine that `weft rl` trains."""
+    return EngineConfig(
+        model=config.model,
+        lora=config.lora,
+        mesh=config.mesh,
+        fsdp=config.fsdp,
+        step=config.step,
+        optimizer=config.optimizer,
+        seed=config.train.seed,
+        deterministic=config.train.deterministic,
+        temperature=config.rollout.temperature,
+        exact=config.rl.on_policy == "exact",
+    )
+
+
+def reference_config(config: RlConfig) -> EngineConfig | None:
+    """The engine that rl.kl is measured with; None where there is none, or where it is the policy without its adapters
+    (Engine.without_adapter)."""
+    own = config.reference
+    if config.rl.kl == 0 or (config.lora.on and own.path is None and not config.lora.modules_to_save):
+        return None
+    beside = _beside(policy_config(config), own)
+    fsdp = replace(beside.fsdp, param_dtype=own.param_dtype or beside.fsdp.param_dtype)
+    return replace(beside, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
+
+
+def critic_config(config: RlConfig) -> EngineConfig | None:
+    """The engine that learns values; None where nothing asks for them."""
+    if config.rl.advantage != "gae":
+        return None
+    own = config.critic
+    beside = _beside(policy_config(config), own)
+    optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None)
+    model = replace(beside.model, recompute=config.model.recompute)
+    return replace(beside, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
+
+
+def reference_engine(
+    config: RlConfig, ranks: Ranks, *, beside: Engine | None = None, progress: Progress | None = None
+) -> Engine | None:
+    """That of reference_config, opened; collective. beside: the policy's."""
+    wanted = reference_config(config)
+    if wanted is None:
+        return None
+    with _named("reference"):
+        return Engine(wanted, ranks, beside=beside, progress=progress)
+
+
+def critic_engine(
+    config: RlConfig, ranks: Ranks, *, fill: bool = True, beside: Engine | None = None, progress: Progress | None = None
+) -> Engine | None:
+    """That of critic_config, opened; collective. fill: False where a checkpoint is going to fill it. beside: the
+    policy's."""
+    wanted = critic_config(config)
+    if wanted is None:
+        return None
+    with _named("critic"):
+        return Engine(wanted, ranks, fill=fill, beside=beside, progress=progress)
+
+
+@contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Messages of what is opened inside speak of model and mesh: say whose."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"the {section} (keys {section}.*, others as the policy's): {error}") from error
+
+
+def _beside(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> EngineConfig:
+    """The policy's engine, less what is its own affair, with what the section says."""
+    model = ModelConfig(
+        path=own.path or policy.model.path,
+        init=policy.model.init if own.path is None else "pretrained",
+        ignore_weights=policy.model.ignore_weights,
+        attention=policy.model.attention,
+        compile=policy.model.compile,
+    )
+    mesh = MeshConfig(
+        dp_replicate=own.dp_replicate or policy.mesh.dp_replicate, dp_shard=own.dp_shard or policy.mesh.dp_shard
+    )
+    fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
+    if own.cpu_offload is not None:
+        fsdp = replace(fsdp, cpu_offload=own.cpu_offload)
+    budget = own.max_tokens_per_device or policy.step.max_tokens_per_device
+    step = replace(policy.step, max_tokens_per_device=budget)
+    return replace(policy, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

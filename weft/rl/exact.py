@@ -1,0 +1,124 @@
+"""rl.on_policy=exact: what is sampled comes from the policy that is trained, to the last bit. docs/exact.md
+
+Proven before training, on a few sequences of this model on this machine, and required of every sample afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.cluster.agree import largest
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.models.startup import text_vocabulary
+from weft.rl.corrections import comparable
+from weft.rl.types import Sample
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.embedded import EmbeddedEngine
+
+# Of the sequences that are tried, (prompt, completion): of one token, over a block of keys, of uneven lengths.
+_LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))
+_INSTEAD = "Set rl.on_policy=measured, which corrects for the difference (rl.correction)"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """tokens: compared. differing: of these, and worst, the largest difference of two logprobs. moved: completions that
+    became others, in tokens or logprobs, where they were generated in another batch."""
+
+    tokens: int
+    differing: int
+    worst: float
+    moved: int
+
+    @property
+    def exact(self) -> bool:
+        return not self.differing and not self.moved
+
+
+def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, longest_completion: int) -> Proof:
+    """Sample a few sequences, and read them with the trainer; UserError where any logprob differs. Collective.
+
+    embedded: awake on every rank, with the trainer's weights. Lengths are cut at the longest that there will be.
+    """
+    proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
+    if not proof.exact:
+        moved = f", and {proof.moved} completions depend on what is generated beside them" if proof.moved else ""
+        raise UserError(
+            f"rl.on_policy=exact: {proof.differing} of {proof.tokens} tokens have another logprob in the trainer than "
+            f"where they were sampled, by {proof.worst:.1e} at most{moved}. {_reason(engine)} {_INSTEAD}."
+        )
+    return proof
+
+
+def _requests(engine: Engine, longest_prompt: int, longest_completion: int) -> list[Request]:
+    generator = np.random.default_rng(0)
+    vocabulary = text_vocabulary(engine.module)
+    requests = []
+    for number, (prompt, completion) in enumerate(_LENGTHS):
+        tokens = generator.integers(vocabulary, size=min(prompt, longest_prompt)).tolist()
+        sampling = Sampling(min(completion, longest_completion), engine.config.temperature)
+        requests.append(Request(f"exact {number}", tuple(tokens), tuple(range(1 + number % 3)), sampling))
+    return requests
+
+
+def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) -> Proof:
+    """Every rank samples all of it, and reads its own part."""
+    together = embedded.generate(requests)
+    apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
+    moved = sum(
+        _other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second, strict=True)
+    )
+    documents, recorded = [], []
+    for request, completions in zip(requests, together, strict=True):
+        for completion in completions:
+            tokens = torch.tensor(request.tokens + completion.tokens)
+            documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id))
+            recorded.append(torch.tensor(completion.logprobs, dtype=torch.float32))
+    plan = engine.plan([engine.meta(document) for document in documents])
+    read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)})
+    differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
+    mine = torch.cat([torch.zeros(1), *differences])
+    found = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
+    differing, worst, moved = largest(found, engine.mesh.data_group, engine.device)
+    return Proof(sum(map(len, recorded)), int(differing), worst, int(moved))
+
+
+def _other(one: Completion, other: Completion) -> bool:
+    return one.tokens != other.tokens or one.logprobs != other.logprobs
+
+
+def _reason(engine: Engine) -> str:
+    """What is known to make them differ, and what to do about it."""
+    if engine.lora is not None:
+        return "Adapters lie beside the weights in the trainer, and are merged where it samples: leave lora.rank unset."
+    if engine.precision.compute != torch.float32:
+        return "This is known to work in fp32: set fsdp.param_dtype=fp32."
+    if engine.device.type != "cpu":
+        return f"The kernels of {engine.device.type} depend on the shape of what they are given."
+    if not engine.built.uses_bounds:
+        return "This family has layers of its own in place of the attention that is made exact."
+    if torch.get_num_threads() > 1:
+        return f"Each rank has {torch.get_num_threads()} threads: try OMP_NUM_THREADS=1."
+    return "This family computes something in a way that depends on the shape of what it is given."
+
+
+def require_exact(samples: Sequence[Sample]) -> None:
+    """UserError where a sampled token's logprob is not, to the last bit, the trainer's own."""
+    for sample in samples:
+        if not sample.counts or not sample.length:
+            continue
+        assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
+        old, rollout = (x[sample.sampled] for x in (sample.old, comparable(sample)))
+        if not np.array_equal(old, rollout):
+            place = int((old != rollout).argmax())
+            raise UserError(
+                f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have "
+                f"another logprob in the trainer than where they were sampled; the first is token {place} of what was "
+                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}."
+            )

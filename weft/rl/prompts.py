@@ -1,0 +1,324 @@
+"""Data -> prompts of reinforcement learning, and which of them each rollout step takes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.rl_schema import RlConfig
+from weft.data.columns import with_named
+from weft.data.encode import Encoding, has_template, read_encoding
+from weft.data.messages import read_messages
+from weft.data.opened import Data, Source, open_data
+from weft.data.order import Share, epoch_order
+from weft.data.prompts import as_text
+from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
+from weft.errors import UserError
+from weft.rl.chat import Chats
+from weft.rl.environments import environment_class
+from weft.rl.types import Prompt
+
+_NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
+
+# Columns that users bring in place of `prompt` and `messages`.
+_FOREIGN = {
+    "question": "prompt", "problem": "prompt", "query": "prompt", "input": "prompt", "instruction": "prompt",
+    "text": "prompt", "conversations": "messages", "conversation": "messages",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """What prompts must be like.
+
+    longest: tokens; drop: whether longer ones are left out, else they are an error. chat: a text is what a user says.
+    instruction: put behind each. tools: JSON schemas for those that bring none. vocab_size: ids are below it.
+    """
+
+    longest: int
+    drop: bool = False
+    chat: bool = False
+    instruction: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    vocab_size: int | None = None
+
+
+class Prompts(Sequence[Prompt]):
+    """The prompts of a run. shares: the sources that they are of, for the order; dropped: how many were too long."""
+
+    def __init__(self, label: str, prompts: Sequence[Prompt], shares: Sequence[Share], dropped: int = 0) -> None:
+        self.label, self.prompts, self.shares, self.dropped = label, prompts, shares, dropped
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        return self.prompts[index]
+
+    def __str__(self) -> str:
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        text = f"{self.label}: {len(self):,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
+        return text + (f"; {self.dropped:,} longer ones dropped" if self.dropped else "")
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal, of all tokens in their order, and of the weights of the sources."""
+        digest = hashlib.blake2b(repr([(s.documents, s.weight) for s in self.shares]).encode(), digest_size=8)
+        for prompt in self.prompts:
+            digest.update(np.array([len(prompt.tokens), *prompt.tokens], np.int64).tobytes())
+        return digest.hexdigest()
+
+
+def load_rl_prompts(
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Prompts:
+    """The prompts that a config names.
+
+    A row has `prompt`, a text or messages, or `messages`, whose last answers are left out; all other columns are kept
+    for the rewards. data: in place of the config's; rows in memory, or another data section. vocab_size: where given,
+    ids must be below it. Raises UserError with file and line for whatever the user has to mend.
+    """
+    environment = environment_class(config)
+    rules = PromptRules(
+        longest=config.rollout.max_prompt_tokens,
+        drop=config.data.long_documents == "drop",
+        chat=config.rl.chat,
+        instruction=config.rl.instruction,
+        tools=() if environment is None else tuple(environment.tools),
+        vocab_size=vocab_size,
+    )
+    return read_prompts(config.data if data is None else data, tokenizer, read_encoding(config.data, tokenizer), rules)
+
+
+def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> Prompts:
+    """Reads, checks and tokenises prompts, in the order of their sources."""
+    reader = _Reader(tokenizer, encoding, rules)
+    shares: list[Share] = []
+    prompts: list[Prompt] = []
+    dropped = 0
+    sources = open_data(data)
+    for source in sources:
+        found = list(reader.read(source))
+        kept = [prompt for prompt in found if len(prompt.tokens) <= rules.longest]
+        _check(source, found, kept, rules)
+        shares.append(Share(len(kept), source.weight))
+        prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(kept)]
+        dropped += len(found) - len(kept)
+    label = sources[0].label if len(sources) == 1 else f"{len(sources)} sources"
+    return Prompts(label, prompts, shares, dropped)
+
+
+def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rules: PromptRules) -> None:
+    if not found:
+        raise UserError(f"{source.label}: holds no prompts. data.path must name data with {_NEEDED}.")
+    longest = max(found, key=lambda prompt: len(prompt.tokens))
+    if rules.drop and not kept:
+        raise UserError(
+            f"{source.label}: data.long_documents: drop leaves no prompt: all {len(found):,} are longer than "
+            f"rollout.max_prompt_tokens = {rules.longest}. Raise rollout.max_prompt_tokens."
+        )
+    if len(kept) < len(found) and not rules.drop:
+        raise UserError(
+            f"{longest.source}: {len(found) - len(kept):,} of {len(found):,} prompts are longer than "
+            f"rollout.max_prompt_tokens = {rules.longest}; this is the longest, with {len(longest.tokens)}. Set "
+            f"rollout.max_prompt_tokens={len(longest.tokens)}, or data.long_documents=drop to leave them out."
+        )
+    if rules.vocab_size is not None:
+        for prompt in kept:
+            if max(prompt.tokens) >= rules.vocab_size:
+                raise UserError(
+                    f"{prompt.source}: the tokenizer gives id {max(prompt.tokens)}, but the model's vocabulary has "
+                    f"{rules.vocab_size}. Tokenizer and model of model.path do not belong together."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A row before it is tokenised. text: rendered, of a chat."""
+
+    where: str
+    text: str
+    shown: str
+    messages: tuple[Mapping[str, Any], ...] | None
+    columns: Mapping[str, Any]
+
+
+class _Reader:
+    """Rows -> prompts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> None:
+        self.tokenizer, self.rules = tokenizer, rules
+        self.chats = Chats(tokenizer, encoding)
+        self.has_template = has_template(tokenizer, encoding)
+
+    def read(self, source: Source) -> Iterator[Prompt]:
+        """The prompts of a source; indices are yet to be given."""
+        for part in source.parts:
+            for block in part.blocks():
+                rows = []
+                for row in block.rows():
+                    if row.escaped:
+                        check_unicode(row.where, row.values)
+                    rows.append(self._row(row.where, with_named(row.where, row.values, source.columns), source.columns))
+                yield from self._tokenised(rows)
+
+    def _tokenised(self, rows: Sequence[_Read]) -> Iterator[Prompt]:
+        ids: dict[int, list[int]] = {}
+        for is_chat, tokenise in ((True, self.chats.rendered), (False, self._plain)):
+            places = [i for i, row in enumerate(rows) if (row.messages is not None) == is_chat]
+            if places:
+                ids.update(zip(places, tokenise([rows[i].text for i in places]), strict=True))
+        for i, row in enumerate(rows):
+            if not ids[i]:
+                raise UserError(f"{row.where}: `prompt` is empty: write what is to be answered.")
+            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where)
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        """Texts that are to be continued: with what the tokenizer puts before one, without what it puts behind."""
+        found: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
+
+    def _row(self, where: str, row: dict[str, Any], columns: Mapping[str, str]) -> _Read:
+        refuse_media(where, row)
+        name = _prompt_column(where, row, columns)
+        value = row[name]
+        rest = {key: item for key, item in row.items() if key != name}
+        if isinstance(value, str) and name == "prompt" and not is_json_list(value):
+            text = value if self.rules.instruction is None else f"{value}\n{self.rules.instruction}"
+            if not self.rules.chat:
+                return _text_prompt(where, text, rest)
+            messages = with_system(where, rest, [{"role": "user", "content": text}])
+        else:
+            messages = with_system(where, rest, read_messages(where, name, value))
+            messages = self._instructed(where, _to_be_answered(where, name, messages))
+        return self._chat(where, messages, rest)
+
+    def _instructed(self, where: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with rl.instruction behind its last message."""
+        text = self.rules.instruction
+        if text is None:
+            return messages
+        *before, last = messages
+        content = last.get("content")
+        if isinstance(content, list):
+            return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n{text}"}]}]
+        return [*before, {**last, "content": f"{content}\n{text}"}]
+
+    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any]) -> _Read:
+        if not self.has_template:
+            raise UserError(
+                f"{where}: is a chat, but the tokenizer has no chat template. Use the model's chat (instruct) variant, "
+                "set data.chat_template (chatml, or a file), or write `prompt` as a text to be continued."
+            )
+        if self.rules.tools and not rest.get("tools"):
+            rest = {**rest, "tools": [dict(tool) for tool in self.rules.tools]}
+        chat, text = self.chats.question(where, messages, rest)
+        return _Read(where, text, as_text(chat.messages), tuple(chat.messages), rest)
+
+
+def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:
+    if unread := [name for name in ("system", "tools", "chat_template_kwargs") if rest.get(name)]:
+        raise UserError(
+            f"{where}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true if "
+            f"it is what a user says, write it as messages, or remove `{unread[0]}`."
+        )
+    return _Read(where, text, text, None, rest)
+
+
+def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """Which column holds the prompt."""
+    found = [name for name in ("prompt", "messages") if row.get(name) is not None]
+    named = [name for name in found if name in columns]
+    if len(named) == 1 or len(found) == 1:
+        return (named or found)[0]
+    if found:
+        raise UserError(
+            f"{where}: has `prompt` and `messages`. Remove one of them, or name the one to be answered in "
+            "data.columns, as in data.columns={prompt: prompt}."
+        )
+    names = ", ".join(f"`{name}`" for name in row) or "no columns"
+    hints = [f" Set data.columns={{{ours}: {name}}}." for name, ours in _FOREIGN.items() if row.get(name) is not None]
+    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{hints[0] if hints else ''}")
+
+
+def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without the answers that end them."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not any(message["role"] != "system" for message in messages):
+        raise UserError(f"{where}: `{name}` holds no message that could be answered: end it with one of the user.")
+    return messages
+
+
+class PromptStream:
+    """The prompts of a run in the order in which they are taken: a function of the seed and of how many were taken.
+
+    All prompts come once in an epoch (of a weighted source, its share), in an order drawn from the seed and the epoch;
+    epochs follow each other without a gap, so a rollout step always has its number of prompts. A prompt that comes
+    again has a `visit` of its own, and therefore seeds of its own.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], per_step: int, seed: int, shuffle: bool = True, *, taken: int = 0
+    ) -> None:
+        """taken: how many were taken before, by a run that this one continues."""
+        assert len(prompts) and per_step >= 1
+        self._prompts, self.per_step = prompts, per_step
+        self._seed, self._shuffle = seed, shuffle
+        self._shares = prompts.shares if isinstance(prompts, Prompts) else [Share(len(prompts))]
+        self.in_epoch = sum(share.in_epoch for share in self._shares)
+        self._visits: Counter[int] = Counter()
+        self._order = self._forever()
+        self.taken = 0
+        self.take(taken)
+
+    def take(self, count: int | None = None) -> list[Prompt]:
+        """The next prompts: those of a rollout step, or so many."""
+        out = [next(self._order) for _ in range(self.per_step if count is None else count)]
+        self.taken += len(out)
+        return out
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that have been taken."""
+        return self.taken / self.in_epoch
+
+    def steps(self, epochs: int) -> int:
+        """Rollout steps in which each prompt of so many epochs is taken."""
+        return -(-epochs * self.in_epoch // self.per_step)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint says of it."""
+        return {"taken": self.taken}
+
+    def _forever(self) -> Iterator[Prompt]:
+        epoch = 1
+        while True:
+            for place in self._epoch(epoch):
+                visit = self._visits[place]
+                self._visits[place] += 1
+                yield replace(self._prompts[place], visit=visit)
+            epoch += 1
+
+    def _epoch(self, epoch: int) -> list[int]:
+        chosen: list[int] = []
+        begin = 0
+        for number, share in enumerate(self._shares):
+            chosen += [begin + place for place in share.chosen(number, self._seed, epoch, self._shuffle)]
+            begin += share.documents
+        return [chosen[place] for place in epoch_order(len(chosen), self._seed, epoch, self._shuffle)]

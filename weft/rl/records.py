@@ -1,0 +1,126 @@
+"""RUN/rollouts: every sample of every rollout step, as Parquet, so that rollouts can be browsed and trained again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UserError
+from weft.rl.types import Group, Prompt, Sample
+
+FOLDER = "rollouts"
+EVALUATIONS = "evaluations"
+# Arrays of a sample that are kept, with their dtypes; null where there are none.
+_ARRAYS = {
+    "tokens": np.int64, "sampled": np.bool_, "rollout": np.float32, "versions": np.int32, "kept_logmass": np.float32,
+    "old": np.float32, "reference": np.float32, "values": np.float32, "advantages": np.float32,
+    "correction": np.float32,
+}  # fmt: skip
+
+
+def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
+    """RUN/rollouts/step-000001.parquet"""
+    return folder / into / f"step-{step:06d}.parquet"
+
+
+def write_rollouts(folder: Path, step: int, groups: Sequence[Group], texts: Sequence[str], into: str = FOLDER) -> Path:
+    """All samples of a rollout step, or of an evaluation, in their order; texts: of their completions. Whole or not at
+    all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [_row(step, sample, text) for sample, text in zip(_samples(groups), texts, strict=True)]
+    path = rollout_file(folder, step, into)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    os.replace(partial, path)
+    return path
+
+
+def read_rollouts(path: Path) -> list[Group]:
+    """The groups of one file. UserError where it is none of weft's."""
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+        samples = [_sample(row) for row in rows]
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: holds no rollouts of weft: {error}.") from error
+    groups: dict[str, Group] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.id, Group(sample.prompt, [])).samples.append(sample)
+    return list(groups.values())
+
+
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Rollout step -> file, of a folder RUN/rollouts."""
+    return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("step-*.parquet"))}
+
+
+def cut_rollouts(folder: Path, after: int) -> None:
+    """Move files of later rollout steps than `after` to RUN/rollouts/dropped."""
+    for step, path in rollout_files(folder / FOLDER).items():
+        if step > after:
+            aside = path.parent / "dropped"
+            aside.mkdir(exist_ok=True)
+            path.replace(aside / path.name)
+
+
+def _samples(groups: Sequence[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _row(step: int, sample: Sample, text: str) -> dict[str, Any]:
+    prompt = sample.prompt
+    arrays = {name: getattr(sample, name) for name in _ARRAYS}
+    return {
+        "step": step,
+        "prompt_index": prompt.index,
+        "visit": prompt.visit,
+        "number": sample.number,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        "completion": text,
+        "reward": sample.reward,
+        "rewards": json.dumps(sample.rewards),
+        "trained": sample.trained,
+        "finish": sample.finish,
+        "turns": sample.turns,
+        "prompt_tokens": len(prompt.tokens),
+        "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
+        "columns": json.dumps(prompt.columns, default=str),
+        "notes": json.dumps(sample.notes, default=str),
+        **{name: None if value is None else value.tolist() for name, value in arrays.items()},
+    }
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    arrays: dict[str, Any] = {
+        name: None if row[name] is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
+    }
+    prompt = Prompt(
+        index=row["prompt_index"],
+        visit=row["visit"],
+        tokens=tuple(row["tokens"][: row["prompt_tokens"]]),
+        text=row["prompt"],
+        messages=None if row["messages"] is None else tuple(json.loads(row["messages"])),
+        columns=json.loads(row["columns"]),
+        source=row["source"],
+    )
+    return Sample(
+        prompt=prompt,
+        number=row["number"],
+        finish=row["finish"],
+        turns=row["turns"],
+        rewards=json.loads(row["rewards"]),
+        reward=row["reward"],
+        trained=row["trained"],
+        notes=json.loads(row["notes"]),
+        **arrays,
+    )

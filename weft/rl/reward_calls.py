@@ -1,0 +1,193 @@
+"""Calling one reward function, wherever that is: in a worker process, or here. Imports neither torch nor numpy.
+
+Three kinds of functions are known, by the names of their parameters: TRL's `reward(prompts, completions,
+completion_ids, **columns) -> list[float | None]`, the same as a coroutine function, and verl's
+`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.rl.builtin_rewards import BUILT_IN, COMPARING, spoken
+
+GIVEN = ("prompts", "completions", "completion_ids")
+_OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A reward function of the config. name: in metrics; path: a built-in's name, or an import path; options: of
+    rl.reward_options."""
+
+    name: str
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of a function once it is imported. columns: that it asks for by name; required: those without a
+    default; takes_all: it takes any (`**columns`); reference: it needs a reference answer."""
+
+    kind: Literal["list", "async", "verl"]
+    columns: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_all: bool
+    reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that a function is called with: lists of equal length, columns by name."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def only(self, i: int) -> Batch:
+        """The batch of one of them."""
+        columns = {name: values[i : i + 1] for name, values in self.columns.items()}
+        at = slice(i, i + 1)
+        return Batch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a function made of a sample. value: None where it has nothing to say, or where there is an error. notes:
+    whatever else it returned."""
+
+    value: float | None
+    error: str | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RewardFunction:
+    """A reward function that is imported."""
+
+    def __init__(self, named: Named) -> None:
+        """Raises UserError where there is no such function, or it cannot be called as one."""
+        self.named = named
+        self._call = BUILT_IN.get(named.path) or import_named(named.path, "rl.reward")
+        if not callable(self._call):
+            raise UserError(f"rl.reward: {named.path} is a {type(self._call).__name__}, which cannot be called.")
+        self.described = _describe(named, self._call)
+
+    def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
+        """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async."""
+        if self.described.kind == "async":
+            assert runner is not None
+            return runner.run(self._side_by_side(batch))
+        if self.described.kind == "verl":
+            return [self._verl(batch.only(i)) for i in range(len(batch))]
+        try:
+            return _outcomes(self._list(batch), len(batch))
+        except (Exception, SystemExit) as error:
+            if len(batch) == 1:
+                return [Outcome(None, _last_line(error))]
+        return [outcome for i in range(len(batch)) for outcome in self(batch.only(i))]
+
+    def _list(self, batch: Batch) -> Any:
+        given = {name: getattr(batch, name) for name in GIVEN if self._takes(name)}
+        columns = {name: list(values) for name, values in batch.columns.items() if self._takes(name)}
+        return self._call(**{**columns, **given, **self.named.options})
+
+    def _takes(self, name: str) -> bool:
+        return self.described.takes_all or name in self.described.columns
+
+    async def _side_by_side(self, batch: Batch) -> list[Outcome]:
+        """All at once, each in a call of its own, so that one that waits or fails holds up no other."""
+        return list(await asyncio.gather(*(self._alone(batch.only(i)) for i in range(len(batch)))))
+
+    async def _alone(self, batch: Batch) -> Outcome:
+        try:
+            return _outcomes(await self._list(batch), 1)[0]
+        except (Exception, SystemExit) as error:
+            return Outcome(None, _last_line(error))
+
+    def _verl(self, batch: Batch) -> Outcome:
+        row = {name: values[0] for name, values in batch.columns.items()}
+        truth = row.get("ground_truth")
+        if truth is None and isinstance(row.get("reward_model"), Mapping):
+            truth = row["reward_model"].get("ground_truth")
+        values = {
+            "data_source": row.get("data_source"),
+            "solution_str": spoken(batch.completions[0]),
+            "ground_truth": row.get("answer") if truth is None else truth,
+            "extra_info": row.get("extra_info"),
+        }
+        try:
+            found = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.named.options)
+            if not isinstance(found, Mapping):
+                return _outcome(found)
+            if "score" not in found:
+                raise ValueError(f"returned a dict without `score`: it has {', '.join(map(str, found))}")
+            return Outcome(_outcome(found["score"]).value, _outcome(found["score"]).error, {**found})
+        except (Exception, SystemExit) as error:
+            return Outcome(None, _last_line(error))
+
+
+def _describe(named: Named, call: Callable[..., Any]) -> Described:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        raise UserError(
+            f"rl.reward: {named.path} does not say which parameters it has: wrap it in a function."
+        ) from None
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in parameters if p.name in names and p.default is p.empty]
+    if unknown := [name for name in named.options if name not in names and not takes_all]:
+        raise UserError(
+            f"rl.reward_options: {named.name} has no parameter {unknown[0]}; it has {', '.join(names) or 'none'}."
+        )
+    wanted = [name for name in required if name not in (*GIVEN, *named.options)]
+    if {"solution_str", "ground_truth"} <= set(names):
+        own = [name for name in wanted if name not in _OF_VERL]
+        return Described("verl", (*names, "reward_model", "answer"), tuple(own), takes_all, reference=True)
+    if required[:2] == ["args", "sample"] or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        raise UserError(
+            f"rl.reward: {named.path} has the parameters {', '.join(p.name for p in parameters)}; a reward function is "
+            "reward(prompts, completions, completion_ids, **columns) -> list of numbers, or verl's compute_score("
+            "data_source, solution_str, ground_truth, extra_info). docs/how-to/write-a-reward.md shows both."
+        )
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+    reference = named.path in COMPARING or (named.path == "regex" and "(" in str(named.options.get("pattern", "")))
+    return Described("async" if is_async else "list", tuple(names), tuple(wanted), takes_all, reference)
+
+
+def _outcomes(found: Any, count: int) -> list[Outcome]:
+    if isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
+        raise TypeError(f"returned {type(found).__name__}, not a list of {count} numbers")
+    if len(found) != count:
+        raise ValueError(f"returned {len(found)} values for {count} completions")
+    return [_outcome(value) for value in found]
+
+
+def _outcome(value: Any) -> Outcome:
+    if value is None:
+        return Outcome(None)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return Outcome(None, f"returned {value!r:.80}, which is no number")
+    return Outcome(number) if math.isfinite(number) else Outcome(None, f"returned {number}")
+
+
+def _last_line(error: BaseException) -> str:
+    """The traceback's last line, with where in the user's code it was raised."""
+    last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if frames else last

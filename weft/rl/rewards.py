@@ -1,0 +1,252 @@
+"""The rewards of a run: which functions are asked of which samples, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from weft.cluster.machine import cpu_cores
+from weft.config.rewards import reward_names
+from weft.config.rl_schema import RlAlgorithm
+from weft.errors import UserError
+from weft.rl.builtin_rewards import INLINE, has_reference
+from weft.rl.reward_calls import GIVEN, Batch, Described, Named, Outcome, RewardFunction
+from weft.rl.reward_pool import RewardPool
+from weft.rl.types import Prompt, Sample
+
+ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
+_NEWS = 3  # failures that are told between two calls of `metrics`
+_MOST_WORKERS = 16
+
+
+class Failures:
+    """What failed, and of how many, since it was last asked."""
+
+    def __init__(self) -> None:
+        self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
+        self._news: list[str] = []
+
+    def count(self, name: str, sample: Sample, error: str | None) -> None:
+        """One sample that a function was asked about. error: None where it had an answer."""
+        self._asked[name] += 1
+        if error is None:
+            return
+        self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
+        self._failed[name] += 1
+        if self._failed.total() <= _NEWS:
+            self._news.append(f"reward   {name} failed for {self._last[name]}")
+
+    def metrics(self) -> dict[str, float]:
+        """`rewards/failed`, and by function where there are any; counting begins anew.
+
+        Raises UserError where a function, or the environment, has failed for every sample.
+        """
+        failed, asked, last = self._failed, self._asked, self._last
+        self._asked, self._failed, self._last = Counter(), Counter(), {}
+        for name, count in failed.items():
+            if count == asked[name]:
+                key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
+                raise UserError(
+                    f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
+                    f"The last: {last[name]}"
+                )
+        by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
+        return {"rewards/failed": float(failed.total()), **by_name}
+
+    def take_news(self) -> list[str]:
+        """What there is to print since it was last asked: the first failures."""
+        news, self._news = self._news, []
+        return news
+
+
+class Rewards:
+    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample.
+
+    failures: of training, which `metrics` and `take_news` tell of.
+    """
+
+    def __init__(self, config: RlAlgorithm) -> None:
+        self.functions = [
+            Named(name, path, _options(config, name))
+            for name, path in zip(reward_names(config.reward), config.reward, strict=True)
+        ]
+        weights = config.reward_weights or (1.0,) * len(self.functions)
+        self.weights = {ENVIRONMENT: 1.0, **{f.name: w for f, w in zip(self.functions, weights, strict=True)}}
+        self.column = config.reward_column
+        self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
+        self._outside = [f for f in self.functions if f.name not in self._inline]
+        self._pool = RewardPool(
+            self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
+        )
+        self._described: dict[str, Described] = {}
+        self.failures = Failures()
+
+    async def start(self, prompts: Sequence[Prompt] = ()) -> None:
+        """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
+        if self._outside:
+            described = await self._pool.describe()
+            self._described = {f.name: d for f, d in zip(self._outside, described, strict=True)}
+        self._described |= {name: function.described for name, function in self._inline.items()}
+        for prompt in prompts:
+            self._check(prompt)
+
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str], failures: Failures | None = None) -> None:
+        """Set `rewards` and `reward` of each sample. texts: of their completions, decoded.
+
+        A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
+        was said, or where a function failed: then it is not trained. failures: counts them, in place of the run's own.
+        """
+        if not self._described:
+            await self.start()
+        groups = [
+            list(group) for _, group in groupby(zip(samples, texts, strict=True), lambda pair: id(pair[0].prompt))
+        ]
+        counted = self.failures if failures is None else failures
+        await asyncio.gather(*(self._call(f, group, counted) for group in groups for f in self.functions))
+        for sample in samples:
+            self._sum(sample, counted)
+
+    def metrics(self) -> dict[str, float]:
+        """What failed since it was last asked; UserError where nothing was left (Failures.metrics)."""
+        return self.failures.metrics()
+
+    def take_news(self) -> list[str]:
+        """What there is to print since it was last asked: the first failures."""
+        return self.failures.take_news()
+
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    async def _call(self, function: Named, group: Sequence[tuple[Sample, str]], failures: Failures) -> None:
+        """Ask one function about samples of one prompt."""
+        group = [(sample, text) for sample, text in group if "error" not in sample.notes]
+        if not group or function.name not in self._named(group[0][0].prompt):
+            return
+        samples = [sample for sample, _ in group]
+        batch = self._batch(function, samples, [text for _, text in group])
+        inline = self._inline.get(function.name)
+        if inline is not None:
+            outcomes = inline(batch)
+        else:
+            outcomes = await self._pool.call(self._outside.index(function), batch)
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            _note(function.name, sample, outcome)
+            failures.count(function.name, sample, outcome.error)
+
+    def _sum(self, sample: Sample, failures: Failures) -> None:
+        error = sample.notes.get("error")
+        if ENVIRONMENT in sample.rewards or error:
+            failures.count(ENVIRONMENT, sample, error)
+        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any
+        sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
+        said = {name: value for name, value in sample.rewards.items() if value is not None}
+        lost = error or "reward_errors" in sample.notes
+        sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
+
+    def _batch(self, function: Named, samples: Sequence[Sample], texts: Sequence[str]) -> Batch:
+        prompt, described = samples[0].prompt, self._described[function.name]
+        names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
+        chat = prompt.messages is not None
+        return Batch(
+            prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
+            completions=[_said(sample, text) if chat else text for sample, text in zip(samples, texts, strict=True)],
+            completion_ids=[sample.completion() for sample in samples],
+            columns={name: [prompt.columns[name]] * len(samples) for name in names},
+        )
+
+    def _named(self, prompt: Prompt) -> Sequence[str]:
+        """The functions that are asked about answers to a prompt."""
+        if self.column is None:
+            return [function.name for function in self.functions]
+        named = prompt.columns.get(self.column)
+        return [named] if isinstance(named, str) else list(named or ())
+
+    def _check(self, prompt: Prompt) -> None:
+        asked = self._named(prompt)
+        known = [function.name for function in self.functions]
+        if self.column is not None and (not asked or set(asked) - set(known)):
+            raise UserError(
+                f"{prompt.source}: rl.reward_column: `{self.column}` is {prompt.columns.get(self.column)!r}, which is "
+                f"none of rl.reward: {', '.join(known)}."
+            )
+        for name in asked:
+            for problem in _missing(name, self._described[name], prompt):
+                raise UserError(f"{prompt.source}: rl.reward: {problem}")
+
+
+def completion_texts(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What rewards read: each completion decoded, without special tokens; of a conversation, all of it."""
+    texts: list[str] = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
+    return texts
+
+
+def try_rewards(
+    reward: Sequence[str], completions: Sequence[str], *, prompt: str = "", timeout: float = 30.0, **columns: Any
+) -> list[dict[str, Any]]:
+    """What reward functions make of answers to one prompt, as in a run: to try one before it trains anything.
+
+    reward: as rl.reward. columns: of the prompt's row. completion_ids are the bytes of each completion. A row for each
+    completion, with `reward`, the value of each function, and under `errors` what failed.
+    """
+    asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
+    samples = []
+    for number, text in enumerate(completions):
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        n = len(tokens)
+        zeros = np.zeros(n, np.float32)
+        samples.append(Sample(asked, number, tokens, np.ones(n, np.bool_), zeros, np.zeros(n, np.int32), "end"))
+
+    async def run() -> None:
+        rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
+        async with rewards:
+            await rewards.start([asked])
+            await rewards.score(samples, completions)
+
+    asyncio.run(run())
+    return [
+        {"reward": sample.reward, **sample.rewards, "errors": sample.notes.get("reward_errors", {})}
+        for sample in samples
+    ]
+
+
+def _missing(name: str, described: Described, prompt: Prompt) -> Iterator[str]:
+    columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
+    for column in described.required:
+        if column not in prompt.columns:
+            yield (
+                f"{name} asks for `{column}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns "
+                f"of the data: set data.columns={{{column}: ...}}, or give the parameter a default."
+            )
+    if described.reference and not has_reference(prompt.columns):
+        yield f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+
+
+def _note(name: str, sample: Sample, outcome: Outcome) -> None:
+    sample.rewards[name] = outcome.value
+    if outcome.notes:
+        sample.notes[name] = dict(outcome.notes)
+    if outcome.error is not None:
+        sample.notes.setdefault("reward_errors", {})[name] = outcome.error
+
+
+def _said(sample: Sample, text: str) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] | None = sample.notes.get("messages")
+    return said if said is not None else [{"role": "assistant", "content": text}]
+
+
+def _options(config: RlAlgorithm, name: str) -> dict[str, Any]:
+    found = ((option.rpartition("."), value) for option, value in config.reward_options.items())
+    return {argument: value for (of, _, argument), value in found if of == name}

@@ -1,0 +1,230 @@
+"""Prompts -> groups of samples: each prompt is answered by an engine, in one turn or in a conversation.
+
+Everything is in tokens. What the policy sampled stays as it was sampled; what an environment replies is appended as
+tokens, and is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from weft.rl.environments import EnvironmentFailure, Episodes, Reply
+from weft.rl.prompts import PromptStream
+from weft.rl.types import Group, Prompt, Sample
+from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of
+
+
+async def rollout_group(
+    prompt: Prompt,
+    count: int,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    episodes: Episodes | None,
+    seed: int,
+    label: str = "",
+) -> Group:
+    """So many samples of a prompt.
+
+    Without an environment they are one request, whose prompt an engine computes once. seed: of the run; those of the
+    samples come from it, the prompt's id and the sample's number alone. label: put before the id, so that an
+    evaluation has other seeds than training.
+    """
+    if episodes is not None:
+        numbers = range(count)
+        plays = (episode(prompt, number, engine, sampling, episodes, seed, label) for number in numbers)
+        return Group(prompt, list(await asyncio.gather(*plays)))
+    name = label + prompt.id
+    seeds = tuple(seed_of(seed, name, number) for number in range(count))
+    completions = await engine.generate(Request(name, prompt.tokens, seeds, sampling))
+    samples = []
+    for number, completion in enumerate(completions):
+        transcript = Transcript(prompt)
+        transcript.sampled(completion)
+        samples.append(transcript.sample(number))
+    return Group(prompt, samples)
+
+
+async def episode(
+    prompt: Prompt,
+    number: int,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    episodes: Episodes,
+    seed: int,
+    label: str = "",
+) -> Sample:
+    """One conversation with an environment of its own.
+
+    It ends when the environment is done, after rl.max_turns answers, or where an answer or a reply does not fit
+    rollout.max_new_tokens any more (finish `length`). Where the environment's code fails, the sample is not trained and
+    its notes have the `error`.
+    """
+    transcript = Transcript(prompt)
+    environment = episodes.kind()
+    try:
+        await episodes.call(environment.start, prompt)
+        while True:
+            turn, name = transcript.turns, label + prompt.id
+            asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
+            seeds = (seed_of(seed, name, number, turn),)
+            request = Request(f"{name}/{number} turn {turn + 1}", transcript.so_far, seeds, asked)
+            (completion,) = await engine.generate(request)
+            transcript.sampled(completion)
+            text, ended = _heard(completion, sampling, episodes.chats.tokenizer)
+            transcript.said(text)
+            if completion.finish != "end":
+                break
+            reply = await episodes.call(environment.step, text, completion.tokens)
+            transcript.replied(reply)
+            if reply.done or transcript.turns == episodes.max_turns:
+                break
+            given = episodes.behind(prompt, reply, ended)
+            if transcript.length + len(given) >= episodes.most_tokens:
+                transcript.finish = "length"
+                break
+            transcript.given(given)
+    except EnvironmentFailure as error:
+        transcript.error = str(error)
+    finally:
+        await _close(episodes, environment, transcript)
+    return transcript.sample(number, episodes.kind.gives_reward)
+
+
+async def groups_to_train(
+    stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
+) -> tuple[list[Group], int]:
+    """The groups of a rollout step, and how many were set aside for others.
+
+    A group whose rewards are all equal teaches nothing: the next prompt of the stream takes its place, in so many
+    rounds at most (rl.dynamic_sampling); what is missing then is filled up with groups that were set aside. roll:
+    generates and rewards groups, in the order of their prompts. Which prompts are taken depends on rewards alone, not
+    on what is done first, so a run repeats itself.
+    """
+    kept: list[Group] = []
+    aside: list[Group] = []
+    for _ in range(rounds + 1):
+        for group in await roll(stream.take(stream.per_step - len(kept))):
+            (kept if group.has_signal or rounds == 0 else aside).append(group)
+        if len(kept) == stream.per_step:
+            break
+    missing = stream.per_step - len(kept)
+    return kept + aside[:missing], len(aside) - missing
+
+
+async def _close(episodes: Episodes, environment: Any, transcript: Transcript) -> None:
+    try:
+        await episodes.call(environment.close)
+    except EnvironmentFailure as error:
+        transcript.error = transcript.error or str(error)
+
+
+def _heard(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """The text of an answer without the token that ends it, and whether there is one."""
+    tokens = completion.tokens
+    ended = bool(tokens) and tokens[-1] in sampling.ends
+    return str(tokenizer.decode(list(tokens[:-1] if ended else tokens))), ended
+
+
+class Transcript:
+    """A sample while it is made."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.finish: str = "abort"  # until an answer says otherwise
+        self.turns, self.error = 0, ""
+        self._tokens = list(prompt.tokens)
+        self._sampled, self._logprobs, self._versions, self._kept = (
+            [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
+        )
+        self._truncated = False
+        self._routes: Any = None
+        self._messages: list[dict[str, Any]] = []
+        self._reward, self._notes = 0.0, dict[str, Any]()
+
+    @property
+    def so_far(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self._tokens) - len(self.prompt.tokens)
+
+    def sampled(self, completion: Completion) -> None:
+        """An answer of the policy."""
+        self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
+        if completion.routes is not None:
+            # An engine sends the routes of all tokens so far; those that earlier answers were sampled with stay.
+            known = 0 if self._routes is None else len(self._routes)
+            whole = completion.routes if known == 0 else np.concatenate([self._routes, completion.routes[known:]])
+            self._routes = whole
+        self.finish, self.turns = completion.finish, self.turns + 1
+
+    def given(self, tokens: Sequence[int]) -> None:
+        """What the policy is told."""
+        count = len(tokens)
+        self._extend(tokens, False, [0.0] * count, [-1] * count, None)
+
+    def said(self, text: str) -> None:
+        """The text of an answer."""
+        self._messages.append({"role": "assistant", "content": text})
+
+    def replied(self, reply: Reply) -> None:
+        """What the environment made of it."""
+        if reply.calls:
+            self._messages[-1]["tool_calls"] = list(reply.calls)
+        self._messages += [dict(message) for message in reply.messages]
+        if reply.text is not None:
+            self._messages.append({"role": "tool", "content": reply.text})
+        self._reward += reply.reward or 0.0
+        self._notes.update(reply.notes)
+
+    def sample(self, number: int, gives_reward: bool = False) -> Sample:
+        """What it has become. gives_reward: whether the environment's reward counts."""
+        notes = {**self._notes}
+        if self._messages:
+            notes["messages"] = self._messages
+        if self.error:
+            notes["error"] = self.error
+        return Sample(
+            prompt=self.prompt,
+            number=number,
+            tokens=np.array(self._tokens, np.int64),
+            sampled=np.array(self._sampled, np.bool_),
+            rollout=np.array(self._logprobs, np.float32),
+            versions=np.array(self._versions, np.int32),
+            finish=self.finish,
+            turns=self.turns,
+            kept_logmass=np.array(self._kept, np.float32) if self._truncated else None,
+            routes=self._routes,
+            rewards={"environment": self._reward} if gives_reward else {},
+            trained=not self.error,
+            notes=notes,
+        )
+
+    def _extend(
+        self,
+        tokens: Sequence[int],
+        sampled: bool,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        kept: Sequence[float] | None,
+    ) -> None:
+        assert len(tokens) == len(logprobs) == len(versions)
+        self._tokens += tokens
+        self._sampled += [sampled] * len(tokens)
+        self._logprobs += logprobs
+        self._versions += versions
+        self._kept += [0.0] * len(tokens) if kept is None else kept
+        self._truncated = self._truncated or kept is not None
+
+
+def _each(completion: Completion) -> list[int]:
+    """The version of the weights that wrote each token."""
+    return [version for version, count in completion.versions for _ in range(count)]

@@ -1,0 +1,284 @@
+"""Batched generation with a plain HuggingFace causal LM: many requests at once, on one device.
+
+Rows are samples that are being written. A prompt is forwarded once for its whole group; a sample that has ended leaves
+the batch, and others take its room. What a sample becomes depends on its prompt, its seed and its sampling alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weft.errors import UserError
+from weft.models.startup import compute_exactly, implementation
+from weft.observe import flight
+from weft.ops import attention
+from weft.ops.exact import numerics
+from weft.rollout.base import Completion, Finish, Request, Sampling
+from weft.rollout.choice import open_rows
+from weft.rollout.drawing import Drawn, draw, uniforms
+from weft.rollout.rows import Routes
+
+MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
+_JOIN = 0.25  # samples join a running batch where so much of its room is free: every join costs a forward
+
+
+@dataclass
+class Work:
+    """What a generator did. steps: forwards of one token per row; row_steps: rows of these, added up. most_rows: at
+    once."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    row_steps: int = 0
+    most_rows: int = 0
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One seed of a request, while it is written. versions: (version, tokens) in order."""
+
+    job: _Job
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    masses: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        mass = tuple(self.masses) if self.job.request.sampling.truncated else None
+        routes = np.concatenate(self.routes) if self.routes else None
+        return Completion(tuple(self.tokens), tuple(self.logprobs), self.finish, tuple(self.versions), mass, routes)
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request and its samples. begun: how many of them have joined."""
+
+    request: Request
+    samples: list[_Sample] = field(default_factory=list)
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.samples = [_Sample(self, seed) for seed in self.request.seeds]
+
+    @property
+    def length(self) -> int:
+        """Tokens that a sample may come to."""
+        return len(self.request.tokens) + self.request.sampling.max_new_tokens
+
+    @property
+    def ended(self) -> bool:
+        return all(sample.finish is not None for sample in self.samples)
+
+
+Finished = list[tuple[Request, list[Completion]]]
+
+
+class Generator:
+    """Continues requests with `model`, which is its own from now on. version: of the weights; set it when they change.
+
+    Call add and step, or generate. Nothing else of the process is touched: no generator of random numbers is read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        version: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
+        exact: bool = False,
+        routes: bool = False,
+    ) -> None:
+        """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
+        may become. One sample always runs. exact: as EngineConfig has it. routes: record them, where
+        there are experts."""
+        attention.register()
+        if exact:
+            compute_exactly(model)
+        else:
+            model.set_attn_implementation(implementation(model.config, "auto"))
+        self.version, self.max_tokens, self.work = version, max_tokens, Work()
+        self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
+        self._device = model.device
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Sample] = []  # row by row
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not been answered yet."""
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn. UserError where it cannot be served."""
+        if not request.tokens or request.sampling.max_new_tokens < 1:
+            raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
+        if request.sampling.stop and self._tokenizer is None:
+            raise UserError(f"{request.id}: stop texts need a tokenizer.")
+        self._waiting.append(_Job(request))
+
+    def step(self) -> Finished:
+        """One more token for every sample, new ones included; requests whose samples have all ended by it."""
+        flight.beat()
+        with torch.inference_mode(), numerics(self._exact):
+            jobs = self._advance() + self._admit()
+        ended = [job for job in dict.fromkeys(jobs) if job.ended]
+        return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
+
+    def abort(self) -> Finished:
+        """End everything: what there is of each request."""
+        jobs = list(dict.fromkeys([*(sample.job for sample in self._running), *self._waiting]))
+        for job in jobs:
+            for sample in job.samples:
+                sample.finish = sample.finish or "abort"
+        self._leave()
+        self._waiting.clear()
+        return [(job.request, [sample.completion() for sample in job.samples]) for job in jobs]
+
+    def generate(
+        self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, one per seed.
+
+        proceed: asked before every step; it may wait, for as long as nothing is to be generated, and where it says no,
+        everything ends as it is.
+        """
+        assert not self.busy
+        if len({request.id for request in requests}) < len(requests):
+            raise UserError("two requests of a batch have the same id.")
+        for request in requests:
+            self.add(request)
+        found: dict[str, list[Completion]] = {}
+        while self.busy:
+            finished = self.step() if proceed is None or proceed() else self.abort()
+            found.update((request.id, completions) for request, completions in finished)
+        return [found[request.id] for request in requests]
+
+    # ------------------------------------------------------------ who runs
+
+    def _admit(self) -> list[_Job]:
+        """Let waiting samples join, groups whole where they fit at all; jobs that got tokens."""
+        joining: list[tuple[_Job, int]] = []
+        while self._waiting:
+            job = self._waiting[0]
+            count = self._fitting(job, joining)
+            if count == 0:
+                break
+            joining.append((job, count))
+            if job.begun + count == len(job.samples):
+                self._waiting.popleft()
+            else:
+                break
+        if not joining:
+            return []
+        joining.sort(key=lambda pair: len(pair[0].request.tokens))  # alike ones side by side: less padding
+        prompts = [job.request.tokens for job, _ in joining]
+        logits_PV = self._rows.join(prompts, [count for _, count in joining])
+        new = [sample for job, count in joining for sample in job.samples[job.begun : job.begun + count]]
+        owner = np.repeat(np.arange(len(joining)), [count for _, count in joining])
+        for job, count in joining:
+            job.begun += count
+        self.work.prompts += len(prompts)
+        self.work.prompt_tokens += sum(map(len, prompts))
+        self._running += new
+        self.work.most_rows = max(self.work.most_rows, len(self._running))
+        if self._rows.routes:
+            for sample, prompt in zip(new, owner.tolist(), strict=True):
+                sample.routes.append(self._rows.routes[prompt])
+        self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
+        self._leave()
+        return [job for job, _ in joining]
+
+    def _fitting(self, job: _Job, joining: Sequence[tuple[_Job, int]]) -> int:
+        """How many samples of a job may join now, beside those that run and `joining`: all, where they ever fit."""
+        running = len(self._running) + sum(count for _, count in joining)
+        lengths = [
+            job.length,
+            *(sample.job.length for sample in self._running),
+            *(other.length for other, _ in joining),
+        ]
+        room = max(1, self.max_tokens // max(lengths))  # rows of the longest there is
+        wanted, free = len(job.samples) - job.begun, room - running
+        if self._running and free < _JOIN * room:
+            return 0
+        if wanted <= free:
+            return wanted
+        return max(free, 1) if running == 0 else 0
+
+    def _leave(self) -> None:
+        gone = [row for row, sample in enumerate(self._running) if sample.finish is not None]
+        if gone:
+            order = self._rows.leave(gone)
+            self._running = [self._running[row] for row in order]
+
+    # ------------------------------------------------------------ what they get
+
+    def _advance(self) -> list[_Job]:
+        """One more token for all that run; their jobs."""
+        if not self._running:
+            return []
+        running = list(self._running)
+        self.work.steps += 1
+        self.work.row_steps += len(running)
+        logits_RV = self._rows.advance([sample.tokens[-1] for sample in running])
+        for sample, routes in zip(running, self._rows.routes, strict=False):  # none where they are not recorded
+            sample.routes.append(routes)
+        self._take(running, logits_RV)
+        self._leave()
+        return [sample.job for sample in running]
+
+    def _take(self, samples: Sequence[_Sample], logits_RV: Tensor) -> None:
+        """Draw the next token of each sample, and say where it ends."""
+        by_sampling: dict[Sampling, list[int]] = {}
+        for row, sample in enumerate(samples):
+            by_sampling.setdefault(sample.job.request.sampling, []).append(row)
+        for sampling, rows in by_sampling.items():
+            several = len(by_sampling) > 1
+            chosen = [samples[row] for row in rows] if several else samples
+            drawn = draw(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
+            self._write(chosen, sampling, drawn)
+
+    def _uniforms(self, samples: Sequence[_Sample]) -> Tensor:
+        seeds = np.array([sample.seed for sample in samples], dtype=np.uint64)
+        places = np.array([len(sample.tokens) for sample in samples], dtype=np.uint64)
+        return torch.from_numpy(uniforms(seeds, places)).to(self._device)
+
+    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: Drawn) -> None:
+        logprobs = drawn.logprobs_R.tolist()
+        for sample, token, logprob in zip(samples, drawn.tokens_R.tolist(), logprobs, strict=True):
+            if logprob != logprob:
+                raise RuntimeError(f"{sample.job.request.id}: the model's logits are not finite.")
+            sample.add(token, logprob, self.version)
+            if token in sampling.ends or (sampling.stop and self._stops(sample)):
+                sample.finish = "end"
+            elif len(sample.tokens) == sampling.max_new_tokens:
+                sample.finish = "length"
+        if drawn.kept_logmass_R is not None:
+            for sample, mass in zip(samples, drawn.kept_logmass_R.tolist(), strict=True):
+                sample.masses.append(mass)
+
+    def _stops(self, sample: _Sample) -> bool:
+        """Whether the last token wrote a stop text. A character takes four tokens at most, so few are decoded."""
+        assert self._tokenizer is not None
+        stops = sample.job.request.sampling.stop
+        reach = 4 * max(map(len, stops)) + 8
+        text = self._tokenizer.decode(sample.tokens[-reach:], skip_special_tokens=False)
+        return any(stop in text for stop in stops)

@@ -1,0 +1,75 @@
+"""JSON over HTTP to a server that weft has started on this machine. One connection a call, standard library alone.
+
+HTTP/1.0 is spoken because it knows no chunks: an answer is what comes until the server closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class RefusedError(RuntimeError):
+    """The server answered with a status other than 2xx. status: that; text: what it said."""
+
+    def __init__(self, call: str, status: int, text: str) -> None:
+        super().__init__(f"{call} was answered with status {status}: {text}")
+        self.status, self.text = status, text
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: a Unix socket's path, or a port of 127.0.0.1."""
+
+    at: str | int
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer: JSON, or text where it is none. Raises RefusedError, ConnectionError where no whole answer came.
+
+        There is no time limit here: the caller has one. A call that is cancelled closes its connection.
+        """
+        reader, writer = await self._connect()
+        try:
+            writer.write(_request(method, path, body))
+            await writer.drain()
+            answer = await reader.read()
+        finally:
+            writer.close()
+        status, kind, content = _parsed(answer, f"{method} {path}")
+        if not 200 <= status < 300:
+            raise RefusedError(f"{method} {path}", status, content.decode(errors="replace").strip())
+        return json.loads(content) if "json" in kind else content.decode(errors="replace")
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            if isinstance(self.at, str):
+                return await asyncio.open_unix_connection(self.at)
+            return await asyncio.open_connection("127.0.0.1", self.at)
+        except OSError as error:
+            raise ConnectionError(f"nothing listens at {self.at}: {error}") from error
+
+
+def _request(method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    head = [
+        f"{method} {path} HTTP/1.0", "Host: localhost", "Content-Type: application/json",
+        f"Content-Length: {len(content)}", "", "",
+    ]  # fmt: skip
+    return "\r\n".join(head).encode() + content
+
+
+def _parsed(answer: bytes, call: str) -> tuple[int, str, bytes]:
+    """(status, type of the content, content) of a whole answer."""
+    head, gap, content = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split()
+    if not gap or len(words) < 2 or not words[1].isdigit():
+        raise ConnectionError(f"{call}: the connection was closed before an answer")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    length = int(headers.get("content-length", len(content)))
+    if len(content) != length:
+        raise ConnectionError(f"{call}: the connection was closed after {len(content)} of {length} bytes of the answer")
+    return int(words[1]), headers.get("content-type", ""), content

@@ -1,0 +1,64 @@
+"""A rollout engine's own process: started, watched, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_GUARD = Path(__file__).parent / "guard.py"
+_LINES, _WIDTH = 15, 400  # of the log's end, in messages
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
+_CLOSING = 15.0  # seconds that a process is given to end
+_LOOK = 0.05  # seconds between two looks at it
+
+
+class EngineDiedError(RuntimeError):
+    """A rollout engine has ended, hangs, or is broken. The message names it, what it was doing, and its log's end."""
+
+
+class EngineProcess:
+    """A command that runs until `close`, or until this process ends. Its output goes to a log file."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """name: in messages. environment: all of it. Starts at once."""
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD), *command], env=dict(environment), start_new_session=True,
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        return self._process.poll()
+
+    def tail(self) -> str:
+        """The first error in what it wrote, the last lines, and where all of them are."""
+        with self.log.open("rb") as file:
+            file.seek(self._start)
+            lines = file.read().decode(errors="replace").rstrip().splitlines()
+        errors = (found.group() for line in lines if (found := _ERROR.search(line)))
+        first = next((f"Its first error: {error[:_WIDTH]}\n" for error in errors), "")
+        shown = "\n".join(f"  | {line[:_WIDTH]}" for line in lines[-_LINES:]) or "  | (it wrote nothing)"
+        return f"{first}The end of {self.log}:\n{shown}"
+
+    async def close(self) -> None:
+        """End it and all that it has started; no error where it has ended."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING):
+                while self.status is None:
+                    await asyncio.sleep(_LOOK)
+        if self.status is None:
+            self._process.kill()
+            self._process.wait()

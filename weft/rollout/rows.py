@@ -1,0 +1,303 @@
+"""The rows of a batch that is being generated: what the model remembers of each, and one forward for all of them.
+
+Rows come in groups that share a prompt, which is forwarded once, and leave when their completion has ended. R rows,
+P prompts, T tokens of the longest of them, S slots, K key heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.models import hf
+from weft.models.cost import experts_of
+from weft.models.facts import find_facts
+from weft.models.families import family_of
+from weft.models.routing import RouteRecorder
+from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
+
+Routes = NDArray[np.int16]
+_SLOTS = 64  # slots are added so many at a time, or by a quarter
+_PREFILL_TOKENS = 16_384  # of one forward of prompts, padding included; a longer prompt is forwarded alone
+_FILL = 0.8  # prompts are padded to one length where that leaves so much of real tokens
+
+
+class Rows(Protocol):
+    """Row r has lengths[r] tokens in memory. Every call that forwards returns logits, fp32.
+
+    routes: of the last such call, [tokens, decoder layers, k] of the tokens it took from each prompt or row, with -1
+    where a layer routes nothing; empty where nobody asked for them, or there are no experts.
+    """
+
+    lengths: NDArray[np.int64]
+    routes: list[Routes]
+
+    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+        """[P, V] that follow each prompt; it has `copies` new rows behind those there are, prompt by prompt."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> Tensor:
+        """[R, V] after one more token of every row."""
+        ...
+
+    def leave(self, gone: Sequence[int]) -> list[int]:
+        """Forget rows; row i is now what row order[i] was, in the order that is returned."""
+        ...
+
+
+def _without(gone: Sequence[int], rows: int) -> list[int]:
+    """The order in which the last of these rows fill the gaps of those that go."""
+    left, out = rows - len(gone), set(gone)
+    order, movers = list(range(left)), [row for row in range(left, rows) if row not in out]
+    for gap, mover in zip((row for row in gone if row < left), movers, strict=True):
+        order[gap] = mover
+    return order
+
+
+class _Model:
+    """The forward of a causal LM in two parts: last hidden states, and logits where they are needed."""
+
+    def __init__(self, model: PreTrainedModel, routes: bool) -> None:
+        facts = find_facts(model)
+        self.config, self.device = model.config.get_text_config(), model.device
+        self._base, self._transform = model.get_submodule(facts.base), facts.transform
+        head = model.get_submodule(facts.head)
+        assert isinstance(head, nn.Linear)
+        self._head = head
+        self._positions = hf.accepts(self._base, "position_ids")
+        family = family_of(self.config.model_type)
+        self._bounded = family.attention is None and hf.accepts(self._base, BOUNDS_ARGUMENT)
+        self.packs = self._bounded and family.layout == "packed"
+        self._cache_argument = hf.cache_argument(self._base)
+        self._recorder: RouteRecorder | None = None
+        if routes and any(".experts." in name for name, _ in model.named_parameters()):
+            layers = list(model.get_submodule(facts.layers).children())
+            self._recorder = RouteRecorder(layers, *experts_of(self.config))
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, bounds: Bounds, cache: hf.RowCache | None) -> Tensor:
+        """Last hidden states [B, T, H]."""
+        extra: dict[str, Any] = {"use_cache": False}
+        if cache is not None:
+            extra = {"use_cache": True, self._cache_argument: cache}
+        if self._positions:
+            extra["position_ids"] = positions_BT
+        if self._bounded:
+            extra[BOUNDS_ARGUMENT] = bounds
+        hidden_BTH: Tensor = self._base(input_ids=ids_BT, **extra).last_hidden_state
+        return hidden_BTH
+
+    def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
+        """Of the last forward, for the first tokens of each entry of its batch."""
+        if self._recorder is None:
+            return []
+        taken = self._recorder.take()
+        return [entry[:length] for entry, length in zip(np.split(taken, batch), lengths, strict=True)]
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """[N, V] fp32: products in the weight's dtype, all after them in fp32, as the trainer's head does it."""
+        weight = self._head.weight
+        return self._transform(F.linear(hidden_NH.to(weight.dtype), weight, self._head.bias).float())
+
+    def padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Bounds]:
+        """Prompts in one batch: ids and positions [P, T], right-padded, and bounds that keep them apart."""
+        longest = max(map(len, prompts))
+        ids = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+        positions_PT = torch.arange(longest, device=self.device).expand(len(prompts), -1)
+        return torch.from_numpy(ids).to(self.device), positions_PT, Bounds((longest,) * len(prompts), apart=True)
+
+
+class CachedRows:
+    """Every token is forwarded once. Keys and values lie in one pair of tensors per layer, [rows, K, slots, D], a
+    row's token t in slot t, so that rows of any lengths stand side by side and one is moved by copying it alone."""
+
+    def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
+        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self._model = _Model(model, routes)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._room = (0, 0)  # rows and slots of those tensors
+        self._states = self._new_cache()
+        # Of the forward that runs: slots that are in use, prompt of each new row, tokens of each row, all alike or not.
+        self._longest, self._owner_R, self._past_R, self._even = 0, torch.empty(0), torch.empty(0), True
+
+    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+        """As Rows has it; prompts in order of their length are padded the least."""
+        found, place = [], 0
+        self.routes = []
+        for part in self._forwards(prompts):
+            found.append(self._prefill(part, copies[place : place + len(part)]))
+            place += len(part)
+        return torch.cat(found)
+
+    def advance(self, tokens: Sequence[int]) -> Tensor:
+        """As Rows has it."""
+        device, rows = self._model.device, len(tokens)
+        assert rows == len(self.lengths), (rows, len(self.lengths))
+        self._longest = int(self.lengths.max()) + 1
+        self._reserve(rows, self._longest)
+        self._past_R = torch.from_numpy(self.lengths.copy()).to(device)
+        self._even = bool((self.lengths == self.lengths[0]).all())
+        bounds = Bounds((1,) * rows, apart=True, past=self._past_R, even=self._even)
+        ids_R1 = torch.tensor(tokens, device=device)[:, None]
+        self._states.hold = self._hold_token
+        hidden_R1H = self._model.hidden(ids_R1, self._past_R[:, None], bounds, self._states)
+        self.routes = self._model.routes(rows, [1] * rows)
+        self.lengths = self.lengths + 1
+        return self._model.logits(hidden_R1H[:, 0])
+
+    def leave(self, gone: Sequence[int]) -> list[int]:
+        """As Rows has it: the last rows fill the gaps, so that little is moved."""
+        order = _without(gone, len(self.lengths))
+        gaps = [row for row in gone if row < len(order)]
+        movers = [order[gap] for gap in gaps]
+        if movers:
+            longest = int(self.lengths[movers].max())
+            for both in self._kept.values():
+                for kept in both:
+                    kept[gaps, :, :longest] = kept[movers, :, :longest]
+        self._states.keep(order)
+        self.lengths = self.lengths[order]
+        return order
+
+    def _forwards(self, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
+        """Runs of prompts that are forwarded in one batch. A state would run through padding: there is none then."""
+        fill = 1.0 if self._states.has_states else _FILL
+        start = 0
+        while start < len(prompts):
+            end, longest, real = start, 0, 0
+            while end < len(prompts):
+                wider, more = max(longest, len(prompts[end])), real + len(prompts[end])
+                area = wider * (end + 1 - start)
+                if end > start and (area > _PREFILL_TOKENS or more < fill * area):
+                    break
+                end, longest, real = end + 1, wider, more
+            yield prompts[start:end]
+            start = end
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+        """[P, V]"""
+        owner = np.repeat(np.arange(len(prompts)), copies)
+        ids_PT, positions_PT, bounds = self._model.padded(prompts)
+        self._reserve(len(self.lengths) + len(owner), ids_PT.shape[1])
+        self._owner_R = torch.from_numpy(owner).to(self._model.device)
+        cache = self._new_cache()
+        hidden_PTH = self._model.hidden(ids_PT, positions_PT, bounds, cache)
+        self.routes += self._model.routes(len(prompts), [len(prompt) for prompt in prompts])
+        cache.keep(owner.tolist())
+        if len(self.lengths):
+            self._states.append(cache)
+        else:
+            self._states = cache
+        lengths = np.array([len(prompt) for prompt in prompts])
+        self.lengths = np.concatenate([self.lengths, lengths[owner]])
+        last_P = torch.from_numpy(lengths - 1).to(self._model.device)
+        return self._model.logits(hidden_PTH[torch.arange(len(prompts), device=last_P.device), last_P])
+
+    def _new_cache(self) -> hf.RowCache:
+        return hf.RowCache(self._model.config, self._hold_prompts)
+
+    def _hold_prompts(self, layer: int, keys_PKTD: Tensor, values_PKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Give each new row the keys and values of its prompt; attention sees those of the prompts alone."""
+        rows = slice(len(self.lengths), len(self.lengths) + len(self._owner_R))
+        for kept, new in zip(self._tensors(layer, keys_PKTD, values_PKTD), (keys_PKTD, values_PKTD), strict=True):
+            kept[rows, :, : new.shape[2]] = new[self._owner_R]
+        return keys_PKTD, values_PKTD
+
+    def _hold_token(self, layer: int, keys_RK1D: Tensor, values_RK1D: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the new token into each row's next slot; attention sees all slots up to the longest row's."""
+        rows = len(self._past_R)
+        both = self._tensors(layer, keys_RK1D, values_RK1D)
+        for kept, new in zip(both, (keys_RK1D, values_RK1D), strict=True):
+            if self._even:
+                kept[:rows, :, self._longest - 1] = new[:, :, 0]
+            else:
+                kept[torch.arange(rows, device=new.device), :, self._past_R] = new[:, :, 0]
+        keys, values = both
+        return keys[:rows, :, : self._longest], values[:rows, :, : self._longest]
+
+    def _tensors(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self._kept:
+            rows, slots = self._room
+            self._kept[layer] = (
+                keys.new_zeros(rows, keys.shape[1], slots, keys.shape[3]),
+                values.new_zeros(rows, values.shape[1], slots, values.shape[3]),
+            )
+        return self._kept[layer]
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        """Room for so many rows and slots. What no token has filled is zero: it is masked, but NaN x 0 is NaN."""
+        had_rows, had_slots = self._room
+        if rows <= had_rows and slots <= had_slots:
+            return
+        if slots > had_slots:
+            slots = -(-max(slots, had_slots + had_slots // 4) // _SLOTS) * _SLOTS
+        self._room = (max(rows, had_rows), max(slots, had_slots))
+        for layer, both in self._kept.items():
+            self._kept[layer] = (_grown(both[0], *self._room), _grown(both[1], *self._room))
+
+
+def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
+    grown = kept.new_zeros(rows, kept.shape[1], slots, kept.shape[3])
+    grown[: kept.shape[0], :, : kept.shape[2]] = kept
+    return grown
+
+
+class WholeRows:
+    """Nothing is remembered but tokens: every step forwards all of them again, rows of one length at a time, as the
+    trainer lays them out. For families whose cache CachedRows cannot hold."""
+
+    def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
+        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self._model = _Model(model, routes)
+        self._tokens: list[list[int]] = []
+
+    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+        """As Rows has it."""
+        self._tokens += [list(prompt) for prompt, n in zip(prompts, copies, strict=True) for _ in range(n)]
+        self._count()
+        return self._logits(prompts)
+
+    def advance(self, tokens: Sequence[int]) -> Tensor:
+        """As Rows has it."""
+        for row, token in zip(self._tokens, tokens, strict=True):
+            row.append(token)
+        self._count()
+        logits_RV = self._logits(self._tokens)
+        self.routes = [routes[-1:] for routes in self.routes]
+        return logits_RV
+
+    def leave(self, gone: Sequence[int]) -> list[int]:
+        """As Rows has it."""
+        order = _without(gone, len(self._tokens))
+        self._tokens = [self._tokens[row] for row in order]
+        self._count()
+        return order
+
+    def _count(self) -> None:
+        self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        by_length: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_length.setdefault(len(row), []).append(place)
+        logits: dict[int, Tensor] = {}
+        routes: dict[int, Routes] = {}
+        for length, places in by_length.items():
+            ids_RT, positions_RT, bounds = self._model.padded([rows[place] for place in places])
+            if self._model.packs:
+                ids_RT, positions_RT = ids_RT.view(1, -1), positions_RT.reshape(1, -1)
+                bounds = Bounds.packed((length,) * len(places), ids_RT.device)
+            hidden = self._model.hidden(ids_RT, positions_RT, bounds, None)
+            last_RH = hidden.flatten(0, 1).unflatten(0, (len(places), length))[:, -1]
+            logits.update(zip(places, self._model.logits(last_RH), strict=True))
+            routes.update(zip(places, self._model.routes(len(places), [length] * len(places)), strict=False))
+        self.routes = [routes[place] for place in sorted(routes)]
+        return torch.stack([logits[place] for place in range(len(rows))])

@@ -1,0 +1,191 @@
+"""SGLang as a rollout engine, against its documented HTTP interface (docs.sglang.io, "Sampling Parameters" and "SGLang
+for RL Systems"). Not run: no SGLang was at hand, and tests hold it to the documents with a server that answers as they
+say.
+
+It tells one version a completion and not which token came under which: an update therefore ends what runs, and what is
+missing is asked for again, after the tokens that are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.rollout.base import Completion, Finish, Request, spans_of
+from weft.rollout.http import Address
+from weft.rollout.process import EngineProcess
+from weft.rollout.served import Served, together
+from weft.rollout.sync.wire import SyncError
+from weft.rollout.vllm.server import Settings, option
+
+_FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}
+_ALL = 1 << 30  # SGLang's word for a top_k that leaves nothing out
+
+
+class SglangEngine:
+    """One SGLang server. Implements RolloutEngine; weights come from directories alone.
+
+    settings.interpreter.python is the Python that has SGLang. version: of the weights that it samples with; None: the
+    last update failed, and requests wait.
+    """
+
+    def __init__(self, settings: Settings, served: Served, version: int) -> None:
+        self.settings = settings
+        self.version: int | None = version
+        self._served = served
+        self._numbers = itertools.count()
+        self._going = asyncio.Event()
+        self._going.set()
+        self._aborts = 0  # how often its user has ended all
+        self._changing = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, settings: Settings, version: int = 0) -> SglangEngine:
+        """Start a server and wait until it answers. version: of the weights at settings.model."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        log = settings.folder / f"{settings.name}.log"
+        process = EngineProcess(settings.name, command(settings, port), {**os.environ, **settings.variables}, log)
+        engine = cls(settings, Served(process, Address(port), "/health", settings.silence), version)
+        try:
+            await engine._served.ready()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """One completion for each seed. Where tokens are left out, logprobs are among all: not to be trained."""
+        return await together(self._complete(request, place) for place in range(len(request.seeds)))
+
+    async def pause(self) -> None:
+        """Hold all requests."""
+        async with self._changing:
+            await self._pause()
+
+    async def resume(self) -> None:
+        """Go on. SyncError where the last update failed."""
+        if self.version is None:
+            raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with.")
+        await self._resume()
+
+    async def abort(self) -> None:
+        """End all requests; each returns what it has."""
+        self._aborts += 1
+        await self._served.order("/abort_request", {"rid": "", "abort_all": True}, "aborting")
+
+    async def reload(self, folder: Path, version: int) -> None:
+        """Take all weights from a HuggingFace directory; requests wait, and go on under the new weights."""
+        async with self._changing:
+            await self._pause()
+            self.version = None
+            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+            answer = await self._served.order("/update_weights_from_disk", body, f"reading {folder}")
+            if not answer["success"]:
+                raise SyncError(
+                    f"rollout engine {self.settings.name} did not get version {version}: {answer['message']}"
+                )
+            self.version = version
+            await self._resume()
+
+    async def sleep(self) -> None:
+        """Give up memory: weights and caches go; needs rollout.options={enable_memory_saver: true}."""
+        async with self._changing:
+            await self._pause()
+            await self._served.order("/release_memory_occupation", {}, "going to sleep")
+
+    async def wake(self) -> None:
+        """Take memory again; an update must follow."""
+        await self._served.order("/resume_memory_occupation", {}, "waking up")
+
+    async def close(self) -> None:
+        """End the server and all its processes."""
+        await self._served.close()
+
+    async def _complete(self, request: Request, place: int) -> Completion:
+        tokens, logprobs, versions = list[int](), list[float](), list[int]()
+        aborts, most = self._aborts, request.sampling.max_new_tokens
+        while True:
+            await self._going.wait()
+            version, what = self.version, f"generating {request.id}"
+            assert version is not None, "resumed without weights"
+            rest = replace(
+                request, tokens=(*request.tokens, *tokens),
+                sampling=replace(request.sampling, max_new_tokens=most - len(tokens)),
+            )  # fmt: skip
+            name = f"{request.id} #{place} ({next(self._numbers)})"
+            part = completion_of(await self._served.work("/generate", body_of(rest, place, name), what), version)
+            tokens += part.tokens
+            logprobs += part.logprobs
+            versions += [version] * len(part.tokens)
+            if part.finish != "abort" or self._aborts > aborts:
+                return Completion(tuple(tokens), tuple(logprobs), part.finish, spans_of(versions))
+
+    async def _pause(self) -> None:
+        self._going.clear()
+        self._served.hold(True)
+        await self._served.order("/pause_generation", {"mode": "abort"}, "pausing")
+
+    async def _resume(self) -> None:
+        await self._served.order("/continue_generation", {}, "resuming")
+        self._served.hold(False)
+        self._going.set()
+
+
+def command(settings: Settings, port: int) -> list[str]:
+    """The server's command line."""
+    words = [
+        str(settings.interpreter.python), "-m", "sglang.launch_server", "--model-path", settings.model,
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype, "--tp-size", str(settings.tp),
+        "--context-length", str(settings.max_tokens), "--random-seed", str(settings.seed),
+        "--enable-deterministic-inference",  # without it a request's seed is not read
+    ]  # fmt: skip
+    if settings.memory is not None:
+        words += ["--mem-fraction-static", str(settings.memory)]
+    for name, value in settings.options.items():
+        words += option(name.replace("_", "-"), value)
+    return words
+
+
+def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
+    """The body that asks for the completion of the request's seed at `place`. name: of this call."""
+    sampling = request.sampling
+    return {
+        "rid": name,
+        "input_ids": list(request.tokens),
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or _ALL,
+            "min_p": sampling.min_p,
+            "sampling_seed": request.seeds[place],
+            "stop_token_ids": list(sampling.ends),
+            "ignore_eos": True,
+            "stop": list(sampling.stop),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def completion_of(answer: Mapping[str, Any], version: int) -> Completion:
+    """The completion in an answer. Raises ValueError where it is not what was asked for."""
+    about = answer["meta_info"]
+    drawn = about.get("output_token_logprobs") or []  # [logprob, token, text] of each
+    tokens = tuple(int(token) for _, token, *_ in drawn)
+    finish = _FINISHES.get(about["finish_reason"]["type"])
+    if finish is None:
+        raise ValueError(f"a completion ended by {about['finish_reason']}")
+    said = answer.get("output_ids")
+    if said is not None and tuple(said) != tokens:
+        raise ValueError(f"{len(said)} tokens came with {len(tokens)} logprobs, or others")
+    logprobs = tuple(float(logprob) for logprob, *_ in drawn)
+    return Completion(tokens, logprobs, finish, ((version, len(tokens)),) if tokens else ())

@@ -1,0 +1,186 @@
+"""A rollout engine in a process of its own: a plain HuggingFace model, filled by weight sync alone.
+
+It gives rollouts on other devices than the trainer's without another inference engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weft.checkpoint.boxes import Box
+from weft.config.schema import LoraConfig
+from weft.models import hf
+from weft.models.adapter_files import file_names, plan_lora
+from weft.models.layout import Piece, layout_of
+from weft.models.lora import LoraPlan, Target, add_delta, untied_for
+from weft.parallel.parallelize import materialize, move_buffers
+from weft.rollout.base import Completion, Request
+from weft.rollout.generate import MAX_TOKENS, Generator
+from weft.rollout.sync.wire import Delivery, Entry, Part, SyncError, Ticket, as_torch, check_manifest, checksum
+
+
+class Standalone:
+    """A model that has no weights until the first sync, and none to sample with after one that failed.
+
+    version: of the weights; None where there are none.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: the
+        trainer's compute dtype. tokenizer, max_tokens: as Generator has them."""
+        self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.version: int | None = None
+        self._filled: Filled | None = None
+        self._generator: Generator | None = None
+
+    def generate(
+        self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, as Generator has it; SyncError where there are no weights."""
+        if self._generator is None or self.version is None:
+            raise SyncError("this engine has no weights: none were synced yet, or the last sync failed")
+        return self._generator.generate(requests, proceed)
+
+    def receive(self, ticket: Ticket, version: int) -> None:
+        """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole."""
+        base = self.lora is None or not self.lora.on or self._filled is not None
+        with Delivery(ticket, version, has=self.version, base=base) as delivery:
+            for part in delivery.parts():
+                self.version = None
+                try:
+                    self._take(part)
+                except BaseException:
+                    self.sleep()  # half of it is new: an adapter would not find its base
+                    raise
+        assert self._filled is not None, "a sync without a part"
+        if self._generator is None:
+            self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens)
+        self.version = self._generator.version = version
+
+    def sleep(self) -> None:
+        """Give the memory back; the next sync brings everything."""
+        self.version = self._filled = self._generator = None
+
+    def _take(self, part: Part) -> None:
+        if part.kind != "adapter":
+            self._filled = self._filled or Filled(self.path, self.lora, part.manifest, self.dtype, self.device)
+            self._filled.take_weights(part)
+        elif self._filled is None:
+            raise SyncError("an adapter came, and this engine has no base for it")
+        else:
+            self._filled.take_adapter(part)
+
+
+class Filled:
+    """A model with storage, and where the tensors of a sync go in it.
+
+    Adapters are merged in place, from a copy of the weights that they adapt.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig | None,
+        manifest: Mapping[str, Entry],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """manifest: of the sync that is going to fill it; SyncError where it is of another model."""
+        config = hf.without_noise(hf.read_config(path))
+        self.model = hf.build_meta(config, dtype=dtype, attention=None)
+        self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
+        apart = hf.runtime_names(self.model, manifest)  # what comes under a tied name was trained apart
+        for name in set(apart.values()) & hf.tied_parameters(self.model).keys():
+            hf.untie(self.model, name)
+        self.pieces: list[Piece] = layout_of(self.model, manifest)
+        check_manifest(manifest, {piece.disk: piece.shape for piece in self.pieces})
+        self._copied = self._untie_adapted()
+        materialize(self.model, device)
+        self.device = device
+        self.model.eval().requires_grad_(False)
+        hf.rebuild_buffers(self.model)
+        move_buffers(self.model, device)
+        self.state = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        self.base: dict[str, Tensor] = {}
+
+    def _untie_adapted(self) -> dict[str, str]:
+        """Tied names of which an adapter changes one end alone, untied -> whose weights they begin with."""
+        tied = hf.tied_parameters(self.model)
+        apart = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
+        for name in apart:
+            hf.untie(self.model, name)
+        return {name: tied[name] for name in apart}
+
+    def take_weights(self, part: Part) -> None:
+        """Every tensor to its place."""
+        pieces = {piece.disk: piece for piece in self.pieces}
+        for entry, data in part.tensors():
+            piece = pieces[entry.name]
+            self._own(piece)[...] = piece.to_runtime(as_torch(entry, data), piece.box)
+        for name, owner in self._copied.items():
+            self.state[name].copy_(self.state[owner])
+        if self.plan is not None:
+            self.base = {target.weight: self.state[target.weight].clone() for target in self.plan.targets}
+        placed = (
+            {name: _sum(piece.to_disk(self._own(piece))) for name, piece in pieces.items()} if part.verify else None
+        )
+        part.finish(placed)
+
+    def take_adapter(self, part: Part) -> None:
+        """W + s B A in place of what is adapted, from the base; what is trained whole as it is."""
+        plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
+        assert plan is not None
+        shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
+        shapes |= {name: tuple(self.state[name].shape) for name in self.state if plan.trains(name)}
+        check_manifest(part.manifest, {file: shapes[name] for file, name in stored.items()})
+        for entry, data in part.tensors():
+            values[stored[entry.name]] = as_torch(entry, data).to(self.device, copy=True)
+        for name in values.keys() & self.state.keys():
+            self.state[name].copy_(values[name])
+        for target in plan.targets:
+            self.state[target.weight].copy_(self._merged(plan, target, values))
+        part.finish(self._read_adapter(plan, stored, values) if part.verify else None)
+
+    def _adapter_names(self) -> dict[str, str]:
+        """Name in a sync -> name in the trainer's model of all that it trains."""
+        assert self.plan is not None, "an adapter came, and this engine was opened without"
+        matrices = [name for target in self.plan.targets for name in target.names]
+        trained = [name for name in self.state if self.plan.trains(name)]
+        return {file: name for name, file in file_names([*matrices, *trained]).items()}
+
+    def _read_adapter(self, plan: LoraPlan, stored: Mapping[str, str], values: Mapping[str, Tensor]) -> dict[str, int]:
+        """Checksums; SyncError where an adapted weight is not what its base and its adapter give."""
+        for target in plan.targets:
+            if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
+                raise SyncError(f"{target.weight} is without its adapter")
+        return {
+            file: _sum(self.state[name].to(values[name].dtype) if name in self.state else values[name])
+            for file, name in stored.items()
+        }
+
+    def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:
+        a, b = (values[name].float() for name in target.names)
+        weight = self.base[target.weight].to(torch.float32, copy=True)
+        return add_delta(weight, target, plan, a, b).to(self.model.dtype)
+
+    def _own(self, piece: Piece) -> Tensor:
+        target = self.state[piece.runtime]
+        return target[piece.box.within(Box.whole(tuple(target.shape)))]
+
+
+def _sum(tensor: Tensor) -> int:
+    return checksum(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

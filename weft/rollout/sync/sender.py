@@ -1,0 +1,325 @@
+"""Weights from the trainer ranks to rollout engines, versioned and proven.
+
+On every rank:  sender = Sender(engine, receivers);  sender.send(version).
+Each worker of an engine takes the same version with its ticket of `sender.tickets` (wire.Delivery).
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.observe import flight
+from weft.rollout.base import Synced
+from weft.rollout.sync import content as contents
+from weft.rollout.sync.content import Content, Row
+from weft.rollout.sync.desk import Desk
+from weft.rollout.sync.planes import SLOTS, Group, Slots
+from weft.rollout.sync.wire import SyncError, Ticket, checksum
+
+T = TypeVar("T")
+Transport = Literal["shared", "group", "files"]
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """An engine that is to get weights. host: whose shared memory it sees, as socket.gethostname() says there; None for
+    the first rank's. workers: processes that each take all tensors. adapters: whether it takes those alone."""
+
+    name: str
+    host: str | None = None
+    workers: int = 1
+    adapters: bool = False
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """transport: auto is shared memory for engines on a host of the trainer's, else a process group. bucket_bytes: of
+    what is on its way at once. verify_every: syncs from one whose values are read back to the next; 0: only an
+    engine's first. timeout: seconds of any one wait. folder: where `files` puts them."""
+
+    transport: Literal["auto", "shared", "group", "files"] = "auto"
+    bucket_bytes: int = 1 << 28
+    verify_every: int = 20
+    timeout: float = 120.0
+    folder: Path | None = None
+
+
+class Sender:
+    """The trainer's end of weight sync; every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receivers: Sequence[Receiver],
+        options: SyncOptions | None = None,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        key: str | None = None,
+    ) -> None:
+        """address: under which engines reach this rank. port, key: the first rank's, if they are to be known before.
+        UserError where an engine cannot be reached by the transport that is asked for."""
+        self.engine, self.options = engine, options or SyncOptions()
+        self._rank, self._world = engine.ranks.rank, engine.ranks.world
+        everyone = self._gather((socket.gethostname(), key or secrets.token_hex(16)))
+        self._hosts, self._key = [host for host, _ in everyone], everyone[0][1]
+        self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
+        leads = any(rank == self._rank for _, rank in self._routes.values())
+        self.desk = Desk(address, 0 if self._rank else port, self.options.timeout) if leads else None
+        places = self._gather((address, self.desk.port if self.desk else 0))
+        self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
+        self._memories: dict[Transport, Slots | _Own] = {}
+        self._group = Group(address, self._backend, self.options.timeout)
+        self._adapters = engine.lora is not None
+        self._contents = [contents.weights(engine)] + ([contents.adapter(engine)] if self._adapters else [])
+        self._count, self._waited = 0, 0.0
+        self._last: int | None = None  # the version that all engines confirmed
+        self._error: SyncError | UserError | None = None
+        self._folder: Path | None = None
+
+    def send(self, version: int) -> Synced:
+        """Bring every engine to this version. It ends on all ranks alike: delivered and proven, or SyncError, after
+        which engines that did not confirm it have no weights to sample with."""
+        began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
+        flight.at("sync")
+        sent = list[Content]()
+        for transport in sorted({transport for transport, _ in self._routes.values()}):
+            sent += self._send_by(transport, version)
+        self._last, seconds = version, time.perf_counter() - began
+        tensors, total = sum(len(c.manifest) for c in sent), sum(c.bytes for c in sent)
+        extra = {"sync/waited_seconds": self._waited, "sync/gb_per_second": total / 1e9 / seconds}
+        return Synced(version, tensors, total, seconds, extra)
+
+    def close(self) -> None:
+        """Give shared memory back and listen no more."""
+        for memories in self._memories.values():
+            memories.close()
+        self._memories = {}
+        if self.desk is not None:
+            self.desk.close()
+
+    # ------------------------------------------------------------ who sends to whom
+
+    def _route(self, receiver: Receiver) -> tuple[Transport, int]:
+        """(how, which rank sends)."""
+        host, wanted = receiver.host or self._hosts[0], self.options.transport
+        if wanted == "files":
+            return "files", 0
+        if wanted == "group" or (wanted == "auto" and host not in self._hosts):
+            return "group", 0
+        if host not in self._hosts:
+            raise UserError(
+                f"rollout.transport=shared: {receiver.name} is on {host}, where no trainer rank is (these are on "
+                f"{', '.join(sorted(set(self._hosts)))}): set rollout.transport=auto."
+            )
+        return "shared", self._hosts.index(host)
+
+    def _tickets_of(self, receiver: Receiver, places: Sequence[tuple[str, int]]) -> list[Ticket]:
+        address, port = places[self._routes[receiver.name][1]]
+        common = (address, port, self._key, receiver.name)
+        return [Ticket(*common, member, self.options.timeout) for member in range(receiver.workers)]
+
+    def _mine(self, transport: Transport) -> list[Ticket]:
+        """Tickets of those that this rank sends to."""
+        names = [name for name, route in self._routes.items() if route == (transport, self._rank)]
+        return [ticket for name in names for ticket in self.tickets[name]]
+
+    # ------------------------------------------------------------ one transport
+
+    def _send_by(self, transport: Transport, version: int) -> list[Content]:
+        sent = []
+        self._error = None
+        try:
+            self._lead(Desk.welcome, self._mine(transport), version)
+            self._agree()
+            for content in self._wanted():
+                self._activate(content)
+                self._deliver(content, transport, version)
+                sent.append(content)
+            self._lead(Desk.leave, version)
+        except BaseException as error:
+            if self.desk is not None:
+                self.desk.leave(version, str(error))
+            self._group.leave()
+            raise
+        return sent
+
+    def _wanted(self) -> list[Content]:
+        """What is to be sent to those who are connected: a base only where one of them has none."""
+        if not self._adapters:
+            return self._contents
+        lacking = self.desk is not None and any(not link.base for link in self.desk.links)
+        return self._contents if any(self._gather(lacking)) else self._contents[1:]
+
+    def _activate(self, content: Content) -> None:
+        if self.desk is not None:
+            self.desk.active = [link for link in self.desk.links if content.kind != "base" or not link.base]
+
+    def _deliver(self, content: Content, transport: Transport, version: int) -> None:
+        every, sent = self.options.verify_every, dict[str, int]()
+        links = self.desk.active if self.desk is not None else []
+        due = bool(every) and self._count % every == 0
+        verify = bool(links) and (due or any(link.has is None or link.has != self._last for link in links))
+        if transport == "files":
+            number = self._by_files(content, version, verify, sent)
+        else:
+            number = self._by_buckets(content, transport, version, verify, sent)
+        self._lead(Desk.prove, number, version, sent)
+        self._agree()
+        self._lead(Desk.commit, version)
+        self._agree()
+
+    def _by_buckets(
+        self, content: Content, transport: Transport, version: int, verify: bool, sent: dict[str, int]
+    ) -> int:
+        """Post every bucket; returns how many. One agreement for each: all have written it, and the one before it,
+        whose memory comes next, is taken. So engines take a bucket while the ranks write the next."""
+        memories = self._open(transport)
+        fill = contents.written if self._on_one_host(transport) else contents.gathered
+        self._lead(self._begin, content, transport, version, verify)
+        number = 0
+        for rows in fill(self.engine, content, memories):
+            if number:
+                self._lead(self._wait, transport, number - 1, version)
+            self._agree()
+            self._lead(self._post, transport, number, rows)
+            if verify:
+                sent |= _sums(rows, memories.memory(number))
+            number += 1
+        self._lead(self._wait, transport, number - 1, version)
+        return number
+
+    def _begin(self, desk: Desk, content: Content, transport: Transport, version: int, verify: bool) -> None:
+        if transport != "group":
+            desk.begin(content, version, [{"kind": transport}] * len(desk.active), verify)
+        elif desk.active:
+            desk.begin(content, version, self._group.describe(desk.active), verify)
+            self._group.join()
+
+    def _post(self, desk: Desk, transport: Transport, number: int, rows: list[Row]) -> None:
+        memories = self._memories[transport]
+        memory = memories.memory(number)
+        if memory is None or not desk.active:
+            return
+        if transport == "shared":
+            assert isinstance(memories, Slots)
+            desk.post(number, rows, {"path": memories.path(number)})
+        else:
+            desk.post(number, rows, {"bytes": rows[-1].end})
+            self._group.start(number, memory[: rows[-1].end])
+
+    def _wait(self, desk: Desk, transport: Transport, number: int, version: int) -> None:
+        began = time.perf_counter()
+        desk.wait_taken(number, version)
+        if transport == "group" and desk.active:
+            self._group.wait(number)
+        self._waited += time.perf_counter() - began
+
+    def _by_files(self, content: Content, version: int, verify: bool, sent: dict[str, int]) -> int:
+        """One bucket for each file of an export; returns how many. That of the last version is removed."""
+        assert self.options.folder is not None, "SyncOptions.folder"
+        folder, number = self.options.folder / f"{content.kind}-{version:06d}", 0
+        self._lead(self._begin, content, "files", version, verify)
+        for number, (path, rows) in enumerate(contents.exported(self.engine, content, folder)):
+            self._lead(Desk.post, number, rows, {"path": str(path)})
+            if verify:
+                size = path.stat().st_size
+                sent |= _sums(rows, torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+            self._lead(Desk.wait_taken, number, version)
+        self._agree()
+        if self._folder is not None and self.engine.ranks.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = folder
+        return number + 1
+
+    # ------------------------------------------------------------ memory of buckets
+
+    @property
+    def _backend(self) -> str:
+        return "nccl" if self.engine.device.type == "cuda" else "gloo"
+
+    def _on_one_host(self, transport: Transport) -> bool:
+        """Whether all ranks can write to the memory that is sent from."""
+        return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
+
+    def _open(self, transport: Transport) -> Slots | _Own:
+        """The memories of buckets; kept from the first sync on."""
+        if transport not in self._memories:
+            needed = max(max(c.largest, min(self.options.bucket_bytes // SLOTS, c.room)) for c in self._contents)
+            size = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
+            name, leads = f"{self._key[:16]}-{transport}", bool(self._mine(transport))
+            made: Slots | _Own | None = None
+            if self._on_one_host(transport) or transport == "shared":
+                owner = 0 if self._on_one_host(transport) else self._rank
+                if leads:
+                    made = self._attempt(Slots, name, owner, size, True)
+                self._agree()
+                if made is None and self._on_one_host(transport):
+                    made = Slots(name, owner, size, False)
+            self._memories[transport] = made or _Own(size, self.engine.device, leads)
+        return self._memories[transport]
+
+    # ------------------------------------------------------------ all ranks alike
+
+    def _lead(self, action: Callable[..., None], *args: Any) -> None:
+        """action(desk, *args), on ranks that have a desk. What goes wrong is kept until all agree on it."""
+        if self.desk is not None and self._error is None:
+            self._attempt(action, self.desk, *args)
+
+    def _attempt(self, action: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return action(*args)
+        except (SyncError, UserError) as error:
+            self._error = error
+            return None
+
+    def _agree(self) -> None:
+        """Where one rank has failed all raise what it raised; one all-reduce, collective."""
+        if self._world > 1:
+            failed = torch.tensor(self._error is not None, dtype=torch.int32)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if failed:
+                self._error = next(error for error in self._gather(self._error) if error is not None)
+        if self._error is not None:
+            raise self._error
+
+    def _gather(self, value: T) -> list[T]:
+        """Every rank's, by rank; collective."""
+        if self._world == 1:
+            return [value]
+        out: list[Any] = [None] * self._world
+        dist.all_gather_object(out, value)
+        return out
+
+
+class _Own:
+    """Bucket memories of a sending rank itself; nothing on others."""
+
+    def __init__(self, size: int, device: torch.device, leads: bool) -> None:
+        self.size = size
+        self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS if leads else 0)]
+
+    def memory(self, number: int) -> Tensor | None:
+        return self._memories[number % SLOTS] if self._memories else None
+
+    def close(self) -> None:
+        self._memories = []
+
+
+def _sums(rows: Iterable[Row], memory: Tensor | None) -> dict[str, int]:
+    """Checksums of what lies in a bucket."""
+    assert memory is not None
+    return {row.entry.name: checksum(memory[row.offset : row.end].cpu().numpy()) for row in rows}

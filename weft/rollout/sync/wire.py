@@ -1,0 +1,445 @@
+"""What passes between the trainer ranks and a rollout engine when weights are synced, and the engine's end of it.
+
+This file is loaded inside the processes of other engines (vLLM's workers), by its path: it imports nothing of weft, and
+torch only where tensors travel through one of its process groups.
+
+The sender listens; every worker of every engine connects with its ticket, and both talk in JSON messages, each behind
+its length in 4 bytes. Tensors do not pass through this connection but through memory that both map, through a process
+group, or through files, a bucket at a time:
+
+    engine                                    sender
+    {hello, key, name, member, version, has, base, joined}
+                                              {begin: kind, version, verify, plane, manifest, adapter}
+                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length]]}
+    {took: k}                                 .. more buckets: two are on their way at once
+                                              {end: buckets}
+    {received: {name: sum}, placed: {..}}     compared with what was sent
+                                              {commit: version}
+    {committed: version}                      .. another part (an adapter after its base), or
+                                              {done: version}
+
+Either end may say {error: text} in place of anything. An engine that was not told `commit` has no weights to sample
+with. Every wait ends with an error after the ticket's timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROTOCOL = 1
+WIDTHS = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+Bytes = NDArray[np.uint8]
+
+
+class SyncError(RuntimeError):
+    """A sync that did not deliver what it promised: says which engine, version and tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a worker of an engine needs in order to take weights: where the sender listens, and who it is itself.
+
+    key: shows that a connection is from one that was invited. timeout: seconds that any one wait may take.
+    """
+
+    host: str
+    port: int
+    key: str
+    name: str
+    member: int = 0
+    timeout: float = 120.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is given to another process."""
+        return asdict(self)
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Ticket:
+        """From to_json()."""
+        return Ticket(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as a checkpoint names it. dtype: torch's name of it, as in "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * WIDTHS[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+# ---------------------------------------------------------------- checksums
+
+_ROW = 1024  # words of 8 bytes
+_BLOCK = 32  # rows: 256 KiB, which stay in the cache between the two sums
+
+
+def _mixed(first: int, count: int) -> NDArray[np.uint64]:
+    """splitmix64 (Steele et al. 2014, doi 10.1145/2714064.2660195) of first, first + 1, ..."""
+    z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+_OF_COLUMN = _mixed(0, _ROW) | np.uint64(1)
+
+
+def checksum(data: Any) -> int:
+    """64 bits of a contiguous array's bytes, nearly at the speed of memory: the sum of y[i, j] (q[i] + p[j]) modulo
+    2**64, in rows of 1024 words x of 8 bytes, where y = x ^ (x >> 32).
+
+    p is odd and q even, so that every factor is odd and no change of a single word is missed; words that lie elsewhere,
+    or are swapped, have other factors. y puts a word's highest bits where they have one, too. It finds errors, not
+    enemies.
+    """
+    raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes | memoryview) else data.reshape(-1).view(np.uint8)
+    rows = raw.size // (8 * _ROW)
+    body = raw[: rows * 8 * _ROW].view(np.uint64).reshape(rows, _ROW)
+    last = np.zeros(8 * _ROW, np.uint8)
+    last[: raw.size - body.nbytes] = raw[body.nbytes :]
+    of_row = _mixed(1 << 32, rows + 1) & ~np.uint64(1)
+    columns, total = np.zeros(_ROW, np.uint64), raw.size * 0x9E3779B97F4A7C15
+    folded = np.empty((_BLOCK, _ROW), np.uint64)
+    blocks = [body[first : first + _BLOCK] for first in range(0, rows, _BLOCK)]
+    for number, block in enumerate([*blocks, last.view(np.uint64)[None]]):
+        first = min(number * _BLOCK, rows)  # the last one follows the whole rows
+        y = np.right_shift(block, np.uint64(32), out=folded[: len(block)])
+        np.bitwise_xor(y, block, out=y)
+        columns += y.sum(axis=0)
+        total += int((y.sum(axis=1) * of_row[first : first + len(y)]).sum())
+    return (total + int((columns * _OF_COLUMN).sum())) % (1 << 64)
+
+
+# ---------------------------------------------------------------- messages
+
+
+class Channel:
+    """JSON messages over a connected socket. peer: who is at the other end, in messages."""
+
+    def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
+        connection.settimeout(timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.peer, self.timeout = connection, peer, timeout
+
+    def write(self, **message: Any) -> None:
+        """SyncError where the other end is gone, or takes nothing for too long."""
+        text = json.dumps(message).encode()
+        try:
+            self.socket.sendall(len(text).to_bytes(4, "big") + text)
+        except OSError as error:
+            raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}") from error
+
+    def read(self, what: str, *expected: str) -> dict[str, Any]:
+        """The next message, which has one of these keys. what: is waited for, in messages.
+
+        SyncError where the other end says so, is gone, or says nothing for too long.
+        """
+        try:
+            message = json.loads(self._exactly(int.from_bytes(self._exactly(4), "big")))
+        except (OSError, ValueError) as error:
+            raise SyncError(f"{self.peer} was waited for, for {what}: {_reason(error, self.timeout)}") from error
+        if "error" in message:
+            raise SyncError(str(message["error"]))
+        if not any(key in message for key in expected):
+            raise SyncError(f"{self.peer} was waited for, for {what}, and said {', '.join(message)}")
+        return dict(message)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.socket.close()
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self.socket.recv(min(count - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionError("it has closed the connection")
+            parts += part
+        return bytes(parts)
+
+
+def _reason(error: Exception, timeout: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing came for {timeout:g} s"
+    return str(error) or type(error).__name__
+
+
+# ---------------------------------------------------------------- what must come
+
+
+class Checklist:
+    """Each tensor of a manifest once, as it was promised; SyncError, naming the tensor, for anything else."""
+
+    def __init__(self, manifest: Mapping[str, Entry], version: int) -> None:
+        self.manifest, self.version, self.missing = manifest, version, dict.fromkeys(manifest)
+
+    def take(self, entry: Entry, length: int) -> None:
+        """Note one. length: of what came, in bytes."""
+        promised = self.manifest.get(entry.name)
+        if promised is None:
+            raise SyncError(f"{entry.name} came with version {self.version} and is not in its manifest")
+        if entry.name not in self.missing:
+            raise SyncError(f"{entry.name} came twice with version {self.version}")
+        if entry != promised:
+            raise SyncError(f"{entry.name} came with version {self.version} as {entry}, promised was {promised}")
+        if length != promised.length:
+            raise SyncError(
+                f"{entry.name} came with version {self.version} in {length} bytes, and {promised} has {promised.length}"
+            )
+        del self.missing[entry.name]
+
+    def complete(self) -> None:
+        """To be called when all has come."""
+        if self.missing:
+            first = ", ".join(list(self.missing)[:3])
+            raise SyncError(
+                f"{len(self.missing)} of {len(self.manifest)} tensors did not come with version {self.version}: {first}"
+            )
+
+
+def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """What is going to come is what the engine's own model has; SyncError, naming tensors, where it is not.
+
+    wanted: name -> shape, by the engine's own account.
+    """
+    lacking, unknown = sorted(wanted.keys() - manifest.keys()), sorted(manifest.keys() - wanted.keys())
+    if lacking:
+        raise SyncError(f"the sync does not bring {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
+    if unknown:
+        raise SyncError(f"the model has no place for {', '.join(unknown[:3])} ({len(unknown)} tensors in all)")
+    for name, shape in wanted.items():
+        if manifest[name].shape != tuple(shape):
+            raise SyncError(f"the sync brings {name} as {manifest[name]}, the model has it as {list(shape)}")
+
+
+# ---------------------------------------------------------------- the engine's end
+
+
+class Delivery:
+    """One sync, as a worker of an engine takes it; a context manager, which tells the sender of an error inside.
+
+        with Delivery(ticket, version) as delivery:
+            for part in delivery.parts():
+                load(part.tensors())
+                part.finish()
+
+    has: version of the weights that the engine has, which may not be a later one; base: whether it has an adapter's
+    base, or will never need one.
+    """
+
+    def __init__(self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True) -> None:
+        self.ticket, self.version, self.has = ticket, version, has
+        peer = f"the sender at {ticket.host}:{ticket.port}"
+        self.channel = Channel(_connect(ticket, version), peer, ticket.timeout)
+        who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
+        joined = None if _Grouped.joined is None else _Grouped.joined[0]
+        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, **who)
+
+    def parts(self) -> Iterator[Part]:
+        """Each is to be taken whole and finished before the next: weights, or an adapter, after its base if need be."""
+        while True:
+            message = self.channel.read(f"version {self.version} to begin", "begin", "done")
+            if "done" in message:
+                return
+            part = Part(self, message)
+            yield part
+            if not part.finished:
+                raise SyncError(f"version {self.version} was not finished")
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+            with suppress(SyncError):  # what the engine raises says more
+                self.channel.write(error=text)
+        self.channel.close()
+
+
+def _connect(ticket: Ticket, version: int) -> socket.socket:
+    """Tried again until the sender listens: both ends begin at their own time."""
+    deadline = time.monotonic() + ticket.timeout
+    while True:
+        try:
+            return socket.create_connection((ticket.host, ticket.port), timeout=ticket.timeout)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"{ticket.name} found no sender of version {version} at {ticket.host}:{ticket.port} for "
+                    f"{ticket.timeout:g} s: {error}"
+                ) from error
+            time.sleep(0.02)
+
+
+class Part:
+    """One manifest and its tensors. kind: `weights`; `base`, weights that an adapter is for; `adapter`, in peft's
+    format, whose adapter_config.json is `adapter`. verify: whether checksums are to be reported."""
+
+    def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
+        self.kind, self.version, self.verify = str(message["begin"]), int(message["version"]), bool(message["verify"])
+        self.adapter: dict[str, Any] | None = message["adapter"]
+        entries = (Entry(name, dtype, tuple(shape)) for name, dtype, shape in message["manifest"])
+        self.manifest = {entry.name: entry for entry in entries}
+        self.received: dict[str, int] = {}
+        self.finished = False
+        self._delivery, self._channel = delivery, delivery.channel
+        self._plane = _planes[message["plane"]["kind"]](message["plane"], delivery.ticket)
+        if self.version != delivery.version or self.version < (delivery.has or 0):
+            raise SyncError(
+                f"stale weights: version {self.version} was sent, version {delivery.version} was asked for, and the "
+                f"engine has version {delivery.has}"
+            )
+
+    def tensors(self) -> Iterator[tuple[Entry, Bytes]]:
+        """Every tensor with its bytes (of a group on CUDA: a uint8 tensor there), which stay only until the next one is
+        asked for. SyncError, naming it, for one that is not as the manifest says, and at the end for those missing."""
+        checklist = Checklist(self.manifest, self.version)
+        while True:
+            message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
+            if "end" in message:
+                break
+            memory = self._plane.take(message)
+            for name, dtype, shape, offset, length in message["rows"]:
+                entry = Entry(name, dtype, tuple(shape))
+                checklist.take(entry, length)
+                data = memory[offset : offset + length]
+                if len(data) != length:
+                    raise SyncError(f"{name} came with version {self.version} cut short: {len(data)} of {length} bytes")
+                if self.verify:
+                    self.received[name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
+                yield entry, data
+            del memory
+            self._channel.write(took=message["bucket"])
+        checklist.complete()
+
+    def finish(self, placed: Mapping[str, int] | None = None) -> None:
+        """Report and wait until the sender has compared; SyncError where it says that something is wrong.
+
+        placed: checksums of the engine's own weights, in the manifest's layout and dtypes, where they can be read back.
+        """
+        self._channel.write(received=self.received, placed=None if placed is None else dict(placed))
+        self._channel.read(f"version {self.version} to be confirmed", "commit")
+        self.finished = True
+        self._channel.write(committed=self.version)
+
+
+def as_torch(entry: Entry, data: Any) -> Any:
+    """The tensor that lies in these bytes; no copy."""
+    import torch
+
+    raw = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+# ---------------------------------------------------------------- how buckets come
+
+
+class _Mapped:
+    """Buckets in files that are mapped: in shared memory, where a few are used in turn, or safetensors in a folder."""
+
+    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
+        self._memories: dict[str, Bytes] = {}
+        self._in_turn = plane["kind"] == "shared"
+
+    def take(self, message: Mapping[str, Any]) -> Bytes:
+        """The bytes of a bucket."""
+        path = str(message["path"])
+        if path in self._memories:
+            return self._memories[path]
+        try:
+            with Path(path).open("r+b") as file:  # writable, because torch takes no other; nobody writes
+                memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        except (OSError, ValueError) as error:
+            raise SyncError(f"bucket {message['bucket']} cannot be read from {path}: {error}") from error
+        if self._in_turn:
+            self._memories[path] = memory
+        return memory
+
+
+class _Grouped:
+    """Buckets through a process group of the sender (its rank 0) and every worker that takes part."""
+
+    joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
+
+    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
+        self._backend, self._peer, self._timeout = plane["backend"], plane["id"], ticket.timeout
+        if _Grouped.joined is None or _Grouped.joined[0] != plane["id"]:
+            _Grouped.joined = None
+            store = open_store(ticket.host, plane["port"], ticket.timeout)
+            group = join_group(store, plane["id"], plane["rank"], plane["world"], self._backend, ticket.timeout)
+            _Grouped.joined = plane["id"], group
+        self._group = _Grouped.joined[1]
+
+    def take(self, message: Mapping[str, Any]) -> Any:
+        """The bytes of a bucket, on the device of the backend."""
+        import torch
+
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        memory = torch.empty(message["bytes"], dtype=torch.uint8, device=device)
+        try:
+            broadcast(self._group, memory).wait()
+        except RuntimeError as error:
+            _Grouped.joined = None
+            raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
+        return memory if self._backend == "nccl" else memory.numpy()
+
+
+_planes: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped}
+
+
+def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> Any:
+    """Where a group's members find each other; the sender serves it, on a free port if port is 0."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeout: float) -> Any:
+    """A process group of its own, beside torch's default one, which engines and trainers use for themselves."""
+    import torch.distributed as dist
+
+    prefixed, wait = dist.PrefixStore(name, store), timedelta(seconds=timeout)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, rank, world, wait)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = wait
+    return dist.ProcessGroupNCCL(prefixed, rank, world, options)
+
+
+def broadcast(group: Any, memory: Any) -> Any:
+    """Rank 0's bytes to all; returns what is waited on."""
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([memory], options)

@@ -1,0 +1,202 @@
+"""vLLM as a rollout engine: its own server, in its own process and environment, asked over a socket of this machine.
+
+Routes of vLLM 0.32: /inference/v1/generate for tokens; the development routes for pausing, updating and aborting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import resource
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.rollout.base import Completion, Request
+from weft.rollout.http import Address, RefusedError
+from weft.rollout.process import EngineDiedError, EngineProcess
+from weft.rollout.served import Served, together
+from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.vllm.mapping import body_of, completion_of
+from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
+
+_SLEEP_LEVEL = 2  # weights are dropped, not kept in host memory: a sync brings others
+_MOST = 2048  # calls at once; the server queues them anyway
+
+
+class VllmEngine:
+    """One vLLM server. Implements RolloutEngine; made by `await VllmEngine.start(settings)`.
+
+    version: of the weights that it samples with; None: it has none, and waits for a sync, paused.
+    """
+
+    def __init__(self, settings: Settings, served: Served, folder: Path, version: int | None) -> None:
+        self.settings, self.version = settings, version
+        self._served, self._folder = served, folder
+        self._numbers = itertools.count()
+        self._adapter = False  # whether one has come
+        self._based = False  # whether its base has
+        self._told = False  # to pause, by its user
+        self._changing = asyncio.Lock()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._room = asyncio.Semaphore(max(1, min(_MOST, files // 2)))
+
+    @classmethod
+    async def start(cls, settings: Settings, version: int | None = 0) -> VllmEngine:
+        """Start a server and wait until it answers. version: of the weights at settings.model.
+
+        None: there are none yet, and requests wait for a sync. Raises EngineDiedError with the end of the log where the
+        server does not start: one that does not know an option says so there.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="weft-vllm-"))
+        socket = folder / "socket"
+        process = EngineProcess(
+            settings.name, command(settings, socket), environment(settings, place_parts(folder / "parts")),
+            settings.folder / f"{settings.name}.log",
+        )  # fmt: skip
+        engine = cls(settings, Served(process, Address(str(socket)), "/health", settings.silence), folder, None)
+        try:
+            await engine._served.ready()
+            if version is None:
+                await engine._pause()
+            else:
+                await engine._name_version(version)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """One completion for each seed; a request that waits while the engine is paused goes on afterwards."""
+        return await together(self._complete(request, place) for place in range(len(request.seeds)))
+
+    async def pause(self) -> None:
+        """Hold all requests where they are; returns when nothing is being computed."""
+        async with self._changing:
+            self._told = True
+            await self._pause()
+
+    async def resume(self) -> None:
+        """Go on. SyncError where there are no weights to go on with: half a model is not sampled from."""
+        async with self._changing:
+            if self.version is None:
+                raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
+            self._told = False
+            await self._resume()
+
+    async def abort(self) -> None:
+        """End all requests; each returns what it has."""
+        await self._post("/abort_requests", {}, "aborting")
+
+    async def receive(self, ticket: Ticket, version: int) -> None:
+        """Take a delivery from the sender that the ticket names; requests meanwhile wait, and go on under the new
+        weights with their caches computed anew. SyncError where it fails: the engine then stays paused."""
+        async with self._update(version):
+            told = [json.dumps(ticket.to_json()), version, self.version, self._based]
+            answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
+            self._based = True
+            folder = answers[0]["adapter"]
+            if folder is not None:
+                try:
+                    await self._load_adapter(folder)
+                finally:
+                    for answer in answers:
+                        shutil.rmtree(answer["adapter"], ignore_errors=True)
+
+    async def reload(self, folder: Path, version: int) -> None:
+        """Take all weights from a HuggingFace directory, as `receive` does. Nothing is proven: what is not there stays
+        undefined."""
+        async with self._update(version):
+            await self._workers("weft_reload", [str(folder)], f"reading {folder}")
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Sample with the adapter (peft's format) in a folder, over the base that the engine has."""
+        async with self._update(version):
+            await self._load_adapter(str(folder))
+
+    async def sleep(self) -> None:
+        """Give up memory: weights and caches go. vLLM on CPU cannot, and keeps them."""
+        if self.settings.interpreter.cpu:
+            return
+        async with self._changing:
+            await self._pause()
+            await self._post(f"/sleep?level={_SLEEP_LEVEL}&mode=keep", None, "going to sleep")
+            self.version, self._based, self._adapter = None, False, False
+
+    async def wake(self) -> None:
+        """Take memory again; an update must follow."""
+        if not self.settings.interpreter.cpu:
+            await self._post("/wake_up", None, "waking up")
+
+    async def close(self) -> None:
+        """End the server and all its processes."""
+        await self._served.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _complete(self, request: Request, place: int) -> Completion:
+        async with self._room:
+            name = f"{request.id} #{place} ({next(self._numbers)})"
+            body = body_of(request, place, name, ADAPTER if self._adapter else None)
+            what = f"generating {request.id}"
+            try:
+                answer = await self._served.work("/inference/v1/generate", body, what)
+                return completion_of(answer)
+            except (RefusedError, ValueError) as error:
+                raise RuntimeError(f"rollout engine {self.settings.name}, {what}: {error}") from error
+
+    @asynccontextmanager
+    async def _update(self, version: int) -> AsyncIterator[None]:
+        """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one."""
+        async with self._changing:
+            await self._pause()
+            self.version, had = None, self.version
+            try:
+                yield
+                await self._post("/reset_prefix_cache?reset_running_requests=true", None, "dropping caches")
+                await self._name_version(version)
+            except SyncError as error:
+                raise SyncError(
+                    f"rollout engine {self.settings.name} did not get version {version}, and is paused until it gets "
+                    f"one whole (it had version {had}): {error}"
+                ) from error
+            if not self._told:
+                await self._resume()
+
+    async def _workers(self, method: str, arguments: list[Any], what: str) -> list[dict[str, Any]]:
+        """Answers of all workers. SyncError where one says `error`."""
+        answer = await self._post("/collective_rpc", {"method": method, "args": arguments}, what)
+        answers: list[dict[str, Any]] = answer["results"]
+        errors = dict.fromkeys(str(worker["error"]) for worker in answers if "error" in worker)
+        if errors:
+            raise SyncError("; ".join(errors))
+        return answers
+
+    async def _load_adapter(self, folder: str) -> None:
+        body = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": self._adapter}
+        try:
+            await self._served.order("/v1/load_lora_adapter", body, "loading an adapter")
+        except RefusedError as error:
+            raise SyncError(str(error)) from error
+        self._adapter = True
+
+    async def _name_version(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version)}, f"naming version {version}")
+        self.version = version
+
+    async def _pause(self) -> None:
+        await self._post("/pause?mode=keep", None, "pausing")
+        self._served.hold(True)
+
+    async def _resume(self) -> None:
+        self._served.hold(False)
+        await self._post("/resume", None, "resuming")
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
+        try:
+            return await self._served.order(path, body, what)
+        except RefusedError as error:
+            raise EngineDiedError(f"rollout engine {self.settings.name}, {what}: {error}") from error

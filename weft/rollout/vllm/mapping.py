@@ -1,0 +1,83 @@
+"""Requests and completions in the words of vLLM's /inference/v1/generate: tokens in, tokens out."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import UserError
+from weft.rollout.base import Completion, Finish, Request
+
+_FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}
+_NAN = -9999.0  # what stands for a logprob that is no number
+_COLDEST = 0.01  # vLLM raises temperatures to it
+
+
+def body_of(request: Request, place: int, name: str, model: str | None = None) -> dict[str, Any]:
+    """The body that asks for the completion of the request's seed at `place`.
+
+    name: of this call, unlike all others'. model: an adapter's name; None: the model itself.
+    """
+    sampling = request.sampling
+    if 0 < sampling.temperature < _COLDEST:
+        raise UserError(
+            f"rollout.temperature is {sampling.temperature:g}, which vLLM would raise to {_COLDEST}: set that or more, "
+            "or 0 for the likeliest token."
+        )
+    body: dict[str, Any] = {
+        "request_id": name,
+        "token_ids": list(request.tokens),
+        "sampling_params": {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": request.seeds[place],
+            "stop_token_ids": list(sampling.ends),
+            "ignore_eos": True,  # what ends a completion is in `ends`
+            "stop": list(sampling.stop),
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+            "logprobs": 0,  # of the drawn token alone
+        },
+    }
+    return body if model is None else {**body, "model": model}
+
+
+def completion_of(answer: Mapping[str, Any]) -> Completion:
+    """The completion in an answer. Raises ValueError where it is not what was asked for."""
+    choice = answer["choices"][0]
+    tokens = tuple(int(token) for token in choice["token_ids"] or ())
+    content = ((choice["logprobs"] or {}).get("content") or []) if tokens else []
+    logprobs = tuple(float(place["logprob"]) for place in content)
+    if len(logprobs) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+    if _NAN in logprobs:
+        raise ValueError(f"the logprob of token {logprobs.index(_NAN)} is not a number: are the weights finite?")
+    finish = _FINISHES.get(str(choice["finish_reason"]))
+    if finish is None:
+        raise ValueError(f"a completion ended by {choice['finish_reason']}")
+    return Completion(tokens, logprobs, finish, _versions(choice, len(tokens)), routes=_routes(choice))
+
+
+def _versions(choice: Mapping[str, Any], count: int) -> tuple[tuple[int, int], ...]:
+    spans = choice.get("weight_versions") or []
+    versions = tuple((int(span["version"]), int(span["end"]) - int(span["start"])) for span in spans)
+    if sum(tokens for _, tokens in versions) != count:
+        raise ValueError(f"{count} tokens came with the versions {versions}")
+    return versions
+
+
+def _routes(choice: Mapping[str, Any]) -> NDArray[Any] | None:
+    """[tokens of prompt and completion - 1, layers, top_k], where the engine was started to send them."""
+    packed = choice.get("routed_experts")
+    if packed is None:
+        return None
+    routes = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
+    return routes if routes.dtype == np.uint8 else routes.astype(np.int16)

