@@ -19,11 +19,12 @@ from weft.rollout.sync import wire
 
 
 class Receiver:
-    """Mixed into vLLM's worker, whose `reload_weights`, `model_runner`, `model_config` and `rank` it uses."""
+    """Mixed into vLLM's worker, whose `reload_weights`, `model_runner`, `model_config`, `device` and `rank` it uses."""
 
     reload_weights: Any
     model_runner: Any
     model_config: Any
+    device: Any
     rank: int
 
     def weft_receive(self, ticket: str, version: int, has: int | None, based: bool) -> dict[str, Any]:
@@ -63,19 +64,33 @@ class Receiver:
     def _weft_load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """A load that fails leaves layers half filled, and the next one would go on with them: they are put back to
         where nothing has come, which leaves the engine without weights until a whole load."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            _forget_packed_experts(model)
         try:
             self.reload_weights(weights_iterator=tensors)
         except BaseException:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            finalize_layerwise_reload(model, self.model_config)
             raise
-        _pack_head(self.model_runner.get_model())
+        if self.device.type == "cpu":
+            _pack_heads(model)
 
 
-def _pack_head(model: torch.nn.Module) -> None:
-    """On CPU the head multiplies with a packed copy of its weight, which vLLM leaves as it was where the head is tied:
-    no tensor of that name comes. The weight itself is the embedding's, and new."""
+# On CPU layers multiply with packed copies of their weights. vLLM 0.32 leaves some of them as they were at the first load.
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Before a load: it does not pack the weights of experts that have a kernel, which reads them as if it had."""
+    for module in model.modules():
+        if hasattr(module, "moe_kernel"):
+            module.moe_kernel = None
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """After a load: where the head is tied, no tensor of its name comes, and its packed copy stays as it was. The
+    weight itself is the embedding's, and new."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
