@@ -72,19 +72,19 @@ def test_what_fails_costs_its_sample() -> None:
     }.items():
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
-    news = rewards.failures.take_news()
+    news = rewards.take_news()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"
     )
-    assert rewards.failures.metrics() == {"rewards/failed": 6.0, "rewards/as_number/failed": 6.0}
-    assert rewards.failures.metrics() == {"rewards/failed": 0.0}
+    assert rewards.metrics() == {"rewards/failed": 6.0, "rewards/as_number/failed": 6.0}
+    assert rewards.metrics() == {"rewards/failed": 0.0}
 
 
 def test_a_function_that_fails_for_all_ends_the_run() -> None:
     samples, rewards = scored(["1", "2"], OURS + "too_few", "length")
     assert given(samples) == [None, None] and samples[0].rewards == {"too_few": None, "length": -0.99}
     with pytest.raises(UserError, match=r"too_few failed for every one of the 2 samples .* returned 0 values for 1"):
-        rewards.failures.metrics()
+        rewards.metrics()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -93,7 +93,10 @@ def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
         ["7", "8"], OURS + "seen", "length", columns={"answer": "7", "more": 1}, chat=chat,
         reward_weights=(2.0, 0.5), reward_options={"length.target": 2},
     )  # fmt: skip
-    assert [sample.rewards for sample in samples] == [{"seen": 1.0, "length": -0.5}, {"seen": 0.0, "length": -0.5}]
+    assert [list(sample.rewards.items()) for sample in samples] == [
+        [("seen", 1.0), ("length", -0.5)],
+        [("seen", 0.0), ("length", -0.5)],
+    ]
     assert given(samples) == [1.75, -0.25]
 
 
@@ -143,10 +146,10 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
     rewards = Rewards(RlAlgorithm(reward=("length",), reward_options={"length.target": 4}))
     asyncio.run(rewards.score([good, bad], ["ab", "ab"]))
     assert (good.reward, bad.reward, bad.rewards) == (0.0, None, {})
-    assert rewards.failures.metrics()["rewards/environment/failed"] == 1
+    assert rewards.metrics()["rewards/environment/failed"] == 1
     asyncio.run(rewards.score([bad], ["ab"]))
     with pytest.raises(UserError, match="rl.environment failed for every one of the 1 samples"):
-        rewards.failures.metrics()
+        rewards.metrics()
 
 
 @pytest.mark.parametrize(

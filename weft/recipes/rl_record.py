@@ -20,8 +20,11 @@ from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.rl_resume import RlStart
-from weft.rl.records import write_rollouts
-from weft.rl.types import Group, Sample
+from weft.rl.evaluate import Evaluated
+from weft.rl.records import EVALUATIONS, write_rollouts
+from weft.rl.rewards import completion_texts
+from weft.rl.types import Sample
+from weft.rollout.base import Synced
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, RolloutStep, Run
@@ -55,25 +58,46 @@ class RlRecorder:
     def record(
         self,
         step: RolloutStep,
-        groups: Sequence[Group],
         lines: Sequence[Mapping[str, object]],
-        metrics: Mapping[str, float],
+        synced: Synced,
+        evaluated: Evaluated | None,
         tokenizer: PreTrainedTokenizerBase,
     ) -> list[dict[str, object]]:
         """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
-        samples = [sample for group in groups for sample in group.samples]
-        texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
-        write_rollouts(self.folder, step.number, groups, texts)
-        seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        samples = step.samples
+        write_rollouts(self.folder, step.number, step.groups, completion_texts(samples, tokenizer))
+        metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        metrics |= {
+            "sync/seconds": synced.seconds,
+            "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
+        }
+        metrics |= {} if evaluated is None else evaluated.metrics
         written = [dict(line) for line in lines]
         for line in written:
             line["rollout"] = step.number
-        written[-1] |= {**lengths_of(samples), **metrics, **seconds}
+        written[-1] |= lengths_of(samples) | metrics
         for line in written:
             self.file.write(line)
             self.trackers.log(line)
             self.summary.add(line)
         return written
+
+    def record_evaluation(
+        self, step: int, evaluated: Evaluated | None, tokenizer: PreTrainedTokenizerBase
+    ) -> list[str]:
+        """Keep the answers of an evaluation in RUN/evaluations; what to print of it. That of step 0 has a line of its
+        own."""
+        if evaluated is None:
+            return []
+        groups = [group for part in (evaluated.greedy, evaluated.drawn) for named in part.values() for group in named]
+        texts = completion_texts([sample for group in groups for sample in group.samples], tokenizer)
+        write_rollouts(self.folder, step, groups, texts, EVALUATIONS)
+        if not step:
+            line: dict[str, object] = {"step": 0, **evaluated.metrics}
+            self.file.write(line)
+            self.trackers.log(line)
+            self.summary.add_evaluation(line)
+        return [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
         """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""
@@ -127,7 +151,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say, config, plan = Console(highlight=False, soft_wrap=True).print, run.config, run.plan
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")
-    say(f"prompts  {len(run.prompts):,}")
+    say(f"prompts  {run.task.prompts}", markup=False)
     for note in [*run.start.notes, *notes]:
         say(note, markup=False)
     say(

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
-from weft.data.encode import Encoding
+from weft.data.encode import Encoding, read_encoding
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.rl.chat import Chats
@@ -72,11 +72,6 @@ class Episodes:
     most_tokens: int
     timeout: float
 
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """What the chat template offers the policy."""
-        return self.kind.tools
-
     async def call(self, method: Any, *arguments: Any) -> Any:
         """Calls a method of an environment. Raises EnvironmentFailure."""
         try:
@@ -109,10 +104,8 @@ class Episodes:
         return [*(() if ended else found.closing), *found.tokens]
 
 
-def load_environment(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
-) -> Episodes | None:
-    """The environment that rl.environment names; None without one. Raises UserError where it is no such thing."""
+def environment_class(config: RlConfig) -> type[Environment] | None:
+    """The class that rl.environment names; None without one. Raises UserError where it is no environment."""
     path = config.rl.environment
     if path is None:
         return None
@@ -127,13 +120,21 @@ def load_environment(
             f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
             "the class and `reward` in its replies."
         )
-    return Episodes(
-        found,
-        Chats(tokenizer, encoding),
-        config.rl.max_turns,
-        config.rollout.max_new_tokens,
-        config.rl.environment_timeout,
-    )
+    return found
+
+
+def load_environment(
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
+) -> Episodes | None:
+    """Conversations with the environment that a config names; None where there is none.
+
+    encoding: the chat template; by default the config's.
+    """
+    kind = environment_class(config)
+    if kind is None:
+        return None
+    chats = Chats(tokenizer, encoding or read_encoding(config.data, tokenizer))
+    return Episodes(kind, chats, config.rl.max_turns, config.rollout.max_new_tokens, config.rl.environment_timeout)
 
 
 def _of(method: Any) -> str:

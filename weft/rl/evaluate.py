@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,16 +59,16 @@ class Evaluated:
 
 
 def read_held_out_prompts(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> HeldOutPrompts:
     """The prompts of eval.path or eval.sources. Raises UserError as `load_rl_prompts` does."""
     found = {}
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
-        found[_UNNAMED] = load_rl_prompts(config, tokenizer, data, tools=tools)
+        found[_UNNAMED] = load_rl_prompts(config, tokenizer, data, vocab_size=vocab_size)
     for source in config.eval.sources or ():
         data = replace(config.data, path=None, sources=(source,))
-        found[source_name(source)] = load_rl_prompts(config, tokenizer, data, tools=tools)
+        found[source_name(source)] = load_rl_prompts(config, tokenizer, data, vocab_size=vocab_size)
     return HeldOutPrompts(found)
 
 
@@ -127,6 +126,8 @@ class RlEvaluator:
         found: dict[str, list[Group]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
             found[name].append(group)
+            for sample in group.samples:
+                sample.notes["evaluation"] = f"{name} {kind}".strip()
         return found
 
 

@@ -21,6 +21,7 @@ from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError
 from weft.rl.chat import Chats
+from weft.rl.environments import environment_class
 from weft.rl.types import Prompt
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
@@ -83,21 +84,21 @@ def load_rl_prompts(
     tokenizer: PreTrainedTokenizerBase,
     data: Data | None = None,
     *,
-    tools: Sequence[Mapping[str, Any]] = (),
     vocab_size: int | None = None,
 ) -> Prompts:
     """The prompts that a config names.
 
     A row has `prompt`, a text or messages, or `messages`, whose last answers are left out; all other columns are kept
-    for the rewards. data: in place of the config's; rows in memory, or another data section. tools: of the environment.
-    Raises UserError with file and line for whatever the user has to mend.
+    for the rewards. data: in place of the config's; rows in memory, or another data section. vocab_size: where given,
+    ids must be below it. Raises UserError with file and line for whatever the user has to mend.
     """
+    environment = environment_class(config)
     rules = PromptRules(
         longest=config.rollout.max_prompt_tokens,
         drop=config.data.long_documents == "drop",
         chat=config.rl.chat,
         instruction=config.rl.instruction,
-        tools=tuple(tools),
+        tools=() if environment is None else tuple(environment.tools),
         vocab_size=vocab_size,
     )
     return read_prompts(config.data if data is None else data, tokenizer, read_encoding(config.data, tokenizer), rules)

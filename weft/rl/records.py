@@ -14,6 +14,7 @@ from weft.errors import UserError
 from weft.rl.types import Group, Prompt, Sample
 
 FOLDER = "rollouts"
+EVALUATIONS = "evaluations"
 # Arrays of a sample that are kept, with their dtypes; null where there are none.
 _ARRAYS = {
     "tokens": np.int64, "sampled": np.bool_, "rollout": np.float32, "versions": np.int32, "kept_logmass": np.float32,
@@ -22,18 +23,19 @@ _ARRAYS = {
 }  # fmt: skip
 
 
-def rollout_file(folder: Path, step: int) -> Path:
+def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
     """RUN/rollouts/step-000001.parquet"""
-    return folder / FOLDER / f"step-{step:06d}.parquet"
+    return folder / into / f"step-{step:06d}.parquet"
 
 
-def write_rollouts(folder: Path, step: int, groups: Sequence[Group], texts: Sequence[str]) -> Path:
-    """All samples of a rollout step, in their order; texts: of their completions. Whole or not at all."""
+def write_rollouts(folder: Path, step: int, groups: Sequence[Group], texts: Sequence[str], into: str = FOLDER) -> Path:
+    """All samples of a rollout step, or of an evaluation, in their order; texts: of their completions. Whole or not at
+    all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [_row(step, sample, text) for sample, text in zip(_samples(groups), texts, strict=True)]
-    path = rollout_file(folder, step)
+    path = rollout_file(folder, step, into)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from weft.cluster.machine import cpu_cores
@@ -67,8 +68,7 @@ class Failures:
 class Rewards:
     """Gives samples their rewards. Functions run in processes; a call that fails costs its sample.
 
-    failures: what failed in training; a rollout step ends with `failures.metrics()`, which ends the run where nothing
-    is left.
+    failures: of training, which `metrics` and `take_news` tell of.
     """
 
     def __init__(self, config: RlAlgorithm) -> None:
@@ -112,6 +112,20 @@ class Rewards:
         for sample in samples:
             self._sum(sample, counted)
 
+    def metrics(self) -> dict[str, float]:
+        """What failed since it was last asked; UserError where nothing was left (Failures.metrics)."""
+        return self.failures.metrics()
+
+    def take_news(self) -> list[str]:
+        """What there is to print since it was last asked: the first failures."""
+        return self.failures.take_news()
+
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
@@ -136,6 +150,8 @@ class Rewards:
         error = sample.notes.get("error")
         if ENVIRONMENT in sample.rewards or error:
             failures.count(ENVIRONMENT, sample, error)
+        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any
+        sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
         said = {name: value for name, value in sample.rewards.items() if value is not None}
         lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
@@ -175,6 +191,35 @@ def completion_texts(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBa
     """What rewards read: each completion decoded, without special tokens; of a conversation, all of it."""
     texts: list[str] = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
     return texts
+
+
+def try_rewards(
+    reward: Sequence[str], completions: Sequence[str], *, prompt: str = "", timeout: float = 30.0, **columns: Any
+) -> list[dict[str, Any]]:
+    """What reward functions make of answers to one prompt, as in a run: to try one before it trains anything.
+
+    reward: as rl.reward. columns: of the prompt's row. completion_ids are the bytes of each completion. A row for each
+    completion, with `reward`, the value of each function, and under `errors` what failed.
+    """
+    asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
+    samples = []
+    for number, text in enumerate(completions):
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        n = len(tokens)
+        zeros = np.zeros(n, np.float32)
+        samples.append(Sample(asked, number, tokens, np.ones(n, np.bool_), zeros, np.zeros(n, np.int32), "end"))
+
+    async def run() -> None:
+        rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
+        async with rewards:
+            await rewards.start([asked])
+            await rewards.score(samples, completions)
+
+    asyncio.run(run())
+    return [
+        {"reward": sample.reward, **sample.rewards, "errors": sample.notes.get("reward_errors", {})}
+        for sample in samples
+    ]
 
 
 def _missing(name: str, described: Described, prompt: Prompt) -> Iterator[str]:

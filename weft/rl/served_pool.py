@@ -1,4 +1,4 @@
-"""The rollout engines of a run, and how the trainers' weights reach those that are servers of their own."""
+"""The rollout engines of a run, and how the trainers' weights reach those that are processes of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weft.cluster.rays import ActorGroup
 from weft.config.rl_schema import RlConfig
-from weft.rl.pool import EmbeddedPool
+from weft.rl.pool import EmbeddedPool, StandalonePool
 from weft.rollout.base import Synced
 from weft.rollout.servers import Server, ServerPool, interpreter_of, server_names
 from weft.rollout.sync.wire import Ticket
@@ -42,14 +42,21 @@ class ServedPool(ServerPool):
 
 def check_engines(config: RlConfig) -> None:
     """Raises UserError where rollout.engine has no environment to run in, or one that is not as tested."""
-    if config.rollout.engine != "embedded":
+    if config.rollout.engine in ("vllm", "sglang"):
         interpreter_of(config)
 
 
-async def open_engines(config: RlConfig, trainers: ActorGroup, run: Path) -> EmbeddedPool | ServedPool:
-    """What generates in this run; it has no weights until its first sync. run: its folder."""
+async def open_engines(
+    config: RlConfig, trainers: ActorGroup, standalone: ActorGroup | None, run: Path
+) -> EmbeddedPool | StandalonePool | ServedPool:
+    """What generates in this run; it has no weights until its first sync. standalone: actors of rollout.engine=hf. run:
+    its folder."""
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
+    if standalone is not None:
+        names = [f"hf-{number}" for number in range(len(standalone))]
+        _, tickets = (await trainers.all("open_sync", names, 1))[0]
+        return StandalonePool(standalone, trainers, tickets)
     names = server_names(config) if config.rollout.engine == "vllm" else []
     compute, tickets = (await trainers.all("open_sync", names, config.rollout.tp))[0]
     pool = await ServerPool.start(config, run, compute)
