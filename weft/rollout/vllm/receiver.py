@@ -78,7 +78,7 @@ class Receiver:
             _pack_heads(model)
 
 
-# On CPU layers multiply with packed copies of their weights. vLLM 0.32 leaves some of them as they were at the first load.
+# On CPU layers multiply with packed copies of their weights, and vLLM 0.32 leaves some as they were at the first load.
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
