@@ -39,6 +39,7 @@ from weft.rl.documents import deal
 from weft.rl.engines import policy_config
 from weft.rl.environments import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
+from weft.rl.exact import require_exact
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
@@ -172,6 +173,8 @@ async def train(run: Run) -> None:
     )  # fmt: skip
     with recorder, StopSignals() as signals, progress:
         await engine.sync(start.rollout)
+        if config.rl.on_policy == "exact":
+            await trainers.all("prove_exact")
         if not start.rollout:
             progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
         async with producer:
@@ -261,6 +264,8 @@ async def judge(run: Run, step: RolloutStep) -> None:
             await read(run, "reference", "reference", samples)
         if rl.advantage == "gae":
             await read(run, "critic", "values", samples)
+    if rl.on_policy == "exact":
+        require_exact(samples)
     corrections = correct(samples, rl)  # sets old logprobs that are not recomputed, which advantages may read
     step.metrics |= {
         **advantages(step.groups, rl), **corrections, **step.failures.metrics(), **staleness(samples, run.version),
