@@ -36,6 +36,11 @@ _REWARD = "say `rl.reward`: a list of names and import paths."
 _PROMPT = "say `rollout.max_prompt_tokens`."
 _COMPLETION = "say `rollout.max_new_tokens`."
 _ENGINE = "say `rollout.engine`."
+_MEMORY = "say `rollout.memory`."
+_TP = "say `rollout.tp`, accelerators of each engine; `rollout.engines` is how many there are."
+_ENGINES = "say `rollout.engines`; `rollout.tp` is how many accelerators each has."
+_OPTIONS = "say `rollout.options`, which takes the server's own arguments, as in {max_num_seqs: 256}."
+_LENGTH = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens` is what the engine is started for: leave it out."
 _REFERENCE = "the reference is the model at first, and there is one with `rl.kl` above 0: leave it out."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
 
@@ -64,6 +69,9 @@ _TRL = {
     "max_completion_length": _COMPLETION,
     "use_vllm": _ENGINE,
     "vllm_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": _MEMORY,
+    "vllm_tensor_parallel_size": _TP,
+    "vllm_max_model_length": _LENGTH,
 }
 _VERL = {
     "algorithm.adv_estimator": _ALGORITHM,
@@ -92,6 +100,14 @@ _VERL = {
     "log_prob_micro_batch_size_per_gpu": _ROWS,
     "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
     "rollout.n": _GROUP,
+    "rollout.name": _ENGINE,
+    "gpu_memory_utilization": _MEMORY,
+    "tensor_model_parallel_size": _TP,
+    "enforce_eager": _OPTIONS,
+    "max_num_seqs": _OPTIONS,
+    "max_num_batched_tokens": _OPTIONS,
+    "engine_kwargs.*": _OPTIONS,
+    "max_model_len": _LENGTH,
     "train_batch_size": _PROMPTS,
     "max_response_length": _COMPLETION,
     "filter_groups.enable": _DYNAMIC,
@@ -148,6 +164,10 @@ _MILES = {
     "rollout_temperature": _TEMPERATURE,
     "rollout_max_prompt_len": _PROMPT,
     "rollout_max_response_len": _COMPLETION,
+    "rollout_num_gpus_per_engine": _TP,
+    "rollout_num_gpus": _ENGINES,
+    "sglang_mem_fraction_static": _MEMORY,
+    "sglang_context_length": _LENGTH,
     "rm_type": _REWARD,
     "custom_rm_path": _REWARD,
 }
