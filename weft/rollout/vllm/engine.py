@@ -188,7 +188,7 @@ class VllmEngine:
         self.version = version
 
     async def _pause(self) -> None:
-        await self._post("/pause?mode=keep", None, "pausing")
+        await self._post("/pause?mode=keep&clear_cache=false", None, "pausing")
         self._served.hold(True)
 
     async def _resume(self) -> None:
