@@ -58,6 +58,8 @@ _CRITIC_ROWS = "say `critic.max_tokens_per_device`, tokens of one forward."
 _CRITIC_OFFLOAD = "say `critic.cpu_offload`."
 _CRITIC_LOSS = "a critic is an engine of its own, with `critic.lr` as its learning rate: leave it out."
 _ROUTES = "routes are followed wherever the engine (`rollout.engine`) records them: leave it out."
+_ENGINES = "say `rollout.engines`; `rollout.tp` is how many accelerators each has."
+_LENGTH = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens` is what the engine is started for: leave it out."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
 
 _TRL = {
@@ -90,6 +92,7 @@ _TRL = {
     "max_staleness": _STALENESS,
     "cliprange_value": _CRITIC_CLIP,
     "vf_coef": _CRITIC_LOSS,
+    "vllm_max_model_length": _LENGTH,
 }
 _VERL = {
     "algorithm.adv_estimator": _ALGORITHM,
@@ -131,6 +134,9 @@ _VERL = {
     "staleness_threshold": _STALENESS,
     "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
     "rollout.n": _GROUP,
+    "rollout.name": _ENGINE,
+    "engine_kwargs.*": _OPTIONS,
+    "max_model_len": _LENGTH,
     "train_batch_size": _PROMPTS,
     "max_response_length": _COMPLETION,
     "filter_groups.enable": _DYNAMIC,
@@ -145,7 +151,6 @@ _VERL = {
     "custom_reward_function.path": _REWARD,
     "custom_reward_function.name": _REWARD,
     "critic.model.path": _CRITIC,
-    "critic.optim.lr": _CRITIC_LR,
     "critic.cliprange_value": _CRITIC_CLIP,
     "critic.ppo_max_token_len_per_gpu": _CRITIC_ROWS,
     "critic.forward_max_token_len_per_gpu": _CRITIC_ROWS,
@@ -177,7 +182,6 @@ _ROLL = {
     "use_additional_prompts": _DYNAMIC,
     "prompt_length": _PROMPT,
     "response_length": _COMPLETION,
-    "value_clip": _CRITIC_CLIP,
     "vf_coef": _CRITIC_LOSS,
     "critic.model_args.model_name_or_path": _CRITIC,
     "critic.training_args.learning_rate": _CRITIC_LR,
@@ -218,6 +222,7 @@ _MILES = {
     "update_weight_buffer_size": "say `rollout.bucket_mb`, in MiB.",
     "update_weight_transfer_mode": _TRANSPORT,
     "max_weight_staleness": _STALENESS,
+    "sglang_context_length": _LENGTH,
     "rm_type": _REWARD,
     "custom_rm_path": _REWARD,
 }
