@@ -90,6 +90,7 @@ class RlRecorder:
         line: dict[str, object] = {"step": 0, **found.metrics}
         self.file.write(line)
         self.trackers.log(line)
+        self.summary.add_evaluation(line)
         self.evaluated(0, found, progress, tokenizer)
 
     def due(self, rollout: int, plan: Plan) -> bool:

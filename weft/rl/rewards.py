@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -183,7 +183,7 @@ class Rewards:
                 f"none of rl.reward: {', '.join(known)}."
             )
         for name in asked:
-            for problem in _missing(name, self._described[name], prompt):
+            if problem := _missing(name, self._described[name], prompt):
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
 
@@ -222,16 +222,18 @@ def try_rewards(
     ]
 
 
-def _missing(name: str, described: Described, prompt: Prompt) -> Iterator[str]:
+def _missing(name: str, described: Described, prompt: Prompt) -> str | None:
+    """What a function needs, and a prompt's row does not have."""
+    absent = next((column for column in described.required if column not in prompt.columns), None)
+    if absent is None and (not described.reference or has_reference(prompt.columns)):
+        return None
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
-    for column in described.required:
-        if column not in prompt.columns:
-            yield (
-                f"{name} asks for `{column}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns "
-                f"of the data: set data.columns={{{column}: ...}}, or give the parameter a default."
-            )
-    if described.reference and not has_reference(prompt.columns):
-        yield f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+    if absent is None:
+        return f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+    return (
+        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns of the "
+        f"data: set data.columns={{{absent}: ...}}, or give the parameter a default."
+    )
 
 
 def _note(name: str, sample: Sample, outcome: Outcome) -> None:
