@@ -60,6 +60,7 @@ def open_engine(
     exact: bool = False,
     value_head: Literal["zeros", "normal"] | None = None,
     replay: bool = True,
+    beside: Engine | None = None,
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -80,6 +81,7 @@ def open_engine(
             replay=replay,
         ),
         join("cpu"),
+        beside=beside,
     )
 
 

@@ -15,7 +15,9 @@ from weft.config.aliases import ALIASES, NOT_YET, advice_for, not_yet, trainers_
 from weft.config.coerce import MismatchError, coerce
 from weft.config.coming_from import page
 from weft.config.keys import schema_keys, sections
+from weft.config.rl_schema import RlConfig
 from weft.config.trainers import OTHERS, TRAINERS
+from weft.config.trainers.reinforcement import REINFORCEMENT
 from weft.config.trainers.values import VALUES
 from weft.config.yaml12 import Node, read_file, read_value
 from weft.errors import UserError
@@ -53,6 +55,33 @@ def test_advice_names_keys_that_exist_or_will(name: str) -> None:
         assert not text[0].isupper() and text.endswith("."), alias
         named = re.findall(r"`([a-z_]+\.[\w.]+)`", text)
         assert all(word in KNOWN or not_yet(word) for word in named), (alias, named)
+
+
+def test_what_is_said_of_reinforcement_learning() -> None:
+    """In a config of `weft rl` names of algorithms are answered, and what is no name but of SFT as there."""
+    own = set(schema_keys(RlConfig)) | {f"{section}.*" for section in sections(RlConfig)}
+    for alias, text in REINFORCEMENT.items():
+        assert re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*(\.\*)?", alias) and alias not in own, alias
+        named = re.findall(r"`(\w+\.\w+)`", text)
+        assert named and set(named) <= own and text.endswith("."), (alias, named)
+    overrides = [
+        "rl.reward=[math]",
+        "beta=0.1",
+        "actor_rollout_ref.rollout.n=8",
+        "learning_rate=1",
+        "rl.clipp=1",
+        "actor_infer.foo=1",
+    ]
+    with pytest.raises(UserError) as caught:
+        load_config([], ["model.path=m", "data.path=d.jsonl", "actor_infer.x=1", *overrides], RlConfig)
+    for words in (
+        "say `rl.kl`",
+        "say `rl.group_size`",
+        "say `optimizer.lr`",
+        "did you mean rl.clip?",
+        "`weft rl` has it, if at all",
+    ):
+        assert words in str(caught.value)
 
 
 def test_trainers_agree_on_a_name_that_several_have() -> None:

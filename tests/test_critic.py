@@ -182,11 +182,12 @@ def beside_each_other(path: str, mesh: str, together: bool) -> tuple[Tensors, Te
     policy = open_engine(path, mesh)
     opened: list[Engine] = [policy]
     if together:
-        opened += _others(path, mesh)
+        opened += _others(path, mesh, policy)
+        assert opened[1].mesh is policy.mesh is not opened[2].mesh
     documents, metas = to_documents(policy, STEP)
     policy.accumulate(policy.plan(metas), documents, CrossEntropy())
     policy.apply(1e-3)
-    _, reference, value = opened if together else (policy, *_others(path, mesh))
+    _, reference, value = opened if together else (policy, *_others(path, mesh, None))
     train(value)
     found = reference.readout(reference.plan(metas), documents)
     parts: list[dict[int, Tensors]] = [{} for _ in range(policy.ranks.world)]
@@ -195,9 +196,9 @@ def beside_each_other(path: str, mesh: str, together: bool) -> tuple[Tensors, Te
     return dict(policy.tensors()), dict(value.tensors()), logprobs
 
 
-def _others(path: str, mesh: str) -> list[Engine]:
-    reference = open_engine(path, mesh, purpose="inference", step={"max_tokens_per_device": 64})
-    return [reference, critic(path, "4", model={"recompute": "full"})]
+def _others(path: str, mesh: str, policy: Engine | None) -> list[Engine]:
+    reference = open_engine(path, mesh, purpose="inference", beside=policy, step={"max_tokens_per_device": 64})
+    return [reference, critic(path, "4", beside=policy, model={"recompute": "full"})]
 
 
 def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:

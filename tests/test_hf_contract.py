@@ -20,7 +20,7 @@ from tests.cases import describe, parity, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.checkpoint.boxes import Box
-from weft.models import hf
+from weft.models import hf, hf_template
 from weft.models.layout import layout_of
 
 pytestmark = pytest.mark.compat
@@ -126,7 +126,7 @@ def test_parity() -> None:
 
 def test_chat_templates_are_compiled_with_what_weft_reads() -> None:
     """An environment with a sandbox, transformers' filters, and the tracker of generation markers."""
-    template = hf.chat_template("{% generation %}a{% endgeneration %}{{ [1] | tojson }}")
+    template = hf_template.chat_template("{% generation %}a{% endgeneration %}{{ [1] | tojson }}")
     blocks: list[str] = []
     marked: list[tuple[int, int]] = []
     with template.environment.activate_tracker(blocks, marked):

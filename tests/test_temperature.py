@@ -38,9 +38,9 @@ class WithEntropy(CrossEntropy):
         return Terms(terms.loss_sum - BONUS * (batch.weights_N * batch.readouts["entropy"]).sum(), terms.metrics)
 
 
-def ours(path: str, mesh: str) -> tuple[list[Tensors], dict[int, Tensors]]:
+def ours(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Tensors]]:
     """Gradients of both objectives, and readouts of all documents."""
-    engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": 61})
+    engine = open_engine(path, mesh, temperature=TEMPERATURE, exact=exact, step={"max_tokens_per_device": 61})
     documents, metas = to_documents(engine, DOCUMENTS)
     plan = engine.plan(metas)
     found: list[Tensors] = []
@@ -74,11 +74,14 @@ def plain(path: str) -> tuple[list[Tensors], list[Tensors]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"), [("llama", "2"), ("gemma2", "2"), ("llama_tied", "1")], ids=["plain", "softcap", "tied"]
+    ("family", "mesh", "exact"),
+    [("llama", "2", False), ("gemma2", "2", False), ("llama_tied", "1", False), ("gemma2", "2", True)],
+    ids=["plain", "softcap", "tied", "exact"],
 )
-def test_readouts_and_gradients_are_those_of_divided_logits(family: str, mesh: str) -> None:
+def test_readouts_and_gradients_are_those_of_divided_logits(family: str, mesh: str, exact: bool) -> None:
+    """exact: as rl.on_policy=exact computes them."""
     path = saved_model(family)
-    gradients, readouts = run(world_of(mesh), ours, path, mesh)[0]
+    gradients, readouts = run(world_of(mesh), ours, path, mesh, exact)[0]
     expected, values = plain(path)
     for index, document in enumerate(values):
         for name, value in document.items():

@@ -30,7 +30,7 @@ from weft.observe import flight
 from weft.observe.flight import Record
 
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
-_PLACED_SECONDS = 120.0  # how long a cluster may take to make room
+_PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
 
 @dataclass(frozen=True, slots=True)

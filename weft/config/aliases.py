@@ -7,8 +7,11 @@ are the same. `wandb.*` in the table stands for a section and all that is in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from weft.config.trainers import OTHERS, TRAINERS
+from weft.config.trainers import advice as say
+from weft.config.trainers.reinforcement import ELSEWHERE, REINFORCEMENT
 
 # Sections and keys of the design that enter the schema with their feature.
 NOT_YET = (
@@ -26,9 +29,17 @@ NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 ALIASES: dict[str, str] = {**OTHERS, **{name: text for trainer in TRAINERS for name, text in trainer.advice()}}
 
 
-def advice_for(name: str) -> str | None:
-    """What to say instead of a dotted name of another trainer, or None where it is not known."""
+def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
+    """What to say instead of a dotted name of another trainer, or None where it is not known.
+
+    reinforcement: in a config of `weft rl`, which has answers of its own.
+    """
+    own = entry_of(name, REINFORCEMENT) if reinforcement else None
+    if own is not None:
+        return REINFORCEMENT[own]
     found = entry_of(name)
+    if reinforcement and found is not None and ALIASES[found] in (say.RL, say.REWARD):
+        return ELSEWHERE
     return None if found is None else with_state(ALIASES[found])
 
 
@@ -51,13 +62,13 @@ def with_state(text: str) -> str:
     return f"{text} ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in this version yet.)"
 
 
-def entry_of(name: str) -> str | None:
+def entry_of(name: str, table: Mapping[str, str] = ALIASES) -> str | None:
     """The table's entry for a dotted name: the one that says most of it."""
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):
         own = parts[start:]
         above = (f"{'.'.join(own[:end])}.*" for end in range(len(own), 0, -1))
-        found = next((entry for entry in (".".join(own), *above) if entry in ALIASES), None)
+        found = next((entry for entry in (".".join(own), *above) if entry in table), None)
         if found is not None:
             return found
     return None

@@ -10,6 +10,7 @@ from weft.config.checks import (
     AT_LEAST_1,
     AT_LEAST_2,
     AXIS,
+    BELOW_1,
     IMPORT_PATH,
     NOT_NEGATIVE,
     POSITIVE,
@@ -108,6 +109,11 @@ INERT = (
         for leaf in ("correction_level", "correction_limits")
     ),
     *(
+        Inert(f"rl.{leaf}", lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
+        for leaf in ("correction", "correction_level", "correction_limits")
+    ),
+    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
+    *(
         Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
         for leaf in _leaves(ReferenceConfig)
     ),
@@ -122,8 +128,14 @@ INERT = (
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no server")
-        for leaf in ("python", "engines", "tp", "memory", "dtype", "options", "timeout")
+        Inert(
+            f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
+        )
+        for leaf in ("python", "tp", "memory", "options")
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
+        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
     ),
     *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
@@ -180,6 +192,12 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.max_turns": AT_LEAST_1,
     "rl.environment_timeout": POSITIVE,
     "cluster.trainer": AT_LEAST_1,
+    "cluster.max_staleness": NOT_NEGATIVE,
+    "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "rollout.top_k": NOT_NEGATIVE,
+    "rollout.min_p": BELOW_1,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
     "eval.samples": NOT_NEGATIVE,
     "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
@@ -192,9 +210,16 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
+    if config.cluster.max_staleness and config.rollout.engine == "embedded":
+        yield (
+            "cluster.max_staleness",
+            f"cluster.max_staleness is {config.cluster.max_staleness}, but the embedded engine takes turns with "
+            "training: set rollout.engine=hf or vllm, or cluster.max_staleness=0.",
+        )
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
+    yield from _exact_combinations(config)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
@@ -219,6 +244,23 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
         )
     yield from common_combinations(config, free_columns=True)
+
+
+def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    if config.rl.on_policy != "exact":
+        return
+    if config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
+            "would be compared: set rl.old_logprobs=recompute.",
+        )
+    if config.model.compile:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
+            "model.compile=false.",
+        )
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:

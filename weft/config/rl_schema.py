@@ -122,6 +122,13 @@ class RlAlgorithm:
         "`rollout` takes those of the engine, so that ratios correct its mismatch, too.",
         "recompute",
     )
+    on_policy: Literal["measured", "exact"] = key(
+        "Whether samples come from the very policy that is trained. `measured`: engine and trainer round differently; "
+        "the difference is a metric, and corrected (rl.correction). `exact`: each logprob that the embedded engine "
+        "records is, to the last bit, the trainer's own (fp32, CPU); proven at start, required of every sample. "
+        "docs/exact.md",
+        "measured",
+    )
     correction: Literal["none", "tis", "mis", "icepop"] = key(
         "What the loss of a token is multiplied by, to correct that the engine is not exactly the trainer: the ratio "
         "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
@@ -162,15 +169,30 @@ class RlAlgorithm:
 class RolloutConfig:
     """What generates, and how tokens are drawn."""
 
-    engine: Literal["embedded", "vllm", "sglang"] = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `vllm`, `sglang`: "
-        "servers in processes and environments of their own (docs/rollout-engines.md).",
+    engine: Literal["embedded", "hf", "vllm", "sglang"] = key(
+        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
+        "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own "
+        "(docs/rollout-engines.md).",
         "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
     max_new_tokens: int = key("Longest completion in tokens.", 1024)
     temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
+    top_p: float = key("Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0)
+    top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0)
+    min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    transport: Literal["auto", "shared", "group", "files"] = key(
+        "How weights reach engines of their own: `shared` memory of a host, a process `group`, or `files` in the "
+        "system's temporary folder. auto: shared on a host of the trainer's, else a group.",
+        "auto",
+    )
+    bucket_mb: int = key("MiB of weights that are on their way at once.", 256)
+    verify_every: int = key(
+        "Syncs from one whose values are read back from the engines and compared to the next; 0: only the first. What "
+        "arrives is compared with what was sent in every sync.",
+        20,
+    )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
         "`weft engine install vllm` made.",
@@ -206,6 +228,11 @@ class ClusterConfig:
         "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
     )
     trainer: int | None = key("Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.", None)
+    max_staleness: int = key(
+        "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
+        "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",
+        0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

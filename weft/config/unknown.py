@@ -37,9 +37,10 @@ class Unknown:
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """What is unknown in `name`, a key or section that the schema does not have."""
-    if not_yet(name) is not None:
+    planned = not_yet(name)
+    if planned is not None and planned not in sections(schema):
         return [Unknown(name, node.where, "is not in this version yet: leave it out.")]
-    advice = advice_for(name)
+    advice = advice_for(name, reinforcement="rl" in sections(schema))
     own = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):
         inside = [key for leaf, child in node.value.items() for key in unknown_keys(f"{name}.{leaf}", child, schema)]

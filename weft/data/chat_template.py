@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jinja2.visitor import NodeTransformer
 
 from weft.config.schema import DataConfig
 from weft.errors import UserError
-from weft.models import hf
+from weft.models import hf_template
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NAMED = Path(__file__).parent / "templates"
@@ -60,20 +61,24 @@ class Lost(Unclear):
 class ChatTemplate:
     """A Jinja chat template, with transformers' filters and globals, that notes what it writes for which message.
 
-    Notes are outputs at the beginning and end of its loops, put into the parsed template. They are empty strings, so
-    the text is the template's own. Loops in macros and captured blocks are left out: their text is not yet in place.
+    Notes are outputs at the beginning and end of its loops and of what generation markers enclose, put into the parsed
+    template. They are empty strings, so the text is the template's own. Macros and captured blocks are left out: their
+    text is not yet in place.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        environment = hf.chat_template(source).environment
-        tree = _NotedLoops().visit(environment.parse(source))
+        environment = hf_template.chat_template(source).environment
+        environment.filters["weft_place"] = _place_of
+        noted = _Noted()
+        tree = noted.visit(environment.parse(source))
         self._template = environment.template_class.from_code(
-            environment, environment.compile(tree), environment.make_globals(None)
+            environment, environment.compile(tree), {**environment.globals, **_NOTES}
         )
-        self._track: Any = environment.activate_tracker
         self._variables = dict(variables)
         self._words = frozenset(re.findall(r"\w+", source))
         self.has_markers = bool(GENERATION_TAG.search(source))
+        # Where no notes can be, in macros, it is transformers' own tracker that finds markers.
+        self._track: Any = environment.activate_tracker if noted.unseen_markers else None
 
     def names(self, word: str) -> bool:
         """Whether the template reads something of this name."""
@@ -90,21 +95,24 @@ class ChatTemplate:
         """The conversation as text; ask: with what the template writes to ask for an answer. Raises RENDER_ERRORS."""
         blocks: list[str] = []
         marked: list[Span] = []
-        with self._track(blocks, marked) if self.has_markers else nullcontext():
-            stream = self._template.generate(
-                {**self._variables, **kwargs, **_LOOP_NOTES},
-                messages=[_Message(message, place) for place, message in enumerate(messages)],
-                tools=None if tools is None else list(tools),
-                documents=None,
-                add_generation_prompt=ask,
+        with nullcontext() if self._track is None else self._track(blocks, marked):
+            context = self._template.new_context(
+                {
+                    **self._variables,
+                    **kwargs,
+                    "messages": [_Message(message, place) for place, message in enumerate(messages)],
+                    "tools": None if tools is None else list(tools),
+                    "documents": None,
+                    "add_generation_prompt": ask,
+                }
             )
-            pieces = _pieces(stream, blocks)
+            pieces = _pieces(self._template.root_render_func(context), blocks, marked)
         regions = {message: spans[0] for message, spans in pieces.items() if len(spans) == 1}
-        return Rendering("".join(blocks), regions, frozenset(pieces) - frozenset(regions), tuple(marked))
+        return Rendering("".join(blocks), regions, frozenset(pieces) - frozenset(regions), tuple(sorted(marked)))
 
 
 class _Note(str):
-    """An empty text that says where a loop is: at a message, or that it begins, goes on or ends."""
+    """An empty text that says where a loop or a marked part is. place: of the message that a turn of a loop is at."""
 
     place: int | None
 
@@ -118,9 +126,13 @@ def _note(place: int | None = None) -> _Note:
     return note
 
 
-_BEGINS, _ITEM, _ENDS = _note(), _note(), _note()
-_LOOP_NOTES = {"weft_loop_begins": _BEGINS, "weft_item": _ITEM, "weft_loop_ends": _ENDS}
-_PLACE = "\ue5e3"  # the key under which a message says where it is; no template asks for it, and none sees it
+_BEGINS, _ENDS, _ELSEWHERE, _MARKED, _UNMARKED = (_note() for _ in range(5))
+_NOTES = {
+    "weft_loop_begins": _BEGINS,
+    "weft_loop_ends": _ENDS,
+    "weft_marks_begin": _MARKED,
+    "weft_marks_end": _UNMARKED,
+}
 
 
 class _Message(dict[str, Any]):
@@ -128,23 +140,35 @@ class _Message(dict[str, Any]):
 
     def __init__(self, message: Mapping[str, Any], place: int) -> None:
         super().__init__(message)
-        self._place = place
-
-    def __missing__(self, key: str) -> _Note:
-        if key == _PLACE:
-            return _note(self._place)
-        raise KeyError(key)
+        self._note = _at(place)
 
 
-def _pieces(stream: Iterable[str], blocks: list[str]) -> dict[int, list[Span]]:
-    """Collects what a template writes in `blocks`, and says which of it belongs to which message."""
+@cache
+def _at(place: int) -> _Note:
+    return _note(place)
+
+
+def _place_of(item: Any) -> _Note:
+    """A filter in the template: where a turn of a loop over `item` is."""
+    return item._note if type(item) is _Message else _ELSEWHERE
+
+
+def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dict[int, list[Span]]:
+    """Collects what a template writes in `blocks`, what of it is `marked`, and which of it belongs to which message."""
     pieces: dict[int, list[Span]] = {}
     stack: list[int | None] = []  # what each open loop is at; None: no message
+    marks: list[int] = []
     start = length = 0
     for block in stream:
         if type(block) is not _Note:
             blocks.append(block)
             length += len(block)
+            continue
+        if block is _MARKED:
+            marks.append(length)
+            continue
+        if block is _UNMARKED:
+            marked.append((marks.pop(), length))
             continue
         if start < length:
             message = next((place for place in reversed(stack) if place is not None), None)
@@ -173,20 +197,30 @@ _ITEMS = frozenset(
 )
 
 
-class _NotedLoops(NodeTransformer):
-    """Puts notes around the loops of a template and at the beginning of each turn."""
+class _Noted(NodeTransformer):
+    """Puts notes around the loops of a template, at the beginning of each turn, and around what markers enclose.
+
+    unseen_markers: generation markers that are where no notes can be.
+    """
+
+    def __init__(self) -> None:
+        self.unseen_markers = 0
 
     def visit_For(self, node: nodes.For) -> Any:
         self.generic_visit(node)
         if node.recursive or not isinstance(node.target, nodes.Name):
             return node
         item = nodes.Name(node.target.name, "load", lineno=node.lineno)
-        place = nodes.Getitem(item, nodes.Const(_PLACE), "load", lineno=node.lineno)
-        node.body.insert(0, nodes.Output([_name("weft_item", node), place], lineno=node.lineno))
-        begins, ends = (
-            nodes.Output([_name(name, node)], lineno=node.lineno) for name in ("weft_loop_begins", "weft_loop_ends")
-        )
-        return [begins, node, ends]
+        place = nodes.Filter(item, "weft_place", [], [], None, None, lineno=node.lineno)
+        node.body.insert(0, nodes.Output([place], lineno=node.lineno))
+        return [_output("weft_loop_begins", node), node, _output("weft_loop_ends", node)]
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> Any:
+        if not _is_marker(node):
+            return self._without_notes(node)
+        self.generic_visit(node)
+        inside = nodes.Scope(node.body, lineno=node.lineno)
+        return [_output("weft_marks_begin", node), inside, _output("weft_marks_end", node)]
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
         self.generic_visit(node)
@@ -195,13 +229,19 @@ class _NotedLoops(NodeTransformer):
         return nodes.Getitem(node.node, nodes.Const(node.attr, lineno=node.lineno), "load", lineno=node.lineno)
 
     def _without_notes(self, node: nodes.Node) -> nodes.Node:
+        self.unseen_markers += sum(_is_marker(call) for call in node.find_all(nodes.CallBlock))
         return node
 
-    visit_Macro = visit_CallBlock = visit_FilterBlock = visit_AssignBlock = _without_notes
+    visit_Macro = visit_FilterBlock = visit_AssignBlock = _without_notes
 
 
-def _name(name: str, near: nodes.Node) -> nodes.Name:
-    return nodes.Name(name, "load", lineno=near.lineno)
+def _is_marker(node: nodes.CallBlock) -> bool:
+    call = node.call.node
+    return isinstance(call, nodes.ExtensionAttribute) and call.name == hf_template.GENERATION_CALL
+
+
+def _output(name: str, near: nodes.Node) -> nodes.Output:
+    return nodes.Output([nodes.Name(name, "load", lineno=near.lineno)], lineno=near.lineno)
 
 
 def common_start(a: str, b: str) -> int:
@@ -230,7 +270,7 @@ def chosen_template(data: DataConfig) -> str | None:
     path = NAMED / f"{name}.jinja" if name in known else Path(name)
     try:
         source = path.read_text(encoding="utf-8")
-        hf.chat_template(source)
+        hf_template.chat_template(source)
     except FileNotFoundError:
         raise UserError(
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.data.messages import is_plain
 from weft.data.records import Record
 from weft.errors import UserError
 
@@ -49,7 +50,10 @@ def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = Fa
         raw, first = [*value["prompt"], *_as_messages(value["completion"])], len(value["prompt"])
     kwargs = value.get("chat_template_kwargs")
     return Conversation(
-        messages=[_message(f"{record.where}: message {i}", m, text_arguments) for i, m in enumerate(raw, start=1)],
+        messages=[
+            m if is_plain(m) else _message(f"{record.where}: message {i}", m, text_arguments)
+            for i, m in enumerate(raw, start=1)
+        ],
         tools=_tools(record.where, value.get("tools")),
         kwargs=_from_json(record.where, "chat_template_kwargs", kwargs) or {},
         trained=tuple(_trained(record.where, raw, first, train_on)),

@@ -6,9 +6,8 @@ import copy
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from weft.config.schema import DataConfig
 from weft.data.answers import Answers, Trained
@@ -16,6 +15,9 @@ from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
 from weft.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 1500  # characters of a rendering that an error shows
 
@@ -43,7 +45,10 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records of one tokenizer: what it puts around a text is asked once, not for each record."""
+    """Encodes records of one tokenizer: what it puts around a text is asked once, not for each record.
+
+    Threads may share one. Only the tokenising of chats runs beside anything else of it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
         self.tokenizer = tokenizer
@@ -51,12 +56,14 @@ class Encoder:
         self._prefix = self._find_prefix()
         self._backend: Any = None  # for chats, once there is one
         self._answers: dict[str, Answers] = {}  # by the template's source
+        self._lock = Lock()
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
         """Encodes each record by its format, in order."""
+        kinds = ["chat" if is_chat(record) else record.format for record in records]
         out: list[Encoded | None] = [None] * len(records)
         for kind, encode in {"chat": self._chats, "prompt": self._prompts, "text": self._texts}.items():
-            places = [i for i, record in enumerate(records) if kind == ("chat" if is_chat(record) else record.format)]
+            places = [i for i, found in enumerate(kinds) if found == kind]
             if places:
                 for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
                     out[i] = encoded
@@ -65,7 +72,9 @@ class Encoder:
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
         eos = self._eos(records[0])
         out = []
-        for ids in self.plain([record.value["text"] for record in records]):
+        with self._lock:
+            found = self.plain([record.value["text"] for record in records])
+        for ids in found:
             ids = _ended(self._begun(ids), eos)
             out.append(Encoded(ids, [1] * len(ids)))
         return out
@@ -73,8 +82,9 @@ class Encoder:
     def _prompts(self, records: Sequence[Record]) -> list[Encoded]:
         """Prompt and completion are tokenised apart, so that the prompt is what generation will be given."""
         eos = self._eos(records[0])
-        prompts = self.plain([record.value["prompt"] for record in records])
-        completions = self.continuations([record.value["completion"] for record in records])
+        with self._lock:
+            prompts = self.plain([record.value["prompt"] for record in records])
+            completions = self.continuations([record.value["completion"] for record in records])
         in_prompt = int(self.encoding.train_on == "all")
         out = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -84,9 +94,10 @@ class Encoder:
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
         """Each conversation is rendered and tokenised as a whole; a token that has a trained character is trained."""
-        if self._backend is None:
-            self._backend = _chat_backend(self.tokenizer, records[0].where)
-        chats = [self._rendered(record) for record in records]
+        with self._lock:
+            if self._backend is None:
+                self._backend = _chat_backend(self.tokenizer, records[0].where)
+            chats = [self._rendered(record) for record in records]
         encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [Encoded(e.ids, _trained_tokens(e, chat)) for e, chat in zip(encodings, chats, strict=True)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 from weft.errors import UserError
 
@@ -30,7 +30,20 @@ def read_messages(where: str, column: str, value: Any) -> list[Message]:
     if not value:
         raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
-    return [_message(f"{where}: {place} {number}", message) for number, message in enumerate(value, start=1)]
+    return [
+        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message)
+        for number, message in enumerate(value, start=1)
+    ]
+
+
+def is_plain(message: Any) -> TypeGuard[Message]:
+    """Whether this is a role and a text and no more, as most messages are: then there is nothing to look into."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )
 
 
 def read_tools(where: str, value: Any) -> list[dict[str, Any]]:

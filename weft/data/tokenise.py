@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
@@ -18,10 +19,16 @@ from weft.data.sources import Part
 from weft.data.table import Chunk, Table
 from weft.observe import flight
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Data of fewer bytes is tokenised by every rank as it stands: that takes less than a second.
 KEPT_BYTES = 1 << 20
 # Processes take some seconds to start, and the tokenizer's own threads are there without them.
 CREW_BYTES = 64 << 20
+
+# While tokenizers has a block, in threads of its own and without Python's lock, another is read and rendered.
+_THREADS = 2
 
 Shown = Callable[[int, int], None]
 
@@ -84,13 +91,19 @@ def _cores(alone: bool) -> int:
 
 def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Iterator[tuple[int, Chunk]]:
     """(bytes of the source, documents) of each block, in order."""
-    if workers == 1:
-        encoder = work.make()
-        for block in blocks:
-            yield block.size, work.encode(encoder, block)
+    if workers > 1:
+        with Crew(work, workers) as crew:
+            yield from crew.map(blocks)
         return
-    with Crew(work, workers) as crew:
-        yield from crew.map(blocks)
+    encoder, begun = work.make(), deque[tuple[int, Future[Chunk]]]()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for block in blocks:
+            begun.append((block.size, pool.submit(work.encode, encoder, block)))
+            if len(begun) > _THREADS:
+                size, chunk = begun.popleft()
+                yield size, chunk.result()
+        for size, chunk in begun:
+            yield size, chunk.result()
 
 
 def _shown(part: Part, chunks: Iterable[tuple[int, Chunk]], shown: Shown) -> Iterator[Chunk]:

@@ -108,18 +108,22 @@ class Engine:
         weights: bool = True,
         fill: bool = True,
         progress: Progress | None = None,
+        beside: Engine | None = None,
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
         fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
         adapters, which no checkpoint holds, is read all the same. progress: told of
-        bytes filled while weights are read.
+        bytes filled while weights are read. beside: another engine of these ranks, whose process groups serve this one,
+        too, where its mesh is the same.
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
         sizes = resolve_mesh(config.mesh, ranks.world)
-        self.mesh: Mesh = build_mesh(sizes.dp_replicate, sizes.dp_shard, ranks.device.type)
+        wanted = sizes.dp_replicate, sizes.dp_shard
+        alike = beside is not None and (beside.mesh.dp_replicate, beside.mesh.dp_shard) == wanted
+        self.mesh: Mesh = beside.mesh if beside is not None and alike else build_mesh(*wanted, ranks.device.type)
         self.precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
         if config.purpose == "inference":
             self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)

@@ -19,11 +19,10 @@ from weft.models.layout import Piece, layout_of
 from weft.models.load import LoadPlan, plan_load
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.source import open_source
-from weft.models.startup import Findings, check_kernel, examine, implementation
+from weft.models.startup import Findings, check_kernel, compute_exactly, examine, implementation
 from weft.models.train_module import TrainModule
 from weft.models.value_head import value_head_names
 from weft.observe.flops import FlopFacts
-from weft.ops.attention import EXACT
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ def build_model(
 
 
 def make_exact(module: TrainModule) -> None:
-    """Let attention and readouts be those of rl.on_policy=exact; weft.ops.exact.numerics sees to the rest."""
-    module.hf_model.set_attn_implementation(implementation(module.hf_model.config, EXACT))
+    """Let layers and readouts be those of rl.on_policy=exact."""
+    compute_exactly(module.hf_model)
     module.head.exact = True
 
 

@@ -1,4 +1,5 @@
-"""The one file that touches transformers' internals. tests/test_hf_contract.py holds their signatures.
+"""The one file, but for hf_template.py, that touches transformers' internals. tests/test_hf_contract.py holds their
+signatures.
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
 - modeling_utils.AttentionInterface.register, masking_utils.AttentionMaskInterface.register
@@ -9,7 +10,6 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
   rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
 - models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
-- utils.chat_template_utils._compile_jinja_template (its environment: sandbox, filters, globals, activate_tracker)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
@@ -48,7 +48,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from weft.errors import UserError
 
@@ -262,12 +261,6 @@ def accepts(module: nn.Module, argument: str) -> bool:
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def chat_template(source: str) -> Any:
-    """The compiled jinja2.Template of a chat template, in transformers' sandbox with its filters and globals; its
-    environment's activate_tracker notes where generation markers lie. Raises jinja2.TemplateSyntaxError."""
-    return _compile_jinja_template(source)
-
-
 # ---------------------------------------------------------------- what adapters need to know
 
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of fused experts, as the experts interface names them
@@ -307,6 +300,13 @@ def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> No
     """Make all experts that share this module's config run `function(experts, hidden, chosen, weights)`."""
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_FUNCTION, function)
     experts.config._experts_implementation = _EXPERTS_FUNCTION
+
+
+def run_experts_one_by_one(model: nn.Module) -> None:
+    """Make fused experts run as their own code has them: one after the other, by linear layers."""
+    for module in model.modules():
+        if is_fused_experts(module):
+            module.config._experts_implementation = "eager"
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -54,6 +54,12 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
 
 
+def compute_exactly(model: PreTrainedModel) -> None:
+    """Let layers be such that rl.on_policy=exact can hold; weft.ops.exact.numerics sees to the rest of it."""
+    model.set_attn_implementation(implementation(model.config, attention.EXACT))
+    hf.run_experts_one_by_one(model)
+
+
 def check_kernel(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, compute: torch.dtype
 ) -> None:

@@ -77,7 +77,7 @@ def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
         say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 
-def print_dry_run(config: SftConfig, engine: Engine, *, parameters: bool) -> None:
+def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
     """The resolved config, the mesh and the sharding of a run that is not started."""
     say = Console(highlight=False, soft_wrap=True).print
     say(to_yaml(config))

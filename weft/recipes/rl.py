@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from weft.cluster.machine import cpu_cores
 from weft.cluster.options import RlOptions
+from weft.cluster.process import pretend
 from weft.cluster.rays import ActorGroup, Bundle, actor_group, import_ray, ray_session
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlConfig
 from weft.data.tokenizer import load_tokenizer
+from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
-from weft.models import hf
+from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
@@ -31,54 +33,74 @@ from weft.recipes.resume import put_in_order
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_start
 from weft.rl.advantages import advantages, shape_rewards
-from weft.rl.corrections import correct
+from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import deal
+from weft.rl.engines import policy_config
 from weft.rl.environments import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
-from weft.rl.pool import EmbeddedPool
+from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
-from weft.rl.rewards import Rewards, completion_texts
+from weft.rl.rewards import Failures, Rewards, completion_texts
 from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rl.trainer import Trainer
-from weft.rl.types import Group, Prompt
+from weft.rl.served_pool import check_engines, open_engines
+from weft.rl.trainer import DTYPE_NAMES, Trainer
+from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import RolloutEngine, Sampling
+from weft.rollout.standalone import Standalone
 
 
 def run(config: RlConfig, options: RlOptions) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
+    if options.dry_run:
+        with pretend(options.world, options.device) as ranks:
+            engine = Engine(policy_config(config), ranks, weights=False)
+            print_dry_run(config, engine, parameters=options.parameters)
+        return
     import_ray()
-    tokenizer = load_tokenizer(config.model.path)
-    vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
-    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocab_size)
-    held_out = read_held_out_prompts(config, tokenizer, vocab_size)
-    stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
-    plan = Plan.of(config, stream)
-    resume = options.resume is not None
-    rewards, episodes = Rewards(config.rl), load_environment(config, tokenizer)
+    check_engines(config)
+    task, resume = read_task(config), options.resume is not None
+    plan = Plan.of(config, task.stream)
     with hold_folder(config, resume=resume) as held:
-        start = find_start(config, held.folder, prompts, plan) if resume else FRESH
+        start = find_start(config, held.folder, task.prompts, plan) if resume else FRESH
         if start.step == plan.steps:
-            Console().print(f"{held.folder} has finished already: step {start.step}.")
+            Console(highlight=False, soft_wrap=True).print(f"{held.folder} has finished already: step {start.step}.")
             return
         if resume:
             notes = put_in_order(held.folder, start.step, {})
             cut_rollouts(held.folder, start.rollout)
             write_config(config, held.folder)
             start = replace(start, notes=(*start.notes, *notes))
-        with ExitStack() as stack:
-            bundles = trainer_bundles(options)
-            stack.enter_context(ray_session(config.cluster.address, bundles))
-            trainers = stack.enter_context(open_trainers(config, options, bundles, fill=start.state is None))
+        with open_actors(config, options, fill=start.state is None) as (trainers, standalone):
             try:
-                opened = Run(
-                    config, held, prompts, held_out, stream, tokenizer, trainers, rewards, episodes, plan, start
-                )
-                asyncio.run(_train_and_close(opened))
+                asyncio.run(train(Run(config, held, task, trainers, standalone, plan, start)))
             except ActorError:
                 trainers.keep_evidence(held.folder)
                 raise
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and what it is worth."""
+
+    prompts: Prompts
+    held_out: HeldOutPrompts
+    stream: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    episodes: Episodes | None
+
+
+def read_task(config: RlConfig) -> Task:
+    """Prompts, rewards and environment of a config. Raises UserError for whatever the user has to mend."""
+    tokenizer = load_tokenizer(config.model.path)
+    episodes = load_environment(config, tokenizer)
+    tools = () if episodes is None else episodes.tools
+    prompts = load_rl_prompts(config, tokenizer, tools=tools)
+    stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
+    held_out = read_held_out_prompts(config, tokenizer, tools)
+    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl), episodes)
 
 
 @dataclass(frozen=True)
@@ -109,140 +131,177 @@ class Run:
 
     config: RlConfig
     held: Held
-    prompts: Prompts
-    held_out: HeldOutPrompts
-    stream: PromptStream
-    tokenizer: PreTrainedTokenizerBase
+    task: Task
     trainers: ActorGroup
-    rewards: Rewards
-    episodes: Episodes | None
+    standalone: ActorGroup | None
     plan: Plan
     start: RlStart
     phases: Phases = field(default_factory=Phases)
-
-
-async def _train_and_close(run: Run) -> None:
-    async with run.rewards:
-        await train(run)
-
-
-async def train(run: Run) -> None:
-    """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
-    config, trainers, phases, start = run.config, run.trainers, run.phases, run.start
-    phases.go_on(start.seconds)
-    run.stream.take(start.taken)
-    with phases("load"):
-        await run.rewards.start([*run.prompts, *run.held_out.all()])
-        opening, *_ = await trainers.all("describe")
-        ends, *_ = await trainers.all("ends")
-        notes = (await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step))[0]
-    print_rl_opening(run, opening, notes)
-    engine, sampling = EmbeddedPool(trainers), sampling_of(config, ends)
-    evaluator = RlEvaluator(config, run.held_out, engine, run.rewards, run.tokenizer, run.episodes, ends)
-    recorder = RlRecorder(config, run.held.folder, start)
-    progress = Progress(run.plan.steps, extra=("reward",))
-    with recorder, StopSignals() as signals, progress:
-        await sync(run, start.rollout)
-        if start.rollout == 0 and evaluator.due(0, run.plan.rollouts):
-            with phases("eval"):
-                recorder.at_start(await evaluator(), progress, run.tokenizer)
-        for number in range(start.rollout + 1, run.plan.rollouts + 1):
-            step = RolloutStep(number)
-            groups = await roll_out(run, engine, sampling, step)
-            metrics = await judge(run, groups, step)
-            lines = await update(run, groups, step)
-            with step.phases("sync"):
-                await sync(run, number)
-            if evaluator.due(number, run.plan.rollouts):
-                with step.phases("eval"):
-                    found = await evaluator()
-                metrics |= found.metrics
-                recorder.evaluated(number * run.plan.per_rollout, found, progress, run.tokenizer)
-            progress.notes(run.rewards.take_news())
-            for line in recorder.record(step, groups, lines, metrics, run.tokenizer):
-                progress.step(line)
-            recorder.stop_if_hopeless(lines)
-            done = bool(signals.number) or number == run.plan.rollouts
-            if done or recorder.due(number, run.plan):
-                with phases("save"):
-                    progress.notes(await save(run, recorder, number))
-            if done:
-                break
-        saved, news = (await trainers.all("finish"))[0]
-        progress.notes(news)
-    recorder.finish(phases, Path(saved), signals.number)
-    await trainers.all("close")
-    if signals.number and number < run.plan.rollouts:
-        say_stopped(run, number * run.plan.per_rollout, signals.number)
-        raise StoppedError(signals.number)
+    version: int = 0  # of the weights that the trainers have: rollout steps that are trained
 
 
 @dataclass
 class RolloutStep:
-    """One rollout step while it is made. number counts from 1; phases: its seconds."""
+    """One rollout step. number counts from 1; taken: prompts of the stream up to its end; phases: its seconds."""
 
     number: int
-    phases: Phases = field(default_factory=Phases)
+    groups: Sequence[Group] = ()
+    taken: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)
+    failures: Failures = field(default_factory=Failures)
+    phases: Phases = field(default_factory=Phases)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
 
 
-async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, step: RolloutStep) -> list[Group]:
-    """A group of samples for each of the step's prompts, with rewards."""
-    rl, seed = run.config.rl, run.config.train.seed
+async def train(run: Run) -> None:
+    """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
+    config, trainers, plan, start = run.config, run.trainers, run.plan, run.start
+    engine, sampling = await prepare(run)
+    evaluator = RlEvaluator(
+        config, run.task.held_out, engine, run.task.rewards, run.task.tokenizer, run.task.episodes, sampling.ends
+    )
+    recorder = RlRecorder(config, run.held.folder, start)
+    progress = Progress(plan.steps, extra=("reward",))
+    producer = Producer(
+        lambda number: roll_out(run, engine, sampling, number), start.rollout + 1, plan.rollouts,
+        config.cluster.max_staleness,
+    )  # fmt: skip
+    with recorder, StopSignals() as signals, progress:
+        await engine.sync(start.rollout)
+        if not start.rollout:
+            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan)))
+        async with producer:
+            for number in range(start.rollout + 1, plan.rollouts + 1):
+                with run.phases("rollout"):
+                    step = await producer.take()
+                with run.phases("train"):
+                    await judge(run, step)
+                    lines = await update(run, step)
+                with run.phases("sync"), step.phases("sync"):
+                    synced = await engine.sync(number)
+                run.version = number
+                done = bool(signals.number) or number == plan.rollouts
+                found = await evaluate(evaluator, number, plan)
+                if not done:
+                    await producer.trained(number)
+                progress.notes(step.failures.take_news())
+                for line in recorder.record(step, lines, synced, found, run.task.tokenizer):
+                    progress.step(line)
+                progress.notes(recorder.note_evaluation(number * plan.per_rollout, found))
+                recorder.stop_if_hopeless(lines)
+                if done or recorder.due(number, plan):
+                    with run.phases("save"):
+                        progress.notes(await save(run, recorder, step))
+                if done:
+                    break
+        saved, news = (await trainers.all("finish"))[0]
+        progress.notes(news)
+    recorder.finish(run.phases, Path(saved), signals.number if number < plan.rollouts else 0)
+    await run.task.rewards.close()
+    await engine.close()
+    await trainers.all("close")
+    if signals.number and number < plan.rollouts:
+        say_stopped(run, number * plan.per_rollout, signals.number)
+        raise StoppedError(signals.number)
 
-    async def roll(prompts: Sequence[Prompt]) -> list[Group]:
+
+async def prepare(run: Run) -> tuple[Any, Sampling]:
+    """Everything that goes before the first rollout: the engines, and how they draw."""
+    config, trainers, start = run.config, run.trainers, run.start
+    run.phases.go_on(start.seconds)
+    run.task.stream.take(start.taken)
+    run.version = start.rollout
+    with run.phases("load"):
+        await run.task.rewards.start([*run.task.prompts, *run.task.held_out.all()])
+        opening, *_ = await trainers.all("describe")
+        ends, *_ = await trainers.all("ends")
+        notes, *_ = await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step)
+        engine = await open_engines(config, trainers, run.standalone, run.held.folder)
+    print_rl_opening(run, opening, notes)
+    return engine, sampling_of(config, ends)
+
+
+async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: int) -> RolloutStep:
+    """A group of samples for each prompt of a rollout step, with rewards."""
+    rl, step = run.config.rl, RolloutStep(number)
+
+    async def answer(prompts: Sequence[Prompt]) -> list[Group]:
         with step.phases("generate"):
             groups = await asyncio.gather(
-                *(rollout_group(prompt, rl.group_size, engine, sampling, run.episodes, seed) for prompt in prompts)
+                *(
+                    rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
+                    for prompt in prompts
+                )
             )
         with step.phases("reward"):
             samples = [sample for group in groups for sample in group.samples]
-            await run.rewards.score(samples, completion_texts(samples, run.tokenizer))
+            await run.task.rewards.score(samples, completion_texts(samples, run.task.tokenizer), step.failures)
             shape_rewards(groups, run.config)
         return list(groups)
 
-    groups, replaced = await groups_to_train(run.stream, roll, rl.dynamic_sampling)
-    if rl.dynamic_sampling:
-        step.metrics["rollout/replaced"] = float(replaced)
-    return groups
+    step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
+    step.metrics |= replaced if rl.dynamic_sampling else {}
+    step.taken = run.task.stream.taken
+    require_comparable(step.samples, sampling)
+    return step
 
 
-async def judge(run: Run, groups: Sequence[Group], step: RolloutStep) -> dict[str, float]:
-    """Old logprobs, advantages and corrections of all samples; what the metrics say of them."""
-    samples = [sample for group in groups for sample in group.samples]
+async def judge(run: Run, step: RolloutStep) -> None:
+    """What the trainers say of the samples (logprobs of old and reference policy, values), and what follows from it:
+    corrections and advantages."""
+    rl, samples = run.config.rl, step.samples
     with step.phases("logprobs"):
-        for part in await run.trainers.all("logprobs", samples):
-            for index, logprobs in part.items():
-                samples[index].old = logprobs
-    corrections = correct(samples, run.config.rl)
-    return {**advantages(groups, run.config.rl), **corrections, **run.rewards.metrics(), **step.metrics}
+        if rl.old_logprobs == "recompute":
+            await read(run, "policy", "old", samples)
+        if rl.kl > 0:
+            await read(run, "reference", "reference", samples)
+        if rl.advantage == "gae":
+            await read(run, "critic", "values", samples)
+    corrections = correct(samples, rl)  # sets old logprobs that are not recomputed, which advantages may read
+    step.metrics |= {
+        **advantages(step.groups, rl), **corrections, **step.failures.metrics(), **staleness(samples, run.version),
+    }  # fmt: skip
 
 
-async def update(run: Run, groups: Sequence[Group], step: RolloutStep) -> list[dict[str, object]]:
+async def read(run: Run, who: str, name: str, samples: Sequence[Sample]) -> None:
+    """Set an array of each sample to what an engine of the trainers reads."""
+    for part in await run.trainers.all("read", who, list(samples)):
+        for index, values in part.items():
+            setattr(samples[index], name, values)
+
+
+async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
     """The optimizer steps of a rollout step; their lines."""
-    config, lines = run.config, []
-    number = (step.number - 1) * run.plan.per_rollout
+    config, plan, lines = run.config, run.plan, []
+    number = (step.number - 1) * plan.per_rollout
     with step.phases("train"):
         for epoch in range(config.rl.epochs):
-            for part in deal(groups, config.rl.updates, seed=config.train.seed + step.number * 1000 + epoch):
+            for part in deal(step.groups, config.rl.updates, seed=config.train.seed + step.number * 1000 + epoch):
                 number += 1
-                lr = learning_rate(number, run.plan.steps, config.optimizer.lr, config.schedule)
-                samples = [sample for group in part for sample in group.samples if sample.trained]
-                args = (samples, number, run.plan.steps, epoch + 1, lr)
-                lines.append((await run.trainers.all("update", *args))[0])
+                lr = learning_rate(number, plan.steps, config.optimizer.lr, config.schedule)
+                samples = [sample for group in part for sample in group.samples]
+                lines.append((await run.trainers.all("update", samples, number, plan.steps, epoch + 1, lr))[0])
     return lines
 
 
-async def sync(run: Run, version: int) -> None:
-    """The policy's weights to every engine."""
-    await run.trainers.all("sync", version)
+async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
+    """What the evaluation after a rollout step found; None where none is due."""
+    return await evaluator() if evaluator.due(number, plan.rollouts) else None
 
 
-async def save(run: Run, recorder: RlRecorder, number: int) -> list[str]:
+async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
     """A checkpoint of what stands after this rollout step."""
-    progress = recorder.progress(run.phases) | {"rollout": number, "taken": run.stream.taken}
-    return list((await run.trainers.all("save", number * run.plan.per_rollout, progress))[0])
+    progress = recorder.progress(run.phases) | {"rollout": step.number, "taken": step.taken}
+    return list((await run.trainers.all("save", step.number * run.plan.per_rollout, progress))[0])
+
+
+def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """By how many versions of the weights sampled tokens are older than what trains on them."""
+    lags = [version - int(v) for sample in samples for v in sample.versions[sample.sampled]]
+    return {"staleness/mean": sum(lags) / len(lags), "staleness/max": float(max(lags))} if lags else {}
 
 
 def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
@@ -251,6 +310,9 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
         ends=tuple(ends),
         stop=rollout.stop,
     )
@@ -259,27 +321,43 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
 # ---------------------------------------------------------------- actors
 
 
-def trainer_bundles(options: RlOptions) -> list[Bundle]:
-    """What each trainer rank asks of the cluster."""
-    gpu = options.device == "cuda"
-    return [Bundle(cpus=0.0 if gpu else 1.0, gpus=1.0 if gpu else 0.0)] * options.world
+@contextmanager
+def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[tuple[ActorGroup, ActorGroup | None]]:
+    """The trainer group, one process for each rank; and with rollout.engine=hf the engines'."""
+    alone, gpu = config.cluster.address is None, options.device == "cuda"
+    bundle = Bundle(cpus=0.0 if gpu else 1.0, gpus=1.0 if gpu else 0.0)
+    engines = config.rollout.engines if config.rollout.engine == "hf" else 0
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // (options.world + engines))))
 
+    def group(name: str, make: Any, count: int, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
+        common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})}
+        return actor_group(name, make, [bundle] * count, [common | own for own in env])
 
-def open_trainers(
-    config: RlConfig, options: RlOptions, bundles: Sequence[Bundle], *, fill: bool
-) -> AbstractContextManager[ActorGroup]:
-    """The trainer group: one process for each rank."""
-    world, alone = len(bundles), config.cluster.address is None
-    env = [
-        {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0" if options.device == "cuda" else str(rank),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // world))),
-            **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
-        }
-        for rank in range(world)
-    ]  # fmt: skip
-    return actor_group("trainer rank", partial(_make_trainer, config, options, fill), bundles, env)
+    ranks = [
+        {"RANK": str(rank), "WORLD_SIZE": str(options.world), "LOCAL_RANK": "0" if gpu else str(rank)}
+        for rank in range(options.world)
+    ]
+    with (
+        ray_session(config.cluster.address, [bundle] * (options.world + engines)),
+        group("trainer rank", partial(_make_trainer, config, options, fill), options.world, ranks) as trainers,
+    ):
+        if not engines:
+            yield trainers, None
+            return
+        make = partial(_make_engine, config, options)
+        with group("rollout engine", make, engines, [{} for _ in range(engines)]) as standalone:
+            yield trainers, standalone
 
 
 def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
     return Trainer(config, options.device, fill=fill)
+
+
+def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    auto = "bf16" if options.device == "cuda" else "fp32"
+    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
+    return Standalone(
+        config.model.path, config.lora, dtype=dtypes[auto if wanted == "auto" else wanted], device=options.device,
+        tokenizer=load_tokenizer(config.model.path),
+    )  # fmt: skip

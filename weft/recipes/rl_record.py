@@ -17,14 +17,14 @@ from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.observe.closing import print_closing
 from weft.observe.metrics import MetricsFile
-from weft.observe.progress import Progress
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.rl_resume import RlStart
 from weft.rl.evaluate import Evaluated
-from weft.rl.records import EVALUATIONS, write_rollouts
+from weft.rl.records import write_rollouts
 from weft.rl.rewards import completion_texts
-from weft.rl.types import Group, Sample
+from weft.rl.types import Sample
+from weft.rollout.base import Synced
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, RolloutStep, Run
@@ -58,40 +58,42 @@ class RlRecorder:
     def record(
         self,
         step: RolloutStep,
-        groups: Sequence[Group],
         lines: Sequence[Mapping[str, object]],
-        metrics: Mapping[str, float],
+        synced: Synced,
+        evaluated: Evaluated | None,
         tokenizer: PreTrainedTokenizerBase,
     ) -> list[dict[str, object]]:
         """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
-        samples = [sample for group in groups for sample in group.samples]
-        texts = completion_texts(samples, tokenizer)
-        write_rollouts(self.folder, step.number, groups, texts)
-        seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        samples = step.samples
+        write_rollouts(self.folder, step.number, step.groups, completion_texts(samples, tokenizer))
+        metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        metrics |= {
+            "sync/seconds": synced.seconds,
+            "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
+        }
+        metrics |= {} if evaluated is None else evaluated.metrics
         written = [dict(line) for line in lines]
         for line in written:
             line["rollout"] = step.number
-        written[-1] |= {**lengths_of(samples), **metrics, **seconds}
+        written[-1] |= lengths_of(samples) | metrics
         for line in written:
             self.file.write(line)
             self.trackers.log(line)
             self.summary.add(line)
         return written
 
-    def evaluated(self, step: int, found: Evaluated, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Say what an evaluation found, and keep its samples in RUN/evaluations."""
-        groups = [group for part in (found.greedy, found.drawn) for named in part.values() for group in named]
-        texts = completion_texts([sample for group in groups for sample in group.samples], tokenizer)
-        write_rollouts(self.folder, step, groups, texts, EVALUATIONS)
-        progress.notes([found.line(step)])
+    def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
+        """The line of a step that is nothing but an evaluation; what to print of it."""
+        if evaluated is not None:
+            line = {"step": step, **evaluated.metrics}
+            self.file.write(line)
+            self.trackers.log(line)
+            self.summary.add_evaluation(line)
+        return self.note_evaluation(step, evaluated)
 
-    def at_start(self, found: Evaluated, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The evaluation before the first step, on a line of step 0 that has nothing else."""
-        line: dict[str, object] = {"step": 0, **found.metrics}
-        self.file.write(line)
-        self.trackers.log(line)
-        self.summary.add_evaluation(line)
-        self.evaluated(0, found, progress, tokenizer)
+    def note_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
+        """What to print of an evaluation after an optimizer step."""
+        return [] if evaluated is None else [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
         """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""
@@ -145,7 +147,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say, config, plan = Console(highlight=False, soft_wrap=True).print, run.config, run.plan
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")
-    say(f"prompts  {len(run.prompts):,}")
+    say(f"prompts  {run.task.prompts}", markup=False)
     for note in [*run.start.notes, *notes]:
         say(note, markup=False)
     say(

@@ -45,7 +45,7 @@ def constants(run: Run) -> dict[str, Any]:
     return {
         "steps": run.plan.steps,
         "config": to_dict(run.config),
-        "data": {"documents": len(run.prompts), "digest": run.prompts.digest},
+        "data": {"documents": len(run.task.prompts), "digest": run.task.prompts.digest},
         "model": {"sha256": model_fingerprint(run.config)},
     }
 

@@ -199,10 +199,13 @@ def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
 
 def _to_go(values: Exact, factor: float) -> Exact:
     """[G] out_t = value_t + factor out_(t+1)."""
-    out, ahead = np.zeros_like(values), 0.0
-    for place in range(len(values) - 1, -1, -1):
-        ahead = out[place] = values[place] + factor * ahead
-    return out
+    if factor == 1:
+        return values[::-1].cumsum()[::-1]
+    out, ahead = [], 0.0
+    for value in values[::-1].tolist():  # numbers of Python: numpy's are slow one by one
+        ahead = value + factor * ahead
+        out.append(ahead)
+    return np.array(out[::-1], np.float64)
 
 
 def _whitened(found: Sequence[Sequence[Exact]]) -> list[list[Exact]]:

@@ -54,25 +54,27 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     return replace(beside, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
 
 
-def reference_engine(config: RlConfig, ranks: Ranks, progress: Progress | None = None) -> Engine | None:
-    """That of reference_config, opened; collective."""
-    return _opened(reference_config(config), "reference", ranks, progress=progress)
+def reference_engine(
+    config: RlConfig, ranks: Ranks, *, beside: Engine | None = None, progress: Progress | None = None
+) -> Engine | None:
+    """That of reference_config, opened; collective. beside: the policy's."""
+    wanted = reference_config(config)
+    if wanted is None:
+        return None
+    with _named("reference"):
+        return Engine(wanted, ranks, beside=beside, progress=progress)
 
 
 def critic_engine(
-    config: RlConfig, ranks: Ranks, *, fill: bool = True, progress: Progress | None = None
+    config: RlConfig, ranks: Ranks, *, fill: bool = True, beside: Engine | None = None, progress: Progress | None = None
 ) -> Engine | None:
-    """That of critic_config, opened; collective. fill: False where a checkpoint is going to fill it."""
-    return _opened(critic_config(config), "critic", ranks, fill=fill, progress=progress)
-
-
-def _opened(
-    config: EngineConfig | None, section: str, ranks: Ranks, *, fill: bool = True, progress: Progress | None = None
-) -> Engine | None:
-    if config is None:
+    """That of critic_config, opened; collective. fill: False where a checkpoint is going to fill it. beside: the
+    policy's."""
+    wanted = critic_config(config)
+    if wanted is None:
         return None
-    with _named(section):
-        return Engine(config, ranks, fill=fill, progress=progress)
+    with _named("critic"):
+        return Engine(wanted, ranks, fill=fill, beside=beside, progress=progress)
 
 
 @contextmanager

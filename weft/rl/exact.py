@@ -71,7 +71,9 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     """Every rank samples all of it, and reads its own part."""
     together = embedded.generate(requests)
     apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
-    moved = sum(_other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second))
+    moved = sum(
+        _other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second, strict=True)
+    )
     documents, recorded = [], []
     for request, completions in zip(requests, together, strict=True):
         for completion in completions:
@@ -94,7 +96,7 @@ def _other(one: Completion, other: Completion) -> bool:
 def _reason(engine: Engine) -> str:
     """What is known to make them differ, and what to do about it."""
     if engine.lora is not None:
-        return "Adapters are beside the weights in the trainer, and merged into them where it samples: set lora.rank=0."
+        return "Adapters are beside the weights in the trainer, and merged into them where it samples: leave lora.rank unset."
     if engine.precision.compute != torch.float32:
         return "This is known to work in fp32: set fsdp.param_dtype=fp32."
     if engine.device.type != "cpu":
@@ -118,6 +120,5 @@ def require_exact(samples: Sequence[Sample]) -> None:
             raise UserError(
                 f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have "
                 f"another logprob in the trainer than where they were sampled; the first is token {place} of what was "
-                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}, and report this: the check at "
-                "start had passed."
+                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}."
             )

@@ -1,53 +1,57 @@
-"""The embedded engines of all trainer ranks as one RolloutEngine: waiting requests are dealt to free ranks."""
+"""Engines that generate in batches, one in each actor of a group, as one RolloutEngine: what waits is dealt to those
+that are free."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.cluster.rays import ActorGroup
-from weft.rollout.base import Completion, Request
+from weft.rollout.base import Completion, Request, Synced
+from weft.rollout.sync.wire import Ticket
 
 
-class EmbeddedPool:
-    """Takes turns with training: nothing may be generating while the trainers train or sync."""
+class BatchPool:
+    """Implements RolloutEngine over actors that have a method `generate`."""
 
-    def __init__(self, trainers: ActorGroup) -> None:
-        self.trainers = trainers
+    def __init__(self, actors: ActorGroup) -> None:
+        self.actors = actors
         self._waiting: list[tuple[Request, asyncio.Future[list[Completion]]]] = []
-        self._idle = set(range(len(trainers)))
+        self._idle = set(range(len(actors)))
         self._working: set[asyncio.Task[None]] = set()
-        self._dealing = False
+        self._dealing = self._held = False
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion for each of the request's seeds; what is asked for at the same time is generated together."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Completion]] = loop.create_future()
+        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._deal_soon()
         return await future
 
     def _deal_soon(self) -> None:
         """Once everything that is ready now has said what it wants."""
-        if not self._dealing:
+        if not self._dealing and not self._held:
             self._dealing = True
-            asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(self._deal))
+            loop = asyncio.get_running_loop()
+            loop.call_soon(lambda: loop.call_soon(self._deal))
 
     def _deal(self) -> None:
         self._dealing = False
+        if self._held:
+            return
         shares = deal_requests([request for request, _ in self._waiting], len(self._idle))
-        for rank, share in zip(sorted(self._idle), shares, strict=False):
+        for number, share in zip(sorted(self._idle), shares, strict=False):
             if share:
-                self._idle.discard(rank)
-                task = asyncio.ensure_future(self._work(rank, [self._waiting[i] for i in share]))
+                self._idle.discard(number)
+                task = asyncio.ensure_future(self._work(number, [self._waiting[i] for i in share]))
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)
         taken = {i for share in shares for i in share}
         self._waiting = [entry for i, entry in enumerate(self._waiting) if i not in taken]
 
-    async def _work(self, rank: int, entries: list[tuple[Request, asyncio.Future[list[Completion]]]]) -> None:
+    async def _work(self, number: int, entries: list[tuple[Request, asyncio.Future[list[Completion]]]]) -> None:
         try:
-            found = await self.trainers.one(rank, "generate", [request for request, _ in entries])
+            found = await self.actors.one(number, "generate", [request for request, _ in entries])
             for (_, future), completions in zip(entries, found, strict=True):
                 if not future.done():
                     future.set_result(completions)
@@ -56,34 +60,68 @@ class EmbeddedPool:
                 if not future.done():
                     future.set_exception(error)
         finally:
-            self._idle.add(rank)
+            self._idle.add(number)
             if self._waiting:
                 self._deal_soon()
 
     async def pause(self) -> None:
-        """Wait until nothing is being generated."""
+        """Begin nothing new, and wait until what has begun is done."""
+        self._held = True
         while self._working:
-            await asyncio.wait(self._working)
+            await asyncio.wait(set(self._working))
 
     async def resume(self) -> None:
-        """New requests are taken at any time."""
+        """Begin what waits."""
+        self._held = False
+        if self._waiting:
+            self._deal_soon()
 
     async def abort(self) -> None:
-        """What is being generated is soon done; what waits is not begun."""
+        """What has begun is soon done; what waits is not begun."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
         await self.pause()
+        await self.resume()
 
     async def sleep(self) -> None:
         """Drop the copies."""
-        await self.trainers.all("sleep_engine")
+        await self.actors.all("sleep_engine")
 
     async def wake(self) -> None:
         """The next sync makes the copies."""
 
     async def close(self) -> None:
-        """The trainers end with their group."""
+        """They end with their group."""
+
+
+class EmbeddedPool(BatchPool):
+    """The copies in the trainer ranks, which take turns with training."""
+
+    async def sync(self, version: int) -> Synced:
+        """Give the copies the trainers' weights as they are now."""
+        synced: Synced = (await self.actors.all("sync", version))[0]
+        return synced
+
+
+class StandalonePool(BatchPool):
+    """Copies in processes of their own, which generate while others train."""
+
+    def __init__(self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]]) -> None:
+        super().__init__(actors)
+        self._trainers = trainers
+        self._tickets = [own[0] for own in tickets.values()]
+
+    async def sync(self, version: int) -> Synced:
+        """Send the trainers' weights to all; completions that have begun end under the old ones first."""
+        await self.pause()
+        try:
+            taking = [self.actors.one(number, "receive", t, version) for number, t in enumerate(self._tickets)]
+            sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
+        finally:
+            await self.resume()
+        synced: Synced = sent[0]
+        return synced
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

@@ -10,15 +10,16 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from weft.checkpoint import rng
+from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import read_state
+from weft.checkpoint.state import load_state, read_state
 from weft.cluster.agree import largest
 from weft.cluster.alike import require_agreement, versions
 from weft.cluster.options import Device
@@ -29,8 +30,10 @@ from weft.data.chat_template import chosen_template
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine, StepResult
+from weft.engine.replay import aligned
 from weft.objectives.policy import PolicyLoss
+from weft.objectives.value import ValueLoss
 from weft.observe import flight
 from weft.observe.flops import Throughput
 from weft.observe.memory import own_peak_memory_gib
@@ -39,28 +42,38 @@ from weft.recipes.folder import check_shared
 from weft.recipes.resume import fill_from
 from weft.recipes.step_line import Taken, step_line
 from weft.rl.documents import documents_of
+from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.wire import Ticket
+
+CRITIC = "critic"
+Who = Literal["policy", "reference", "critic"]
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Trainer:
-    """The policy on one rank: trained, read and saved, and copied for the embedded engine."""
+    """The policy on one rank, with its reference and its critic: trained, read, saved, and given to rollout engines."""
 
     def __init__(self, config: RlConfig, device: Device = "auto", *, fill: bool = True) -> None:
-        """fill: False where a checkpoint will fill the weights."""
+        """fill: False where a checkpoint will fill the weights of what is trained."""
         self.config = config
         self.ranks = join(device, config.train.timeout)
         flight.watch(config.train.timeout)
         keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
         require_agreement(keys | versions())
         flight.at("load")
-        self.engine = Engine(engine_config(config), self.ranks, fill=fill)
+        self.engine = Engine(policy_config(config), self.ranks, fill=fill)
+        self.reference = reference_engine(config, self.ranks)
+        self.critic = critic_engine(config, self.ranks, fill=fill)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer)
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
+        self.sender: Sender | None = None
         self._contract_checked = False
 
     # ------------------------------------------------------------ at start
@@ -82,12 +95,16 @@ class Trainer:
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
-        notes = []
+        notes: list[str] = []
         if last:
-            notes = fill_from(self.engine, read_state(step_folder(run / "checkpoints", last)), self.config.train.seed)
+            checkpoint = step_folder(run / "checkpoints", last)
+            notes = fill_from(self.engine, read_state(checkpoint), self.config.train.seed)
+            if self.critic is not None:
+                load_state(self.critic, read_state(checkpoint / CRITIC))
         template = chosen_template(self.config.data)
         texts = {} if template is None else {"chat_template.jinja": template}
-        self.saver = Saver(self.engine, run, self.config.checkpoint, constants, last=last, texts=texts)
+        others = {} if self.critic is None else {CRITIC: self.critic}
+        self.saver = Saver(self.engine, run, self.config.checkpoint, constants, last=last, texts=texts, others=others)
         return notes
 
     # ------------------------------------------------------------ rollouts
@@ -108,20 +125,52 @@ class Trainer:
         """Drop the embedded engine's copy."""
         self.embedded.sleep()
 
-    # ------------------------------------------------------------ reading and training
+    def open_sync(self, names: Sequence[str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
+        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). workers: of one."""
+        lora, rollout = self.engine.lora is not None, self.config.rollout
+        receivers = [Receiver(name, workers=workers, adapters=lora) for name in names]
+        options = SyncOptions(
+            transport=rollout.transport,
+            bucket_bytes=rollout.bucket_mb << 20,
+            verify_every=rollout.verify_every,
+            timeout=rollout.timeout,
+        )
+        self.sender = Sender(self.engine, receivers, options)
+        return DTYPE_NAMES[self.engine.precision.compute], self.sender.tickets
 
-    def logprobs(self, samples: Sequence[Sample]) -> dict[int, Floats]:
-        """The policy's logprob of every sampled token, [T], of the samples that this rank was dealt, by their index."""
-        flight.at("logprobs")
-        documents = [_as_document(sample) for sample in samples]
-        plan = self.engine.plan([self.engine.meta(document) for document in documents])
-        read = self.engine.readout(plan, {i: documents[i] for i in self.engine.needs(plan)}, ("logprob",))
-        return {
-            i: np.where(samples[i].sampled, found["logprob"].numpy(), 0).astype(np.float32) for i, found in read.items()
-        }
+    def send(self, version: int) -> Synced:
+        """Send the weights as they are now, while engines take them."""
+        assert self.sender is not None
+        return self.sender.send(version)
+
+    def export(self, folder: str, version: int) -> Synced:
+        """Write the weights as they are now as a HuggingFace directory."""
+        flight.at("sync")
+        began = time.perf_counter()
+        save_huggingface(self.engine, Path(folder))
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        return Synced(version, len(self.engine.built.pieces), size, time.perf_counter() - began)
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, who: Who, samples: Sequence[Sample]) -> dict[int, Floats]:
+        """The policy's or the reference's logprob of every sampled token, or the critic's value before it, [T]; of the
+        samples that this rank was dealt, by their index."""
+        if who == "critic":
+            assert self.critic is not None
+            return _readout(self.critic, samples, "value")
+        if who == "reference" and self.reference is None:
+            with self.engine.without_adapter():
+                return _readout(self.engine, samples, "logprob")
+        engine = self.engine if who == "policy" else self.reference
+        assert engine is not None
+        return _readout(engine, samples, "logprob", routes=who == "policy")
+
+    # ------------------------------------------------------------ training
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, object]:
-        """One optimizer step over these samples; its line of metrics.jsonl."""
+        """One optimizer step over these samples; its line of metrics.jsonl. lr: the policy's; a critic's is in the same
+        proportion to critic.lr as this one to optimizer.lr."""
         began = time.perf_counter()
         documents = documents_of(samples, self.config)
         if not documents:  # on every rank alike
@@ -131,6 +180,7 @@ class Trainer:
         if not self._contract_checked:
             check_contract(self.engine)
             self._contract_checked = True
+        values = self._train_critic(documents, lr / self.config.optimizer.lr)
         flight.at("record")
         failed = self.saver is not None and self.saver.failed
         memory, any_failed = largest(
@@ -138,7 +188,7 @@ class Trainer:
         )
         if any_failed and self.saver is not None:
             self.saver.raise_failure()
-        return step_line(number, epoch, taken, self.throughput, memory)
+        return step_line(number, epoch, taken, self.throughput, memory) | values
 
     def _take_step(self, documents: Sequence[Document], lr: float, began: float) -> Taken:
         engine = self.engine
@@ -146,6 +196,17 @@ class Trainer:
         metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, PolicyLoss(self.config.rl))
         result = engine.apply(lr)
         return Taken(plan, metrics, result, lr, time.perf_counter() - began)
+
+    def _train_critic(self, documents: Sequence[Document], share: float) -> dict[str, object]:
+        """A step of the critic over the same samples; what the metrics say of it."""
+        critic = self.critic
+        if critic is None:
+            return {}
+        plan = critic.plan([critic.meta(document) for document in documents])
+        own = {i: documents[i] for i in critic.needs(plan)}
+        metrics = critic.accumulate(plan, own, ValueLoss(self.config.critic.clip))
+        result: StepResult = critic.apply(self.config.critic.lr * share)
+        return {**metrics, "critic/grad_norm": result.grad_norm, "critic/skipped": result.skipped}
 
     # ------------------------------------------------------------ saving
 
@@ -164,22 +225,9 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self.sender is not None:
+            self.sender.close()
         leave()
-
-
-def engine_config(config: RlConfig) -> EngineConfig:
-    """The sections that the policy's Engine reads."""
-    return EngineConfig(
-        model=config.model,
-        lora=config.lora,
-        mesh=config.mesh,
-        fsdp=config.fsdp,
-        step=config.step,
-        optimizer=config.optimizer,
-        seed=config.train.seed,
-        deterministic=config.train.deterministic,
-        temperature=config.rollout.temperature,
-    )
 
 
 # What a step without documents says beside that.
@@ -188,15 +236,20 @@ _NOTHING: dict[str, object] = {
 }  # fmt: skip
 
 
-def _as_document(sample: Sample) -> Document:
+def _readout(engine: Engine, samples: Sequence[Sample], what: str, routes: bool = False) -> dict[int, Floats]:
+    """[T] of this rank's samples; zero where the policy did not draw."""
+    flight.at("logprobs")
+    documents = [_as_document(sample, routes) for sample in samples]
+    plan = engine.plan([engine.meta(document) for document in documents])
+    read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)}, (what,))
+    return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}
+
+
+def _as_document(sample: Sample, routes: bool) -> Document:
     """To be read, not trained."""
     return Document(
         tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
         weights=torch.as_tensor(sample.sampled).float(),
+        routes=aligned(sample.routes, len(sample)) if routes and sample.routes is not None else None,
         source=f"sample {sample.id}",
     )
-
-
-def _sampled(sample: Sample, values: Floats) -> Floats:
-    """Zero where the policy did not draw."""
-    return np.where(sample.sampled, values, 0).astype(np.float32)

@@ -40,7 +40,7 @@ class Prompt:
         return f"{self.index}.{self.visit}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One answer to a prompt, and what became of it. Arrays are aligned with tokens; entry 0 is never used.
 

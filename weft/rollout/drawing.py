@@ -62,7 +62,7 @@ def kept(logprobs_RV: Tensor, sampling: Sampling) -> Tensor:
     whose share reaches top_p; of these the ones at least min_p times as likely as the likeliest (Nguyen et al. 2024).
     The likeliest token always stays.
     """
-    ordered_RV, order_RV = logprobs_RV.sort(-1, descending=True, stable=True)
+    ordered_RV, order_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
     stays_RV = torch.ones_like(ordered_RV, dtype=torch.bool)
     if sampling.top_k > 0:
         stays_RV[:, sampling.top_k :] = False

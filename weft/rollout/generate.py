@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.errors import UserError
-from weft.models.startup import implementation
+from weft.models.startup import compute_exactly, implementation
 from weft.observe import flight
 from weft.ops import attention
 from weft.ops.exact import numerics
@@ -107,7 +107,10 @@ class Generator:
         """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
         may become. One sample always runs. exact: as EngineConfig has it."""
         attention.register()
-        model.set_attn_implementation(implementation(model.config, attention.EXACT if exact else "auto"))
+        if exact:
+            compute_exactly(model)
+        else:
+            model.set_attn_implementation(implementation(model.config, "auto"))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval()), exact
         self._device = model.device

@@ -109,7 +109,8 @@ class CachedRows:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # rows and slots of those tensors
         self._states = self._new_cache()
-        self._longest, self._owner_R, self._past_R = 0, torch.empty(0), torch.empty(0)  # of the forward that runs
+        # Of the forward that runs: slots that are in use, prompt of each new row, tokens of each row, all alike or not.
+        self._longest, self._owner_R, self._past_R, self._even = 0, torch.empty(0), torch.empty(0), True
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
         """As Rows has it; prompts in order of their length are padded the least."""
@@ -126,8 +127,8 @@ class CachedRows:
         self._longest = int(self.lengths.max()) + 1
         self._reserve(rows, self._longest)
         self._past_R = torch.from_numpy(self.lengths.copy()).to(device)
-        even = bool((self.lengths == self.lengths[0]).all())
-        bounds = Bounds((1,) * rows, apart=True, past=self._past_R, even=even)
+        self._even = bool((self.lengths == self.lengths[0]).all())
+        bounds = Bounds((1,) * rows, apart=True, past=self._past_R, even=self._even)
         ids_R1 = torch.tensor(tokens, device=device)[:, None]
         self._states.hold = self._hold_token
         hidden_R1H = self._model.hidden(ids_R1, self._past_R[:, None], bounds, self._states)
@@ -197,10 +198,12 @@ class CachedRows:
     def _hold_token(self, layer: int, keys_RK1D: Tensor, values_RK1D: Tensor) -> tuple[Tensor, Tensor]:
         """Put the new token into each row's next slot; attention sees all slots up to the longest row's."""
         rows = len(self._past_R)
-        every_R = torch.arange(rows, device=self._past_R.device)
         both = self._tensors(layer, keys_RK1D, values_RK1D)
         for kept, new in zip(both, (keys_RK1D, values_RK1D), strict=True):
-            kept[every_R, :, self._past_R] = new[:, :, 0]
+            if self._even:
+                kept[:rows, :, self._longest - 1] = new[:, :, 0]
+            else:
+                kept[torch.arange(rows, device=new.device), :, self._past_R] = new[:, :, 0]
         keys, values = both
         return keys[:rows, :, : self._longest], values[:rows, :, : self._longest]
 

@@ -37,7 +37,8 @@ async def start(config: RlConfig, name: str, run: Path, compute: str, version: i
     name: of server_names. run: its log goes to RUN/engines. compute: the trainer's dtype, as in "bf16". version: of the
     weights at model.path; None: those are not to be sampled from, and requests wait for the first sync.
     """
-    settings = settings_of(config, interpreter_of(config), name, run, compute)
+    waits = version is None and config.rollout.engine == "vllm"
+    settings = settings_of(config, interpreter_of(config), name, run, compute, weights=not waits)
     if config.rollout.engine == "sglang":
         return await SglangEngine.start(settings, version or 0)
     return await VllmEngine.start(settings, version)

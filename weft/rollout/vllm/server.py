@@ -12,6 +12,7 @@ from typing import Any
 
 import weft
 from weft.config.rl_schema import RlConfig
+from weft.config.schema import LoraConfig
 from weft.rollout.vllm.interpreter import Interpreter
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -50,11 +51,14 @@ class Settings:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def settings_of(config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str) -> Settings:
-    """What the config says. name: of the engine. run: the run's folder. compute: the trainer's dtype, as in "bf16"."""
+def settings_of(
+    config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str, *, weights: bool = True
+) -> Settings:
+    """What the config says. name: of the engine. run: the run's folder. compute: the trainer's dtype, as in "bf16".
+    weights: whether those at model.path are to be read."""
     rollout = config.rollout
     dtype = _DTYPES[compute if rollout.dtype == "auto" else rollout.dtype]
-    random = {"load_format": "dummy"} if config.model.init == "random" else {}
+    reading = {} if weights and config.model.init == "pretrained" else {"load_format": "dummy"}
     return Settings(
         interpreter=interpreter,
         model=os.path.expanduser(config.model.path),
@@ -65,8 +69,9 @@ def settings_of(config: RlConfig, interpreter: Interpreter, name: str, run: Path
         tp=rollout.tp,
         memory=rollout.memory,
         seed=config.train.seed,
+        lora_rank=_rank_of(config.lora) if config.lora.on else None,
         silence=rollout.timeout,
-        options={**random, **rollout.options},
+        options={**reading, **rollout.options},
     )
 
 
@@ -137,6 +142,13 @@ def option(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{name}", *(str(item) for item in value)]
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _rank_of(lora: LoraConfig) -> int:
+    if lora.rank is not None:
+        return lora.rank
+    assert lora.path is not None
+    return int(json.loads((Path(lora.path).expanduser() / "adapter_config.json").read_text())["r"])
 
 
 def _lora_rank(rank: int) -> int:

@@ -1,0 +1,127 @@
+"""The rate of weight sync to an engine in another process, beside that of a plain copy of the same bytes.
+
+    python benchmarks/weight_sync.py                     # 1 GB of fp32 weights; about 6 GB of memory, a few minutes
+    python benchmarks/weight_sync.py --gigabytes 0.1 --syncs 3
+
+One and two trainer ranks and one standalone engine on CPU, one thread each, by each transport. The first sync also makes what
+stays, and reads values back. A plain copy is one
+thread's copy between two buffers that were touched before, measured between the syncs by the first rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import LlamaConfig
+
+from weft.cluster.process import join
+from weft.config.schema import MeshConfig, ModelConfig, StepConfig
+from weft.engine.engine import Engine, EngineConfig
+from weft.rollout.standalone import Standalone
+from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.wire import Ticket
+
+GB, KEY = 1e9, "benchmark"
+
+
+def make_config(folder: Path, gigabytes: float) -> None:
+    layers = max(1, round((gigabytes * GB / 4 - 32.8e6) / 12.6e6))
+    LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=8,
+        vocab_size=16_000, tie_word_embeddings=False, architectures=["LlamaForCausalLM"], dtype="float32",
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def train(rank: int, world: int, folder: str, options: SyncOptions, port: int, syncs: int, results: Any) -> None:
+    """A trainer rank: syncs, every one but the first without reading back, and the last one with."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{port}", world), rank=rank, world_size=world)
+    config = EngineConfig(
+        model=ModelConfig(path=folder, init="random"), mesh=MeshConfig(), step=StepConfig(max_tokens_per_device=64),
+        purpose="inference",
+    )  # fmt: skip
+    with join("cpu") as ranks:
+        engine = Engine(config, ranks)
+        sender = Sender(engine, [Receiver("engine-0")], options, port=port, key=KEY)
+        source = torch.ones(1 << 27) if rank == 0 else torch.ones(1)
+        target = torch.ones_like(source)
+        seconds, copies = [], []
+        for version in range(1, syncs + 1):
+            synced = sender.send(version)
+            seconds.append(synced.seconds)
+            began = time.perf_counter()
+            target.copy_(source)
+            copies.append(source.nbytes / (time.perf_counter() - began))
+            dist.barrier()
+        if rank == 0:
+            results.put((synced.bytes, seconds, copies))
+        sender.close()
+    dist.destroy_process_group()
+
+
+def receive(folder: str, port: int, syncs: int) -> None:
+    """The engine."""
+    torch.set_num_threads(1)
+    engine = Standalone(folder, dtype=torch.float32)
+    for version in range(1, syncs + 1):
+        engine.receive(Ticket("127.0.0.1", port, KEY, "engine-0", 0, 300.0), version)
+
+
+def measure(folder: str, world: int, options: SyncOptions, syncs: int) -> tuple[int, list[float], list[float]]:
+    """(bytes, seconds of each sync, bytes per second of plain copies)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=train, args=(rank, world, folder, options, port, syncs, results))
+        for rank in range(world)
+    ]
+    engine = context.Process(target=receive, args=(folder, port, syncs))
+    for process in (*ranks, engine):
+        process.start()
+    found: tuple[int, list[float], list[float]] = results.get(timeout=1200)
+    for process in (*ranks, engine):
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--syncs", type=int, default=9)
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; load {os.getloadavg()[0]:.1f}\n")
+    print("| ranks | transport | GB | first, proven, s | others, median, s | GB/s | plain copy, GB/s | share |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="weft-sync-bench-") as folder:
+        make_config(Path(folder), options.gigabytes)
+        for world in (1, 2):
+            for transport in ("shared", "group", "files"):
+                kept = SyncOptions(transport, options.bucket_mb << 20, 0, 300.0, Path(folder) / "sync")  # type: ignore[arg-type]
+                total, seconds, copies = measure(folder, world, kept, options.syncs)
+                rate, copy = total / median(seconds[1:]), median(copies)
+                print(
+                    f"| {world} | {transport} | {total / GB:.2f} | {seconds[0]:.2f} | {median(seconds[1:]):.3f} "
+                    f"| {rate / GB:.2f} | {copy / GB:.2f} | {rate / copy:.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

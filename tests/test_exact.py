@@ -1,0 +1,152 @@
+"""rl.on_policy=exact: what the embedded engine records when it samples is, to the last bit, what the trainer reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import open_engine, saved_model, world_of
+from tests.pool import run
+from tests.rl_samples import sample
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.ops import exact
+from weft.ops.attention import Bounds, Call, per_document
+from weft.ops.exact_attention import attend_exactly
+from weft.parallel.mesh import own_part
+from weft.rl.exact import Proof, prove_exact, require_exact
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.embedded import EmbeddedEngine
+from weft.verification.adapter import stir
+
+TEMPERATURE = 0.9
+# Prompt, completion and samples: over a block of keys in the prompt, in the completion, and in neither.
+SHAPES = ((1, 70, 1), (14, 40, 3), (63, 2, 1), (64, 41, 2), (90, 30, 1))
+
+
+def opened(path: str, mesh: str, **keys: Any) -> tuple[Engine, EmbeddedEngine]:
+    engine = open_engine(path, mesh, exact=True, temperature=TEMPERATURE, step={"max_tokens_per_device": 300}, **keys)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake()
+    return engine, embedded
+
+
+def requests() -> list[Request]:
+    generator = np.random.default_rng(1)
+    return [
+        Request(str(n), tuple(generator.integers(3, 120, prompt).tolist()), tuple(range(samples)),
+                Sampling(completion, TEMPERATURE))
+        for n, (prompt, completion, samples) in enumerate(SHAPES)
+    ]  # fmt: skip
+
+
+def mismatch(engine: Engine, asked: list[Request], answers: list[list[Completion]]) -> tuple[int, int]:
+    """(tokens, those of them whose logprob the trainer has otherwise), of the documents that this rank reads."""
+    pairs = [(request, completion) for request, group in zip(asked, answers, strict=True) for completion in group]
+    documents = {
+        n: Document(torch.tensor(request.tokens + completion.tokens), torch.ones(len(request.tokens + completion.tokens)))
+        for n, (request, completion) in enumerate(pairs)
+    }
+    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    tokens = differing = 0
+    for n, found in engine.readout(plan, {i: documents[i] for i in engine.needs(plan)}).items():
+        recorded = torch.tensor(pairs[n][1].logprobs)
+        tokens += len(recorded)
+        differing += int((found["logprob"][-len(recorded) :] != recorded).sum())
+    return tokens, differing
+
+
+def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | bool]:
+    engine, embedded = opened(path, mesh)
+    asked = requests()
+    answers = embedded.generate(asked)
+    found: dict[str, tuple[int, int] | bool] = {"exact": mismatch(engine, asked, answers)}
+    assert embedded.generator is not None
+    embedded.generator.max_tokens = 200  # few rows at a time
+    found["the same in other batches"] = embedded.generate(asked[::-1])[::-1] == answers
+    for name in ("_ROWS", "_ELEMENTS") if plant else ():
+        kept = getattr(exact, name)
+        setattr(exact, name, 1)
+        try:
+            found[f"planted: {name}"] = mismatch(engine, asked, embedded.generate(asked))
+        finally:
+            setattr(exact, name, kept)
+    engine.module.hf_model.set_attn_implementation("weft_per_document")
+    found["planted: attention"] = mismatch(engine, asked, answers)
+    engine.module.hf_model.set_attn_implementation("weft_exact")
+    if engine.ranks.rank == 0:
+        own_part(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
+    found["a weight moved"] = mismatch(engine, asked, answers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "2")]
+)
+def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str) -> None:
+    """Over hundreds of tokens, whole weights or shards, with windows, experts; and each thing done for it is needed."""
+    ranks = run(world_of(mesh), exactness, saved_model(family), mesh, family == "llama")
+    assert all(found.pop("the same in other batches") for found in ranks)
+    total = {name: np.sum([found[name] for found in ranks], 0) for name in ranks[0]}
+    tokens, differing = total.pop("exact")
+    assert tokens > 300 and differing == 0
+    assert all(others > 0 for _, others in total.values()), total
+
+
+# ---------------------------------------------------------------- attention by itself
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"window": 16, "softcap": 5.0}, {"sinks": True}], ids=["plain", "window", "sinks"])
+def test_exact_attention_is_attention(kind: dict[str, Any], apart: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, batch = ((70, 1, 300, 64, 9), 1) if not apart else ((90, 90), 2)
+    length = sum(lengths) if not apart else lengths[0]
+    query, key, value = (
+        torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2).requires_grad_()
+        for heads, width in ((4, 16), (2, 16), (2, 24))
+    )
+    sinks = torch.randn(4, generator=generator).requires_grad_() if kind.get("sinks") else None
+    call = Call(query, key, value, Bounds(lengths, apart), 0.3, kind.get("window"), kind.get("softcap"), sinks)
+    inputs: list[Tensor] = [x for x in (query, key, value, sinks) if x is not None]
+    found, expected = attend_exactly(call), per_document(call)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    upstream = torch.randn(expected.shape, generator=generator)
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------- the proof at start, and of every sample
+
+
+def proofs(path: str, lora: bool) -> Proof | str:
+    keys: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
+    engine = open_engine(path, "2", exact=True, **keys)
+    if lora:
+        stir(engine)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake()
+    try:
+        return prove_exact(engine, embedded, 40, 20)
+    except UserError as error:
+        return str(error)
+
+
+def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
+    assert run(2, proofs, saved_model("qwen3"), False) == [Proof(6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20, 0, 0.0, 0)] * 2
+    first, second = run(2, proofs, saved_model("llama"), True)
+    assert first == second
+    assert "tokens have another logprob" in first and "leave lora.rank unset" in first
+
+
+def test_a_sample_that_differs_in_one_bit_is_named() -> None:
+    one = sample(0, 3, 1.0, old=[-1.0, -2.0, -3.0], rollout=[-1.0, -2.0, -3.0])
+    require_exact([one, sample(1, 3, None)])  # that one is not trained
+    one.rollout[4] = np.nextafter(np.float32(-2.0), np.float32(0))
+    with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* the first is token 1 of what was sampled"):
+        require_exact([one])

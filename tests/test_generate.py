@@ -1,0 +1,261 @@
+"""Batched generation: transformers' tokens, the distribution's logprobs, and nothing that depends on the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+
+from tests.toy_tokenizers import byte_tokenizer
+from tests.zoo import tiny_config
+from weft.errors import UserError
+from weft.models import hf
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.drawing import draw, kept, uniforms
+from weft.rollout.generate import Generator
+
+ENDS = (2, 17, 40)
+PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]
+
+
+@cache
+def plain(family: str) -> PreTrainedModel:
+    return build(family)
+
+
+def build(family: str) -> PreTrainedModel:
+    changes = {} if family == "zamba2" else {"initializer_range": 0.2}  # as saved_model does, for the same reason
+    config = tiny_config(family, **changes)
+    return hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).eval()
+
+
+def requests(sampling: Sampling, samples: int = 1) -> list[Request]:
+    return [
+        Request(str(n), prompt, tuple(range(100 * n, 100 * n + samples)), sampling) for n, prompt in enumerate(PROMPTS)
+    ]
+
+
+@torch.no_grad()
+def true_logprobs(family: str, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of each token of a completion, by one forward of transformers' own eager code without a cache."""
+    logits = plain(family)(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    every = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+    return every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, temperature: float = 1.0) -> None:
+    found = torch.tensor(completion.logprobs)
+    expected = true_logprobs(family, prompt, completion.tokens, temperature)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+# ---------------------------------------------------------------- what is generated
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "lfm2", "qwen3_next",
+     "falcon", "mamba2", "llama4_text", "falcon_h1"],
+)  # fmt: skip
+def test_greedy_is_transformers(family: str) -> None:
+    """With so little room that samples wait for others to end, and join beside longer ones."""
+    generator = Generator(build(family), max_tokens=140)
+    found = generator.generate(requests(Sampling(24, 0.0, ends=ENDS)))
+    assert 1 < generator.work.most_rows < len(PROMPTS)
+    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            expected = plain(family).generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=24, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+        assert list(completion.tokens) == expected
+        assert completion.finish == ("end" if expected[-1] in ENDS else "length")
+        assert_logprobs(family, prompt, completion)
+
+
+def test_a_rotary_table_that_depends_on_length_is_that_of_the_length() -> None:
+    """longrope changes tables at 32 tokens; every token is the likeliest of a forward of all tokens before it."""
+    (completion,) = Generator(build("phi3_longrope")).generate([Request("a", PROMPTS[2], (0,), Sampling(16, 0.0))])[0]
+    row = list(PROMPTS[2])
+    for token in completion.tokens:
+        with torch.no_grad():
+            logits = plain("phi3_longrope")(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1]
+        assert token == int(logits.argmax())
+        row.append(token)
+
+
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.7), ("gemma2", 1.0), ("lfm2", 1.3)])
+def test_samples_are_the_same_in_any_batch(family: str, temperature: float) -> None:
+    sampling = Sampling(20, temperature, ends=ENDS)
+    asked = requests(sampling, samples=3)
+    generator = Generator(build(family))
+    together = generator.generate(asked)
+    crowded = Generator(build(family), max_tokens=170).generate(asked[::-1])[::-1]
+    for request, group, other in zip(asked, together, crowded, strict=True):
+        for seed, completion, again in zip(request.seeds, group, other, strict=True):
+            ((alone,),) = generator.generate([Request("alone", request.tokens, (seed,), sampling)])
+            assert completion.tokens == alone.tokens == again.tokens
+            assert completion.logprobs == pytest.approx(alone.logprobs, abs=2e-5)
+            assert_logprobs(family, request.tokens, completion, temperature)
+    assert len({completion.tokens for group in together for completion in group}) > 10
+
+
+def test_a_prompt_is_forwarded_once_and_what_has_ended_leaves() -> None:
+    model = build("llama")
+    seen: list[tuple[int, ...]] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    generator = Generator(model)
+    asked = [Request(str(n), (n + 3, 5, 7), tuple(range(9 * n, 9 * n + 8)), Sampling(30, ends=ENDS)) for n in range(4)]
+    found = [completion for group in generator.generate(asked) for completion in group]
+    lengths = [len(completion.tokens) for completion in found]
+    assert seen[0] == (4, 3) and generator.work.prompts == 4  # 32 samples, 4 prompts of 3 tokens
+    assert [rows for rows, _ in seen[1:]] == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
+    assert len(set(lengths)) > 3 and generator.work.row_steps == sum(lengths) - len(lengths)
+
+
+# ---------------------------------------------------------------- how tokens are drawn
+
+
+def test_seeds_give_the_numbers_of_splitmix64() -> None:
+    """The first outputs of the published generator for seed 1234567, of which the upper 53 bits are taken."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    found = uniforms(np.full(4, 1234567, dtype=np.uint64), np.arange(4, dtype=np.uint64))
+    assert found.tolist() == [(number >> 11) / 2**53 for number in published]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 3000])
+def test_draws_follow_the_distribution(vocabulary: int) -> None:
+    """Evenly spaced numbers give every token its share, to one draw; seeds in a row give it to chance (chi-square)."""
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = -math.inf
+    count, shares = 20_000, (logits / 0.8).softmax(-1)[0].double()
+    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens = torch.cat([draw(logits.expand(2000, -1), Sampling(1, 0.8), part).tokens_R for part in even.split(2000)])
+    drawn = tokens.bincount(minlength=vocabulary)
+    assert (drawn - count * shares).abs().max() <= 1 and drawn[3] == 0
+    if vocabulary < 10:
+        numbers = uniforms(np.arange(count, dtype=np.uint64), np.full(count, 5, dtype=np.uint64))
+        tokens = draw(logits.expand(count, -1), Sampling(1, 0.8), torch.from_numpy(numbers)).tokens_R
+        difference = tokens.bincount(minlength=vocabulary) - count * shares
+        likely = shares > 0
+        assert (difference[likely] ** 2 / (count * shares[likely])).sum() < 23.5  # 5 degrees of freedom: 3e-4
+
+
+SHARES = [0.05, 0.4, 0.2, 0.3, 0.05]
+KEPT: dict[str, tuple[Sampling, list[int]]] = {
+    "top_k": (Sampling(1, top_k=2), [1, 3]),
+    "top_p": (Sampling(1, top_p=0.75), [1, 2, 3]),
+    "top_p within the first": (Sampling(1, top_p=0.3), [1]),
+    "min_p": (Sampling(1, min_p=0.45), [1, 2, 3]),
+    "top_p of what top_k leaves": (Sampling(1, top_k=2, top_p=0.55), [1]),
+    "min_p of nothing": (Sampling(1, min_p=1.0), [1]),
+    "of more tokens than there are": (Sampling(1, top_k=9, top_p=0.99), [0, 1, 2, 3, 4]),
+    "temperature comes first": (Sampling(1, 0.5, min_p=0.45), [1, 3]),  # 0.25 and 0.5625 of the likeliest
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_and_its_mass(name: str) -> None:
+    sampling, expected = KEPT[name]
+    shares = np.array(SHARES) ** (1 / sampling.temperature)
+    shares /= shares.sum()
+    logits = torch.tensor([SHARES]).log() + 3.0
+    for number in (0.001, 0.4, 0.6, 0.999):
+        drawn = draw(logits, sampling, torch.tensor([number], dtype=torch.float64))
+        token, mass = int(drawn.tokens_R), shares[expected].sum()
+        assert token in expected and drawn.kept_logmass_R is not None
+        assert float(drawn.kept_logmass_R) == pytest.approx(math.log(mass), abs=1e-6)
+        assert float(drawn.logprobs_R) == pytest.approx(math.log(shares[token] / mass), abs=1e-6)
+    drawn = draw(logits.expand(500, -1), sampling, (torch.arange(500, dtype=torch.float64) + 0.5) / 500)
+    assert drawn.tokens_R.unique().tolist() == expected
+
+
+def test_what_is_kept_is_what_transformers_keeps() -> None:
+    logits = 2 * torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+    for top_k, top_p, min_p in ((40, 0.9, 0.0), (0, 0.5, 0.02), (10, 1.0, 0.1), (50, 0.95, 0.01)):
+        warpers = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
+        warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+        theirs = warpers(torch.zeros(64, 1, dtype=torch.int64), logits) > -math.inf
+        ours = kept(logits.log_softmax(-1), Sampling(1, 1.0, top_p, top_k, min_p))
+        assert torch.equal(ours, theirs)
+
+
+def test_truncation_reaches_completions() -> None:
+    sampling = Sampling(12, 0.9, top_p=0.8, top_k=20)
+    asked = [*requests(sampling, 2), Request("all", PROMPTS[0], (1,), Sampling(12, 0.9))]
+    *truncated, (whole,) = Generator(build("llama")).generate(asked)
+    assert whole.kept_logmass is None
+    assert_logprobs("llama", PROMPTS[0], whole, 0.9)
+    for prompt, group in zip(PROMPTS, truncated, strict=True):
+        for completion in group:
+            assert completion.kept_logmass is not None and max(completion.kept_logmass) < 0
+            under = np.add(completion.logprobs, completion.kept_logmass)  # of the whole distribution
+            expected = true_logprobs("llama", prompt, completion.tokens, 0.9)
+            torch.testing.assert_close(torch.tensor(under, dtype=torch.float32), expected, rtol=0, atol=3e-5)
+
+
+# ---------------------------------------------------------------- how completions end
+
+
+def test_stop_texts_end_what_is_written() -> None:
+    tokenizer = byte_tokenizer(None)
+    generator = Generator(build("llama"), tokenizer=tokenizer)
+    ((whole,),) = generator.generate([Request("a", PROMPTS[1], (3,), Sampling(30))])
+    text = tokenizer.decode(whole.tokens)
+    stop = text[4:6]
+    ((stopped,),) = generator.generate([Request("a", PROMPTS[1], (3,), Sampling(30, stop=("never this", stop)))])
+    assert stopped.finish == "end" and stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    assert stop in tokenizer.decode(stopped.tokens) and stop not in tokenizer.decode(stopped.tokens[:-1])
+
+
+def test_weights_that_change_are_told_apart_and_abort_returns_what_there_is() -> None:
+    generator = Generator(build("llama"), version=4, max_tokens=100)
+    for request in requests(Sampling(20)):
+        generator.add(request)
+    done: dict[str, list[Completion]] = {}
+    for _ in range(5):
+        done |= {request.id: completions for request, completions in generator.step()}
+    generator.version = 5
+    done |= {request.id: completions for request, completions in generator.step()}
+    done |= {request.id: completions for request, completions in generator.abort()}
+    assert not generator.busy and sorted(done) == ["0", "1", "2", "3", "4"]
+    found = [done[key][0] for key in sorted(done)]
+    assert [completion.finish for completion in found] == ["abort"] * 5
+    assert found[0].versions == ((4, 5), (5, 1)) and len(found[0].tokens) == 6
+    assert (found[-1].tokens, found[-1].versions) == ((), ())  # it had no room yet
+    assert found[0].tokens == generator.generate(requests(Sampling(20))[:1])[0][0].tokens[:6]
+
+
+def test_proceed_is_asked_before_every_step() -> None:
+    answers = iter([True, True, False])
+    found = Generator(build("llama")).generate(requests(Sampling(20)), lambda: next(answers))
+    assert all(len(completion.tokens) == 2 and completion.finish == "abort" for (completion,) in found)
+
+
+def test_one_sample_runs_however_little_room_there_is() -> None:
+    generator, roomy = Generator(build("llama"), max_tokens=1), Generator(build("llama"))
+    few, many = (g.generate(requests(Sampling(3), 2)) for g in (generator, roomy))
+    assert [[c.tokens for c in group] for group in few] == [[c.tokens for c in group] for group in many]
+    assert generator.work.most_rows == 1 and generator.work.prompts == 10
+
+
+def test_requests_that_cannot_be_served_are_refused() -> None:
+    generator = Generator(build("llama"))
+    for request, words in (
+        (Request("p", (), (1,), Sampling(3)), "p: a request has at least one token"),
+        (Request("p", (5,), (1,), Sampling(0)), "p: .* asks for at least one"),
+        (Request("p", (5,), (1,), Sampling(3, stop=("a",))), "p: stop texts need a tokenizer"),
+    ):
+        with pytest.raises(UserError, match=words):
+            generator.add(request)
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RuntimeError, match="p: the model's logits are not finite"):
+            Generator(model).generate([Request("p", (5,), (1,), Sampling(3, temperature))])

@@ -1,0 +1,158 @@
+"""What `weft rl` says to names of TRL's GRPOConfig, verl's PPO, ROLL's RLVR pipeline and Miles. Some of them mean
+something else, or nothing, in supervised fine-tuning; there the trainers' own tables answer."""
+
+from __future__ import annotations
+
+_ALGORITHM = "say `rl.algorithm`, or `rl.advantage` alone: grpo, rloo, reinforce++, reinforce++_baseline or gae."
+_GROUP = "say `rl.group_size`."
+_PROMPTS = "say `rl.prompts`, prompts of a rollout step over all ranks; samples are `rl.group_size` times as many."
+_EPOCHS = "say `rl.epochs`."
+_UPDATES = "say `rl.updates`, optimizer steps of a rollout step: `rl.prompts` / prompts of one of them."
+_STEP = (
+    "an optimizer step has `rl.prompts` x `rl.group_size` / `rl.updates` samples, whatever the number of devices; "
+    "micro-batches follow from `step.max_tokens_per_device`: leave it out."
+)
+_ROWS = "rows are filled up to `step.max_tokens_per_device`: leave it out."
+_CLIP = "say `rl.clip`: [0.2, 0.2] is how far below and above 1 the ratio may move."
+_DUAL = "say `rl.dual_clip`."
+_KL = "say `rl.kl`, with `rl.kl_in` as loss or reward; 0 has no reference."
+_KL_IN = "say `rl.kl_in`: loss or reward; `rl.kl` is its weight."
+_ESTIMATOR = "say `rl.kl_estimator`: k1, k2 or k3 (low_var_kl)."
+_UNBIASED = "say `rl.kl_unbiased`."
+_ENTROPY = "say `rl.entropy`."
+_AGGREGATION = "say `rl.aggregation`: token_mean, sequence_mean or sequence_sum."
+_LOSS = "say `rl.policy_loss`: ppo, gspo, cispo or reinforce, or an import path."
+_SCALE = "say `rl.scale`: group, batch or none."
+_GAMMA = "say `rl.gamma`."
+_LAMBDA = "say `rl.gae_lambda`."
+_CORRECTION = "say `rl.correction`: tis, mis, icepop or none, at `rl.correction_level` token, sequence or geometric."
+_LIMITS = "say `rl.correction_limits`: the lowest and the highest ratio of trainer and engine."
+_OLD = "say `rl.old_logprobs`: recompute or rollout."
+_DYNAMIC = "say `rl.dynamic_sampling`: how many rounds replace groups whose rewards are all equal."
+_MASK = "say `rl.mask_truncated`."
+_BUFFER = "say `rl.overlong_buffer`, in tokens."
+_PENALTY = "say `rl.overlong_penalty`."
+_REWARD = "say `rl.reward`: a list of names and import paths."
+_PROMPT = "say `rollout.max_prompt_tokens`."
+_COMPLETION = "say `rollout.max_new_tokens`."
+_ENGINE = "say `rollout.engine`."
+_REFERENCE = "the reference is the model at first, and there is one with `rl.kl` above 0: leave it out."
+_TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
+
+_TRL = {
+    "num_generations": _GROUP,
+    "per_device_train_batch_size": _STEP,
+    "gradient_accumulation_steps": _STEP,
+    "generation_batch_size": _PROMPTS,
+    "steps_per_generation": _UPDATES,
+    "num_iterations": _EPOCHS,
+    "beta": _KL,
+    "epsilon": _CLIP,
+    "epsilon_high": _CLIP,
+    "delta": _DUAL,
+    "loss_type": "say `rl.algorithm`: grpo, dr_grpo, dapo or cispo; `rl.aggregation` alone is how tokens are added up.",
+    "scale_rewards": _SCALE,
+    "importance_sampling_level": "say `rl.policy_loss`: ppo clips tokens, gspo whole samples.",
+    "mask_truncated_completions": _MASK,
+    "vllm_importance_sampling_correction": _CORRECTION,
+    "vllm_importance_sampling_mode": _CORRECTION,
+    "vllm_importance_sampling_cap": _LIMITS,
+    "use_bias_correction_kl": _UNBIASED,
+    "reward_funcs": _REWARD,
+    "reward_weights": "say `rl.reward_weights`.",
+    "max_prompt_length": _PROMPT,
+    "max_completion_length": _COMPLETION,
+    "use_vllm": _ENGINE,
+    "vllm_mode": _ENGINE,
+}
+_VERL = {
+    "algorithm.adv_estimator": _ALGORITHM,
+    "algorithm.gamma": _GAMMA,
+    "algorithm.lam": _LAMBDA,
+    "norm_adv_by_std_in_grpo": _SCALE,
+    "use_kl_in_reward": _KL_IN,
+    "kl_penalty": _ESTIMATOR,
+    "kl_ctrl.kl_coef": _KL,
+    "kl_coef": _KL,
+    "use_kl_loss": _KL_IN,
+    "kl_loss_coef": _KL,
+    "kl_loss_type": _ESTIMATOR,
+    "clip_ratio": _CLIP,
+    "clip_ratio_low": _CLIP,
+    "clip_ratio_high": _CLIP,
+    "clip_ratio_c": _DUAL,
+    "loss_agg_mode": _AGGREGATION,
+    "policy_loss.loss_mode": _LOSS,
+    "loss_mode": _LOSS,
+    "entropy_coeff": _ENTROPY,
+    "ppo_epochs": _EPOCHS,
+    "ppo_mini_batch_size": _UPDATES,
+    "ppo_micro_batch_size": _ROWS,
+    "ppo_micro_batch_size_per_gpu": _ROWS,
+    "log_prob_micro_batch_size_per_gpu": _ROWS,
+    "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
+    "rollout.n": _GROUP,
+    "train_batch_size": _PROMPTS,
+    "max_response_length": _COMPLETION,
+    "filter_groups.enable": _DYNAMIC,
+    "filter_groups.max_num_gen_batches": _DYNAMIC,
+    "overlong_buffer.len": _BUFFER,
+    "overlong_buffer.penalty_factor": _PENALTY,
+    "rollout_is": _CORRECTION,
+    "rollout_is_threshold": _LIMITS,
+    "rollout_rs": _CORRECTION,
+    "rollout_rs_threshold": _LIMITS,
+    "bypass_mode": _OLD,
+    "custom_reward_function.path": _REWARD,
+    "custom_reward_function.name": _REWARD,
+}
+_ROLL = {
+    "adv_estimator": _ALGORITHM,
+    "num_return_sequences_in_group": _GROUP,
+    "rollout_batch_size": _PROMPTS,
+    "whiten_advantages": _SCALE,
+    "pg_clip": _CLIP,
+    "pg_clip_low": _CLIP,
+    "pg_clip_high": _CLIP,
+    "dual_clip_loss": _DUAL,
+    "pg_variant": _LOSS,
+    "init_kl_coef": _KL,
+    "add_token_level_kl": _KL_IN,
+    "entropy_loss_coef": _ENTROPY,
+    "lambd": _LAMBDA,
+    "max_len_mask": _MASK,
+    "use_additional_prompts": _DYNAMIC,
+    "prompt_length": _PROMPT,
+    "response_length": _COMPLETION,
+}
+_MILES = {
+    "advantage_estimator": _ALGORITHM,
+    "n_samples_per_prompt": _GROUP,
+    "global_batch_size": _STEP,
+    "micro_batch_size": _ROWS,
+    "ref_load": _REFERENCE,
+    "num_steps_per_rollout": _UPDATES,
+    "eps_clip": _CLIP,
+    "eps_clip_high": _CLIP,
+    "eps_clip_c": _DUAL,
+    "use_unbiased_kl": _UNBIASED,
+    "entropy_coef": _ENTROPY,
+    "disable_grpo_std_normalization": _SCALE,
+    "normalize_advantages": _SCALE,
+    "use_tis": _CORRECTION,
+    "tis_clip": _LIMITS,
+    "tis_clip_low": _LIMITS,
+    "use_rollout_logprobs": _OLD,
+    "dynamic_sampling_filter_path": _DYNAMIC,
+    "custom_pg_loss_reducer_function_path": _AGGREGATION,
+    "rollout_temperature": _TEMPERATURE,
+    "rollout_max_prompt_len": _PROMPT,
+    "rollout_max_response_len": _COMPLETION,
+    "rm_type": _REWARD,
+    "custom_rm_path": _REWARD,
+}
+
+# Of what the trainers' own tables know as no part of supervised fine-tuning.
+ELSEWHERE = "`weft rl` has it, if at all, under `rl.algorithm` or `rollout.engine` (docs/algorithms.md)."
+
+REINFORCEMENT: dict[str, str] = {**_TRL, **_VERL, **_ROLL, **_MILES}

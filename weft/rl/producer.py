@@ -1,0 +1,61 @@
+"""Rollout steps, made ahead of training by as many versions of the weights as may lie between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Step = TypeVar("Step")
+
+
+class Producer(Generic[Step]):
+    """`async with Producer(make, first, last, ahead) as producer:` then in turns `await producer.take()`, train on it,
+    sync, and `producer.trained(number)`.
+
+    make(number): makes the rollout step. ahead: cluster.max_staleness; step n is begun once n - 1 - ahead is trained,
+    so that with 0 nothing is generated while anything is trained.
+    """
+
+    def __init__(self, make: Callable[[int], Awaitable[Step]], first: int, last: int, ahead: int) -> None:
+        self._make, self._first, self._last, self._ahead = make, first, last, ahead
+        self._trained = first - 1
+        self._moved = asyncio.Condition()
+        self._steps: asyncio.Queue[Step] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Producer[Step]:
+        self._task = asyncio.ensure_future(self._produce())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await self._task
+
+    async def take(self) -> Step:
+        """The next rollout step; what went wrong in making it is raised here."""
+        assert self._task is not None
+        waiting = asyncio.ensure_future(self._steps.get())
+        await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done() and self._task.done() and self._task.exception() is not None:
+            waiting.cancel()
+            await self._task
+        return await waiting
+
+    async def trained(self, number: int) -> None:
+        """The weights after rollout step `number` are in the engines."""
+        async with self._moved:
+            self._trained = number
+            self._moved.notify_all()
+
+    async def _produce(self) -> None:
+        for number in range(self._first, self._last + 1):
+            async with self._moved:
+                await self._moved.wait_for(lambda: number - 1 - self._ahead <= self._trained)  # noqa: B023
+            self._steps.put_nowait(await self._make(number))

@@ -1,0 +1,63 @@
+"""The rollout engines of a run, and how the trainers' weights reach those that are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from weft.cluster.rays import ActorGroup
+from weft.config.rl_schema import RlConfig
+from weft.rl.pool import EmbeddedPool, StandalonePool
+from weft.rollout.base import Synced
+from weft.rollout.servers import Server, ServerPool, interpreter_of, server_names
+from weft.rollout.sync.wire import Ticket
+
+
+class ServedPool(ServerPool):
+    """Servers beside the controller, which get weights from the trainers: vLLM by weft's sync, SGLang by directories.
+
+    tickets: of each vLLM. folder: of the directories.
+    """
+
+    def __init__(
+        self, servers: Sequence[Server], trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
+    ) -> None:
+        super().__init__(servers)
+        self._trainers, self._tickets, self._folder = trainers, tickets, folder
+
+    async def sync(self, version: int) -> Synced:
+        """Bring every engine to the trainers' weights as they are now."""
+        if self._tickets:
+            sending = asyncio.ensure_future(self._trainers.all("send", version))
+            await asyncio.gather(sending, self.receive(self._tickets, version))
+            return sending.result()[0]
+        folder = self._folder / f"version-{version}"
+        synced: Synced = (await self._trainers.all("export", str(folder), version))[0]
+        await self.reload(folder, version)
+        shutil.rmtree(folder)
+        return synced
+
+
+def check_engines(config: RlConfig) -> None:
+    """Raises UserError where rollout.engine has no environment to run in, or one that is not as tested."""
+    if config.rollout.engine in ("vllm", "sglang"):
+        interpreter_of(config)
+
+
+async def open_engines(
+    config: RlConfig, trainers: ActorGroup, standalone: ActorGroup | None, run: Path
+) -> EmbeddedPool | StandalonePool | ServedPool:
+    """What generates in this run; it has no weights until its first sync. standalone: actors of rollout.engine=hf. run:
+    its folder."""
+    if config.rollout.engine == "embedded":
+        return EmbeddedPool(trainers)
+    if standalone is not None:
+        names = [f"hf-{number}" for number in range(len(standalone))]
+        _, tickets = (await trainers.all("open_sync", names, 1))[0]
+        return StandalonePool(standalone, trainers, tickets)
+    names = server_names(config) if config.rollout.engine == "vllm" else []
+    compute, tickets = (await trainers.all("open_sync", names, config.rollout.tp))[0]
+    pool = await ServerPool.start(config, run, compute)
+    return ServedPool(pool.servers, trainers, tickets, run / "engines")
