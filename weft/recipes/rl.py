@@ -24,6 +24,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
+from weft.models import hf
 from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
@@ -38,6 +39,7 @@ from weft.rl.documents import deal
 from weft.rl.engines import policy_config
 from weft.rl.environments import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
+from weft.rl.exact import require_exact
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
@@ -96,10 +98,10 @@ def read_task(config: RlConfig) -> Task:
     """Prompts, rewards and environment of a config. Raises UserError for whatever the user has to mend."""
     tokenizer = load_tokenizer(config.model.path)
     episodes = load_environment(config, tokenizer)
-    tools = () if episodes is None else episodes.tools
-    prompts = load_rl_prompts(config, tokenizer, tools=tools)
+    vocabulary = hf.read_config(config.model.path).get_text_config().vocab_size
+    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
-    held_out = read_held_out_prompts(config, tokenizer, tools)
+    held_out = read_held_out_prompts(config, tokenizer, vocabulary)
     return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl), episodes)
 
 
@@ -171,8 +173,10 @@ async def train(run: Run) -> None:
     )  # fmt: skip
     with recorder, StopSignals() as signals, progress:
         await engine.sync(start.rollout)
+        if config.rl.on_policy == "exact":
+            await trainers.all("prove_exact")
         if not start.rollout:
-            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan)))
+            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
         async with producer:
             for number in range(start.rollout + 1, plan.rollouts + 1):
                 with run.phases("rollout"):
@@ -190,7 +194,7 @@ async def train(run: Run) -> None:
                 progress.notes(step.failures.take_news())
                 for line in recorder.record(step, lines, synced, found, run.task.tokenizer):
                     progress.step(line)
-                progress.notes(recorder.note_evaluation(number * plan.per_rollout, found))
+                progress.notes(recorder.record_evaluation(number * plan.per_rollout, found, run.task.tokenizer))
                 recorder.stop_if_hopeless(lines)
                 if done or recorder.due(number, plan):
                     with run.phases("save"):
@@ -260,6 +264,8 @@ async def judge(run: Run, step: RolloutStep) -> None:
             await read(run, "reference", "reference", samples)
         if rl.advantage == "gae":
             await read(run, "critic", "values", samples)
+    if rl.on_policy == "exact":
+        require_exact(samples)
     corrections = correct(samples, rl)  # sets old logprobs that are not recomputed, which advantages may read
     step.metrics |= {
         **advantages(step.groups, rl), **corrections, **step.failures.metrics(), **staleness(samples, run.version),

@@ -21,7 +21,7 @@ from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.rl_resume import RlStart
 from weft.rl.evaluate import Evaluated
-from weft.rl.records import write_rollouts
+from weft.rl.records import EVALUATIONS, write_rollouts
 from weft.rl.rewards import completion_texts
 from weft.rl.types import Sample
 from weft.rollout.base import Synced
@@ -82,18 +82,22 @@ class RlRecorder:
             self.summary.add(line)
         return written
 
-    def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
-        """The line of a step that is nothing but an evaluation; what to print of it."""
-        if evaluated is not None:
-            line = {"step": step, **evaluated.metrics}
+    def record_evaluation(
+        self, step: int, evaluated: Evaluated | None, tokenizer: PreTrainedTokenizerBase
+    ) -> list[str]:
+        """Keep the answers of an evaluation in RUN/evaluations; what to print of it. That of step 0 has a line of its
+        own."""
+        if evaluated is None:
+            return []
+        groups = [group for part in (evaluated.greedy, evaluated.drawn) for named in part.values() for group in named]
+        texts = completion_texts([sample for group in groups for sample in group.samples], tokenizer)
+        write_rollouts(self.folder, step, groups, texts, EVALUATIONS)
+        if not step:
+            line: dict[str, object] = {"step": 0, **evaluated.metrics}
             self.file.write(line)
             self.trackers.log(line)
             self.summary.add_evaluation(line)
-        return self.note_evaluation(step, evaluated)
-
-    def note_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
-        """What to print of an evaluation after an optimizer step."""
-        return [] if evaluated is None else [evaluated.line(step)]
+        return [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
         """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""

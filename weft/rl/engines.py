@@ -29,6 +29,7 @@ def policy_config(config: RlConfig) -> EngineConfig:
         seed=config.train.seed,
         deterministic=config.train.deterministic,
         temperature=config.rollout.temperature,
+        exact=config.rl.on_policy == "exact",
     )
 
 

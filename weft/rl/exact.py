@@ -96,7 +96,7 @@ def _other(one: Completion, other: Completion) -> bool:
 def _reason(engine: Engine) -> str:
     """What is known to make them differ, and what to do about it."""
     if engine.lora is not None:
-        return "Adapters are beside the weights in the trainer, and merged into them where it samples: leave lora.rank unset."
+        return "Adapters lie beside the weights in the trainer, and are merged where it samples: leave lora.rank unset."
     if engine.precision.compute != torch.float32:
         return "This is known to work in fp32: set fsdp.param_dtype=fp32."
     if engine.device.type != "cpu":

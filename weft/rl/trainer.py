@@ -43,6 +43,7 @@ from weft.recipes.resume import fill_from
 from weft.recipes.step_line import Taken, step_line
 from weft.rl.documents import documents_of
 from weft.rl.engines import critic_engine, policy_config, reference_engine
+from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
@@ -115,6 +116,12 @@ class Trainer:
         began = time.perf_counter()
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
+
+    def prove_exact(self) -> None:
+        """Raises UserError where this model, on this machine, samples other logprobs than the trainer reads."""
+        prove_exact(
+            self.engine, self.embedded, self.config.rollout.max_prompt_tokens, self.config.rollout.max_new_tokens
+        )
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Completions by this rank's copy alone."""
