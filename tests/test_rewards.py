@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from weft.config.load import load_config
@@ -72,6 +73,7 @@ def test_what_fails_costs_its_sample() -> None:
     }.items():
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
+    assert not [p for p in psutil.Process().children() if "weft.rl.reward_worker" in p.cmdline()]
     news = rewards.take_news()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"

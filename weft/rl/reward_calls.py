@@ -187,7 +187,8 @@ def _outcome(value: Any) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    """The traceback's last line, with where in the user's code it was raised."""
+    """The traceback's last line, with where in the function's code it was raised."""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if frames else last
+    outside = frames and frames[-1].filename != __file__
+    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if outside else last
