@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, MinPLogitsWarper, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PretrainedConfig,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from tests.cases import saved_model
+from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.routing import differ, steering
+from weft.recipes.rl import sampling_of
+from weft.rl.trainer import Trainer
+from weft.rollout import choice
 from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.choice import caches
 from weft.rollout.drawing import draw, kept, uniforms
 from weft.rollout.generate import Generator
+from weft.rollout.rows import CachedRows
 
 ENDS = (2, 17, 40)
 PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]
@@ -87,6 +108,43 @@ def test_a_rotary_table_that_depends_on_length_is_that_of_the_length() -> None:
             logits = plain("phi3_longrope")(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1]
         assert token == int(logits.argmax())
         row.append(token)
+
+
+@pytest.mark.parametrize(
+    ("family", "cached"),
+    [("qwen3", True), ("qwen3_next", True), ("recurrent_gemma", False), ("stablelm", False), ("phi3_longrope", False)],
+)
+def test_a_cache_is_used_where_it_is_exact(family: str, cached: bool) -> None:
+    """recurrent_gemma: transformers' own cache gives other logits than a forward without one."""
+    if family == "recurrent_gemma":
+        config: PretrainedConfig = RecurrentGemmaConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+            attention_window_size=16, lru_width=64,
+        )  # fmt: skip
+        config.architectures = ["RecurrentGemmaForCausalLM"]
+    else:
+        config = tiny_config(family)
+    assert caches(config) == cached
+
+
+@pytest.mark.parametrize("bug", ["a row that stays where it was", "a position too many", "another row's token"])
+def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, advance = CachedRows.leave, CachedRows.advance
+
+    def wrong(rows: CachedRows, given: Any) -> Any:
+        if bug == "a row that stays where it was":
+            kept = {layer: tuple(x.clone() for x in both) for layer, both in rows._kept.items()}
+            order = leave(rows, given)
+            rows._kept.update(kept)  # type: ignore[arg-type]
+            return order
+        if bug == "a position too many":
+            rows.lengths = rows.lengths + 1
+            return advance(rows, given)
+        return advance(rows, given[::-1])
+
+    monkeypatch.setattr(CachedRows, "leave" if bug.startswith("a row") else "advance", wrong)
+    monkeypatch.setattr(choice, "_tried", {})
+    assert not caches(tiny_config("llama"))
 
 
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.7), ("gemma2", 1.0), ("lfm2", 1.3)])
@@ -199,6 +257,39 @@ def test_truncation_reaches_completions() -> None:
             torch.testing.assert_close(torch.tensor(under, dtype=torch.float32), expected, rtol=0, atol=3e-5)
 
 
+# ---------------------------------------------------------------- routes of a mixture of experts
+
+
+ROUTED = {"qwen3_moe": [0, 1], "deepseek_v3": [1, 2], "llama4_text": [0, 1, 2, 3]}  # layers with experts
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
+    """Of the model's own eager code, token by token; layers without experts say -1."""
+    model, seen = build(family), dict[int, torch.Tensor]()
+    chosen = 1 if family == "llama4_text" else 2
+    experts = {"qwen3_moe": 5, "deepseek_v3": 8, "llama4_text": 4}[family]
+    asked = requests(Sampling(9, ends=ENDS), 2)
+    found = Generator(build(family), max_tokens=140, routes=True).generate(asked)
+
+    def note(layer: int, scores: torch.Tensor, out: Any) -> Any:
+        seen[layer] = out[1]
+        return out
+
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for completion in group:
+            with torch.no_grad(), steering(list(model.model.layers), experts, chosen, note):
+                model(input_ids=torch.tensor([[*prompt, *completion.tokens[:-1]]]), use_cache=False)
+            routes = torch.from_numpy(completion.routes).long()
+            assert routes.shape == (len(prompt) + len(completion.tokens) - 1, len(model.model.layers), chosen)
+            for layer in range(len(model.model.layers)):
+                if layer in ROUTED[family]:
+                    assert not differ(routes[:, layer], seen[layer]).any()
+                else:
+                    assert (routes[:, layer] == -1).all()
+    assert Generator(build(family)).generate(asked[:1])[0][0].routes is None
+
+
 # ---------------------------------------------------------------- how completions end
 
 
@@ -235,6 +326,30 @@ def test_proceed_is_asked_before_every_step() -> None:
     answers = iter([True, True, False])
     found = Generator(build("llama")).generate(requests(Sampling(20)), lambda: next(answers))
     assert all(len(completion.tokens) == 2 and completion.finish == "abort" for (completion,) in found)
+
+
+def test_keys_of_the_config_are_those_of_the_draws() -> None:
+    words = ["model.path=m", "data.path=d", "rl.reward=[length]", "rollout.temperature=0.7", "rollout.top_p=0.9"]
+    words += ["rollout.top_k=7", "rollout.min_p=0.1", "rollout.max_new_tokens=33", "rollout.stop=[ab]"]
+    config = load_config([], words, RlConfig)
+    assert sampling_of(config, [2, 5]) == Sampling(33, 0.7, 0.9, 7, 0.1, (2, 5), ("ab",))
+
+
+def most_rows(path: str, tokens: int) -> int:
+    words = [f"model.path={path}", "data.path=d", "rl.reward=[length]", f"rollout.max_tokens_per_device={tokens}"]
+    trainer = Trainer(load_config([], words, RlConfig), "cpu")
+    trainer.sync(1)
+    trainer.generate(requests(Sampling(9), 2))
+    assert trainer.embedded.generator is not None
+    return trainer.embedded.generator.work.most_rows
+
+
+def test_room_is_what_the_config_says(tmp_path: Path) -> None:
+    """The longest sample is counted at 20 + 9 tokens; groups begin together."""
+    shutil.copytree(saved_model("llama"), tmp_path / "model")
+    byte_tokenizer(None).save_pretrained(tmp_path / "model")
+    path = str(tmp_path / "model")
+    assert [run(1, most_rows, path, tokens)[0] for tokens in (29 * 4 + 20, 65_536)] == [4, 10]
 
 
 def test_one_sample_runs_however_little_room_there_is() -> None:

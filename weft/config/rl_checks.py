@@ -127,6 +127,11 @@ INERT = (
         for leaf in _leaves(CriticConfig)
     ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
+    Inert(
+        "rollout.max_tokens_per_device",
+        lambda c: c.rollout.engine != "embedded",
+        "only rollout.engine=embedded reads it (others have rollout.memory)",
+    ),
     *(
         Inert(
             f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
@@ -183,6 +188,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    "rollout.max_tokens_per_device": AT_LEAST_1,
     "rollout.engines": AT_LEAST_1,
     "rollout.tp": AT_LEAST_1,
     "rollout.memory": POSITIVE,

@@ -193,6 +193,11 @@ class RolloutConfig:
         "arrives is compared with what was sent in every sync.",
         20,
     )
+    max_tokens_per_device: int = key(
+        "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
+        "long as it may become; others wait. One always runs.",
+        65_536,
+    )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
         "`weft engine install vllm` made.",

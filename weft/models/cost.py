@@ -23,8 +23,14 @@ def flop_facts(module: TrainModule) -> FlopFacts:
                 routed = ".experts." in f".{name}"
                 dense += 0 if routed else parameter.numel()
                 expert += parameter.numel() if routed else 0
+    experts, chosen = experts_of(config)
+    return FlopFacts(dense, _attention(config, len(module.layers)), expert, experts, chosen)
+
+
+def experts_of(config: Any) -> tuple[int, int]:
+    """(routed experts of a layer, experts that a token visits); (1, 1) where the config names none."""
     experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (_EXPERTS, _TOP_K))
-    return FlopFacts(dense, _attention(config, len(module.layers)), expert, experts, min(chosen, experts))
+    return experts, min(chosen, experts)
 
 
 def _attention(config: Any, layers: int) -> tuple[AttentionFacts, ...]:

@@ -7,10 +7,12 @@ family's code is named. Whoever steers gives other indices, and the scores at th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -42,6 +44,28 @@ def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Cho
     finally:
         for handle in handles:
             handle.remove()
+
+
+class RouteRecorder:
+    """Keeps which experts the forwards of a model chose, from now on: the model's hooks stay as long as it lives."""
+
+    def __init__(self, layers: Sequence[nn.Module], experts: int, chosen: int) -> None:
+        self._layers, self._chosen = len(layers), chosen
+        self._seen: dict[int, Tensor] = {}
+        self._hooks = ExitStack()
+        self._hooks.enter_context(steering(layers, experts, chosen, self._keep))
+
+    def take(self) -> NDArray[np.int16]:
+        """[M, decoder layers, k] of the M tokens of the last forward; -1 where a layer routes nothing."""
+        tokens = max((len(chosen_Mk) for chosen_Mk in self._seen.values()), default=0)
+        none_Mk = torch.full((tokens, self._chosen), -1)
+        routes = [self._seen.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
+        self._seen.clear()
+        return torch.stack(routes, dim=1).numpy()
+
+    def _keep(self, layer: int, scores: Tensor, out: Any) -> Any:
+        self._seen[layer] = out[1]
+        return out
 
 
 class _TopK(TorchFunctionMode):

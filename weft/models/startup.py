@@ -7,6 +7,7 @@ A family that passes packed is laid out packed; one that passes only right-padde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -127,15 +128,34 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
-    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
-    attempts = [
+def small_copy(config: PretrainedConfig) -> PreTrainedModel:
+    """A small random model of this architecture that attends as weft does. UserError where none can be built."""
+    attention.register()
+    failure: Exception | None = None
+    for _, make in _shrinkings(config):
+        try:
+            _alone(_build(make(), "eager"), torch.arange(3))
+            return _build(small := make(), implementation(small, "auto"))
+        except UserError:
+            raise
+        except Exception as error:  # a shape that this family cannot be shrunk to
+            failure = error
+    raise _refusal(config, f"no small copy of it could be built ({failure})") from failure
+
+
+def _shrinkings(config: PretrainedConfig) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+    """(in words, how to make one), the smallest first."""
+    return [
         ("2 layers, narrow", lambda: narrow(fewer_layers(config, 2))),
         ("all layers, narrow", lambda: narrow(config)),
         ("2 layers", lambda: fewer_layers(config, 2)),
     ]
+
+
+def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
+    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
     failure: Exception | None = None
-    for words, make in attempts:
+    for words, make in _shrinkings(config):
         try:
             small = make()
             ours, theirs = (_build(make(), name) for name in (implementation(small, "per_document"), "eager"))

@@ -71,7 +71,8 @@ class Trainer:
         self.critic = critic_engine(config, self.ranks, fill=fill)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.embedded = EmbeddedEngine(self.engine, self.tokenizer)
+        tokens = config.rollout.max_tokens_per_device
+        self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True)
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
         self.sender: Sender | None = None

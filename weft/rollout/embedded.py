@@ -29,10 +29,14 @@ class EmbeddedEngine:
     """A copy of a trainer's model, whole and in its compute dtype, on the ranks that want one."""
 
     def __init__(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase | None = None, max_tokens: int = MAX_TOKENS
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
+        routes: bool = False,
     ) -> None:
-        """tokenizer, max_tokens: as Generator has them."""
-        self.engine, self.tokenizer, self.max_tokens = engine, tokenizer, max_tokens
+        """tokenizer, max_tokens, routes: as Generator has them."""
+        self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
 
@@ -58,7 +62,8 @@ class EmbeddedEngine:
         if model is not None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
-            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, self.engine.config.exact)
+            exact = self.engine.config.exact
+            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
         self.model = model
 
     def sleep(self) -> None:

@@ -21,8 +21,9 @@ from weft.observe import flight
 from weft.ops import attention
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
+from weft.rollout.choice import open_rows
 from weft.rollout.drawing import Drawn, draw, uniforms
-from weft.rollout.rows import open_rows
+from weft.rollout.rows import Routes
 
 MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
 _JOIN = 0.25  # samples join a running batch where so much of its room is free: every join costs a forward
@@ -50,6 +51,7 @@ class _Sample:
     logprobs: list[float] = field(default_factory=list)
     masses: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, token: int, logprob: float, version: int) -> None:
@@ -63,7 +65,8 @@ class _Sample:
     def completion(self) -> Completion:
         assert self.finish is not None
         mass = tuple(self.masses) if self.job.request.sampling.truncated else None
-        return Completion(tuple(self.tokens), tuple(self.logprobs), self.finish, tuple(self.versions), mass)
+        routes = np.concatenate(self.routes) if self.routes else None
+        return Completion(tuple(self.tokens), tuple(self.logprobs), self.finish, tuple(self.versions), mass, routes)
 
 
 @dataclass(eq=False)
@@ -103,16 +106,18 @@ class Generator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
+        routes: bool = False,
     ) -> None:
         """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
-        may become. One sample always runs. exact: as EngineConfig has it."""
+        may become. One sample always runs. exact: as EngineConfig has it. routes: record them, where
+        there are experts."""
         attention.register()
         if exact:
             compute_exactly(model)
         else:
             model.set_attn_implementation(implementation(model.config, "auto"))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
-        self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval()), exact
+        self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
         self._device = model.device
         self._waiting: deque[_Job] = deque()
         self._running: list[_Sample] = []  # row by row
@@ -195,6 +200,9 @@ class Generator:
         self.work.prompt_tokens += sum(map(len, prompts))
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
+        if self._rows.routes:
+            for sample, prompt in zip(new, owner.tolist(), strict=True):
+                sample.routes.append(self._rows.routes[prompt])
         self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
         self._leave()
         return [job for job, _ in joining]
@@ -230,7 +238,10 @@ class Generator:
         running = list(self._running)
         self.work.steps += 1
         self.work.row_steps += len(running)
-        self._take(running, self._rows.advance([sample.tokens[-1] for sample in running]))
+        logits_RV = self._rows.advance([sample.tokens[-1] for sample in running])
+        for sample, routes in zip(running, self._rows.routes, strict=False):  # none where they are not recorded
+            sample.routes.append(routes)
+        self._take(running, logits_RV)
         self._leave()
         return [sample.job for sample in running]
 

@@ -17,19 +17,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
-from weft.models.facts import find_facts, position_limit
+from weft.models.cost import experts_of
+from weft.models.facts import find_facts
 from weft.models.families import family_of
-from weft.ops.attention import ADAPTERS, BOUNDS_ARGUMENT, Bounds
+from weft.models.routing import RouteRecorder
+from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 
+Routes = NDArray[np.int16]
 _SLOTS = 64  # slots are added so many at a time, or by a quarter
 _PREFILL_TOKENS = 16_384  # of one forward of prompts, padding included; a longer prompt is forwarded alone
 _FILL = 0.8  # prompts are padded to one length where that leaves so much of real tokens
 
 
 class Rows(Protocol):
-    """Row r has lengths[r] tokens in memory. Every call that forwards returns logits, fp32."""
+    """Row r has lengths[r] tokens in memory. Every call that forwards returns logits, fp32.
+
+    routes: of the last such call, [tokens, decoder layers, k] of the tokens it took from each prompt or row, with -1
+    where a layer routes nothing; empty where nobody asked for them, or there are no experts.
+    """
 
     lengths: NDArray[np.int64]
+    routes: list[Routes]
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
         """[P, V] that follow each prompt; it has `copies` new rows behind those there are, prompt by prompt."""
@@ -44,22 +52,19 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(model: PreTrainedModel) -> Rows:
-    """With a cache where every layer's is understood; otherwise without, which is slow and right."""
-    text = model.config.get_text_config()
-    understood = (
-        family_of(text.model_type).attention is None  # attention of their own reads another mask
-        and text.model_type not in ADAPTERS  # what they do to bounds is not worked out for one token
-        and position_limit(text) is None  # the rotary table of a row depends on its length
-        and hf.takes_dynamic_cache(model)
-    )
-    return CachedRows(model) if understood else WholeRows(model)
+def _without(gone: Sequence[int], rows: int) -> list[int]:
+    """The order in which the last of these rows fill the gaps of those that go."""
+    left, out = rows - len(gone), set(gone)
+    order, movers = list(range(left)), [row for row in range(left, rows) if row not in out]
+    for gap, mover in zip((row for row in gone if row < left), movers, strict=True):
+        order[gap] = mover
+    return order
 
 
 class _Model:
     """The forward of a causal LM in two parts: last hidden states, and logits where they are needed."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, routes: bool) -> None:
         facts = find_facts(model)
         self.config, self.device = model.config.get_text_config(), model.device
         self._base, self._transform = model.get_submodule(facts.base), facts.transform
@@ -71,6 +76,10 @@ class _Model:
         self._bounded = family.attention is None and hf.accepts(self._base, BOUNDS_ARGUMENT)
         self.packs = self._bounded and family.layout == "packed"
         self._cache_argument = hf.cache_argument(self._base)
+        self._recorder: RouteRecorder | None = None
+        if routes and any(".experts." in name for name, _ in model.named_parameters()):
+            layers = list(model.get_submodule(facts.layers).children())
+            self._recorder = RouteRecorder(layers, *experts_of(self.config))
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, bounds: Bounds, cache: hf.RowCache | None) -> Tensor:
         """Last hidden states [B, T, H]."""
@@ -83,6 +92,13 @@ class _Model:
             extra[BOUNDS_ARGUMENT] = bounds
         hidden_BTH: Tensor = self._base(input_ids=ids_BT, **extra).last_hidden_state
         return hidden_BTH
+
+    def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
+        """Of the last forward, for the first tokens of each entry of its batch."""
+        if self._recorder is None:
+            return []
+        taken = self._recorder.take()
+        return [entry[:length] for entry, length in zip(np.split(taken, batch), lengths, strict=True)]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N, V] fp32: products in the weight's dtype, all after them in fp32, as the trainer's head does it."""
@@ -103,9 +119,9 @@ class CachedRows:
     """Every token is forwarded once. Keys and values lie in one pair of tensors per layer, [rows, K, slots, D], a
     row's token t in slot t, so that rows of any lengths stand side by side and one is moved by copying it alone."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.lengths = np.zeros(0, dtype=np.int64)
-        self._model = _Model(model)
+    def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
+        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self._model = _Model(model, routes)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # rows and slots of those tensors
         self._states = self._new_cache()
@@ -115,6 +131,7 @@ class CachedRows:
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
         """As Rows has it; prompts in order of their length are padded the least."""
         found, place = [], 0
+        self.routes = []
         for part in self._forwards(prompts):
             found.append(self._prefill(part, copies[place : place + len(part)]))
             place += len(part)
@@ -132,17 +149,15 @@ class CachedRows:
         ids_R1 = torch.tensor(tokens, device=device)[:, None]
         self._states.hold = self._hold_token
         hidden_R1H = self._model.hidden(ids_R1, self._past_R[:, None], bounds, self._states)
+        self.routes = self._model.routes(rows, [1] * rows)
         self.lengths = self.lengths + 1
         return self._model.logits(hidden_R1H[:, 0])
 
     def leave(self, gone: Sequence[int]) -> list[int]:
         """As Rows has it: the last rows fill the gaps, so that little is moved."""
-        left, out = len(self.lengths) - len(gone), set(gone)
-        order = list(range(left))
-        gaps = [row for row in gone if row < left]
-        movers = [row for row in range(left, len(self.lengths)) if row not in out]
-        for gap, mover in zip(gaps, movers, strict=True):
-            order[gap] = mover
+        order = _without(gone, len(self.lengths))
+        gaps = [row for row in gone if row < len(order)]
+        movers = [order[gap] for gap in gaps]
         if movers:
             longest = int(self.lengths[movers].max())
             for both in self._kept.values():
@@ -175,6 +190,7 @@ class CachedRows:
         self._owner_R = torch.from_numpy(owner).to(self._model.device)
         cache = self._new_cache()
         hidden_PTH = self._model.hidden(ids_PT, positions_PT, bounds, cache)
+        self.routes += self._model.routes(len(prompts), [len(prompt) for prompt in prompts])
         cache.keep(owner.tolist())
         if len(self.lengths):
             self._states.append(cache)
@@ -238,9 +254,9 @@ class WholeRows:
     """Nothing is remembered but tokens: every step forwards all of them again, rows of one length at a time, as the
     trainer lays them out. For families whose cache CachedRows cannot hold."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.lengths = np.zeros(0, dtype=np.int64)
-        self._model = _Model(model)
+    def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
+        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self._model = _Model(model, routes)
         self._tokens: list[list[int]] = []
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
@@ -254,11 +270,13 @@ class WholeRows:
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
         self._count()
-        return self._logits(self._tokens)
+        logits_RV = self._logits(self._tokens)
+        self.routes = [routes[-1:] for routes in self.routes]
+        return logits_RV
 
     def leave(self, gone: Sequence[int]) -> list[int]:
         """As Rows has it."""
-        order = [row for row in range(len(self._tokens)) if row not in set(gone)]
+        order = _without(gone, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
         self._count()
         return order
@@ -271,6 +289,7 @@ class WholeRows:
         for place, row in enumerate(rows):
             by_length.setdefault(len(row), []).append(place)
         logits: dict[int, Tensor] = {}
+        routes: dict[int, Routes] = {}
         for length, places in by_length.items():
             ids_RT, positions_RT, bounds = self._model.padded([rows[place] for place in places])
             if self._model.packs:
@@ -279,4 +298,6 @@ class WholeRows:
             hidden = self._model.hidden(ids_RT, positions_RT, bounds, None)
             last_RH = hidden.flatten(0, 1).unflatten(0, (len(places), length))[:, -1]
             logits.update(zip(places, self._model.logits(last_RH), strict=True))
+            routes.update(zip(places, self._model.routes(len(places), [length] * len(places)), strict=False))
+        self.routes = [routes[place] for place in sorted(routes)]
         return torch.stack([logits[place] for place in range(len(rows))])
