@@ -247,7 +247,8 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
         return list(groups)
 
     step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
-    step.metrics |= replaced if rl.dynamic_sampling else {}
+    if rl.dynamic_sampling:
+        step.metrics["rollout/replaced"] = float(replaced)
     step.taken = run.task.stream.taken
     require_comparable(step.samples, sampling)
     return step

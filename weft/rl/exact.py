@@ -84,9 +84,9 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)})
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
-    found = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
-    differing, worst, moved = largest(found, engine.mesh.data_group, engine.device)
-    return Proof(sum(map(len, recorded)), int(differing), worst, int(moved))
+    own = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), float(moved)]
+    differing, worst, most_moved = largest(own, engine.mesh.data_group, engine.device)
+    return Proof(sum(map(len, recorded)), int(differing), worst, int(most_moved))
 
 
 def _other(one: Completion, other: Completion) -> bool:
