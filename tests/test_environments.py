@@ -186,11 +186,11 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
             for prompt, pair in zip(prompts, rewards, strict=True)
         ]
 
-    def run(rounds: int) -> tuple[list[int], float]:
+    def run(rounds: int) -> tuple[list[int], int]:
         asked.clear()
         stream = PromptStream([replace(QUESTION, index=i) for i in range(20)], 4, 0, shuffle=False)
-        groups, metrics = asyncio.run(groups_to_train(stream, roll, rounds))
-        return [group.prompt.index for group in groups], metrics["rollout/replaced"]
+        groups, replaced = asyncio.run(groups_to_train(stream, roll, rounds))
+        return [group.prompt.index for group in groups], replaced
 
     assert run(5) == ([1, 3, 5, 7], 4) and asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
     assert run(1) == ([1, 3, 5, 0], 2) and asked == [[0, 1, 2, 3], [4, 5]]

@@ -159,11 +159,11 @@ class Rewards:
     def _batch(self, function: Named, samples: Sequence[Sample], texts: Sequence[str]) -> Batch:
         prompt, described = samples[0].prompt, self._described[function.name]
         names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
-        chat = prompt.messages is not None
+        chat, ids = prompt.messages is not None, described.takes_all or "completion_ids" in described.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample, text) if chat else text for sample, text in zip(samples, texts, strict=True)],
-            completion_ids=[sample.completion() for sample in samples],
+            completion_ids=[sample.completion() if ids else () for sample in samples],
             columns={name: [prompt.columns[name]] * len(samples) for name in names},
         )
 

@@ -98,8 +98,8 @@ async def episode(
 
 async def groups_to_train(
     stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
-) -> tuple[list[Group], dict[str, float]]:
-    """The groups of a rollout step, and `rollout/replaced`, how many were set aside for others.
+) -> tuple[list[Group], int]:
+    """The groups of a rollout step, and how many were set aside for others.
 
     A group whose rewards are all equal teaches nothing: the next prompt of the stream takes its place, in so many
     rounds at most (rl.dynamic_sampling); what is missing then is filled up with groups that were set aside. roll:
@@ -114,7 +114,7 @@ async def groups_to_train(
         if len(kept) == stream.per_step:
             break
     missing = stream.per_step - len(kept)
-    return kept + aside[:missing], {"rollout/replaced": float(len(aside) - missing)}
+    return kept + aside[:missing], len(aside) - missing
 
 
 async def _close(episodes: Episodes, environment: Any, transcript: Transcript) -> None:
