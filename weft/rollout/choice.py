@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,20 +46,22 @@ def _is_exact(config: PretrainedConfig) -> bool:
     if not hf.takes_dynamic_cache(small):
         return False
     with torch.inference_mode():
-        pairs = list(zip(*(_walk(rows) for rows in (CachedRows(small), WholeRows(small))), strict=True))
+        vocabulary = small.config.get_text_config().vocab_size
+        pairs = list(zip(*(_walk(rows, vocabulary) for rows in (CachedRows(small), WholeRows(small))), strict=True))
     worst = torch.stack([(cached - whole).abs().max() for cached, whole in pairs]).max()
     largest = torch.stack([whole.abs().max() for _, whole in pairs]).max()
     return bool(worst <= LOGIT_TOLERANCE * largest)
 
 
-def _walk(rows: Rows) -> list[Tensor]:
+def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
     """Logits of every forward while rows join, go on, leave and are joined by others."""
-    found = [rows.join(_PROMPTS[:2], (2, 1))]
-    found += [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
+    prompts = [[token % vocabulary for token in prompt] for prompt in _PROMPTS]
+    found = [rows.join(prompts[:2], (2, 1))]
+    found += [rows.advance(_tokens(rows.lengths, vocabulary)) for _ in range(3)]
     rows.leave([0])
-    found.append(rows.join(_PROMPTS[2:], (2,)))
-    return found + [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
+    found.append(rows.join(prompts[2:], (2,)))
+    return found + [rows.advance(_tokens(rows.lengths, vocabulary)) for _ in range(3)]
 
 
-def _tokens(lengths: Sequence[int]) -> list[int]:
-    return [3 + (7 * row + 5 * int(length)) % 90 for row, length in enumerate(lengths)]
+def _tokens(lengths: Iterable[int], vocabulary: int) -> list[int]:
+    return [(3 + (7 * row + 5 * int(length)) % 90) % vocabulary for row, length in enumerate(lengths)]

@@ -36,7 +36,20 @@ _REWARD = "say `rl.reward`: a list of names and import paths."
 _PROMPT = "say `rollout.max_prompt_tokens`."
 _COMPLETION = "say `rollout.max_new_tokens`."
 _ENGINE = "say `rollout.engine`."
-_REFERENCE = "the reference is the model at first, and there is one with `rl.kl` above 0: leave it out."
+_REFERENCE = "there is a reference with `rl.kl` above 0: the model at first, or say `reference.path`."
+_TRAINERS = "say `cluster.trainer`, the ranks that train; engines of their own are `rollout.engines` x `rollout.tp`."
+_MEMORY = "say `rollout.memory`, a share of the accelerator's memory."
+_TP = "say `rollout.tp`."
+_OPTIONS = "say `rollout.options`, arguments of the engine's server."
+_STALENESS = "say `cluster.max_staleness`, in versions of the weights; 0 is synchronous."
+_READING = (
+    "logprobs and values are read in rows of `step.max_tokens_per_device` (`reference.max_tokens_per_device` for the "
+    "reference, `critic.max_tokens_per_device` for the critic): leave it out."
+)
+_CRITIC_LR = "say `critic.lr`."
+_VALUE_CLIP = "say `critic.clip`."
+_TRANSPORT = "say `rollout.transport`: auto, shared, group or files."
+_BUCKET = "say `rollout.bucket_mb`."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
 
 _COLUMNS = (
@@ -82,6 +95,9 @@ _TRL = {
     "max_completion_length": _COMPLETION,
     "use_vllm": _ENGINE,
     "vllm_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": _MEMORY,
+    "vllm_tensor_parallel_size": _TP,
+    "max_staleness": _STALENESS,
 }
 _VERL = {
     "algorithm.adv_estimator": _ALGORITHM,
@@ -107,7 +123,20 @@ _VERL = {
     "ppo_mini_batch_size": _UPDATES,
     "ppo_micro_batch_size": _ROWS,
     "ppo_micro_batch_size_per_gpu": _ROWS,
-    "log_prob_micro_batch_size_per_gpu": _ROWS,
+    "log_prob_micro_batch_size_per_gpu": _READING,
+    "ref.path": _REFERENCE,
+    "gpu_memory_utilization": _MEMORY,
+    "tensor_model_parallel_size": _TP,
+    "engine_kwargs": _OPTIONS,
+    "enforce_eager": _OPTIONS,
+    "max_num_seqs": _OPTIONS,
+    "max_num_batched_tokens": _OPTIONS,
+    "n_gpus_per_node": _TRAINERS,
+    "nnodes": _TRAINERS,
+    "critic.optim.lr": _CRITIC_LR,
+    "cliprange_value": _VALUE_CLIP,
+    "update_weights_bucket_megabytes": _BUCKET,
+    "staleness_threshold": _STALENESS,
     "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
     "rollout.n": _GROUP,
     "train_batch_size": _PROMPTS,
@@ -153,6 +182,11 @@ _ROLL = {
     "add_token_level_kl": _KL_IN,
     "entropy_loss_coef": _ENTROPY,
     "lambd": _LAMBDA,
+    "device_mapping": _TRAINERS,
+    "infer_batch_size": _READING,
+    "async_generation_ratio": _STALENESS,
+    "value_clip": _VALUE_CLIP,
+    "model_update_buffer_size_mb": _BUCKET,
     "max_len_mask": _MASK,
     "use_additional_prompts": _DYNAMIC,
     "prompt_length": _PROMPT,
@@ -195,6 +229,14 @@ _MILES = {
     "eval_max_response_len": _EVAL_LONGEST,
     "eval_temperature": "say `eval.temperature`.",
     "eval_top_p": "say `eval.top_p`.",
+    "actor_num_nodes": _TRAINERS,
+    "actor_num_gpus_per_node": _TRAINERS,
+    "rollout_num_gpus": _TRAINERS,
+    "rollout_num_gpus_per_engine": _TP,
+    "sglang_mem_fraction_static": _MEMORY,
+    "update_weight_buffer_size": "say `rollout.bucket_mb`, in MiB.",
+    "update_weight_transfer_mode": _TRANSPORT,
+    "max_weight_staleness": _STALENESS,
     "rm_type": _REWARD,
     "custom_rm_path": _REWARD,
 }
@@ -202,4 +244,5 @@ _MILES = {
 # Of what the trainers' own tables know as no part of supervised fine-tuning.
 ELSEWHERE = "`weft rl` has it, if at all, under `rl.algorithm` or `rollout.engine` (docs/algorithms.md)."
 
-REINFORCEMENT: dict[str, str] = {**_TRL, **_VERL, **_ROLL, **_MILES}
+REINFORCEMENT_OF: dict[str, dict[str, str]] = {"trl": _TRL, "verl": _VERL, "roll": _ROLL, "miles": _MILES}
+REINFORCEMENT: dict[str, str] = {name: text for names in REINFORCEMENT_OF.values() for name, text in names.items()}
