@@ -247,10 +247,12 @@ def test_options_become_arguments() -> None:
 
 def test_its_environment_is_ours_but_for_the_python_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/weft")
+    monkeypatch.setenv("PYTHONHOME", "/of/weft")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     found = environment(settings(memory=2.5), tmp_path)
-    assert found["PYTHONPATH"] == str(tmp_path) and found["OMP_NUM_THREADS"] == "3"
+    assert found["PYTHONPATH"] == str(tmp_path) and "PYTHONHOME" not in found
+    assert found["OMP_NUM_THREADS"] == "3"
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "2.5" and found["VLLM_SERVER_DEV_MODE"] == "1"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"  # the user's comes first
 
