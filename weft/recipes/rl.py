@@ -25,6 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import ActorError, StoppedError
 from weft.models import hf
+from weft.objectives.policy import choose_policy_loss
 from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
@@ -33,7 +34,7 @@ from weft.recipes.folder import Held, hold_folder, write_config
 from weft.recipes.resume import put_in_order
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_start
-from weft.rl.advantages import advantages, shape_rewards
+from weft.rl.advantages import advantages, choose_estimator, shape_rewards
 from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import deal
 from weft.rl.engines import policy_config
@@ -55,6 +56,8 @@ from weft.rollout.standalone import Standalone
 def run(config: RlConfig, options: RlOptions) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
+    choose_estimator(config.rl.advantage)  # the user's own are missed before anything is loaded
+    choose_policy_loss(config.rl.policy_loss)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(policy_config(config), ranks, weights=False)
@@ -173,8 +176,8 @@ async def train(run: Run) -> None:
     )  # fmt: skip
     with recorder, StopSignals() as signals, progress:
         await engine.sync(start.rollout)
-        if config.rl.on_policy == "exact":
-            await trainers.all("prove_exact")
+        if config.rl.on_policy == "exact" and config.rollout.engine == "embedded":
+            progress.notes((await trainers.all("prove_exact"))[:1])
         if not start.rollout:
             progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
         async with producer:
@@ -373,5 +376,5 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
     return Standalone(
         config.model.path, config.lora, dtype=dtypes[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=load_tokenizer(config.model.path),
+        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
     )  # fmt: skip

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.rays import ActorGroup
+from weft.cluster.rays import ActorGroup, controller_address
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.pool import EmbeddedPool, StandalonePool
@@ -80,11 +80,12 @@ async def open_engines(
         return EmbeddedPool(trainers)
     if config.rollout.engine == "hf":
         assert standalone is not None
-        names = [f"hf-{number}" for number in range(len(standalone))]
-        _, tickets = (await trainers.all("open_sync", names, 1))[0]
+        hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
+        _, tickets = (await trainers.all("open_sync", hosts, 1))[0]
         return StandalonePool(standalone, trainers, tickets)
-    names = server_names(config) if config.rollout.engine == "vllm" else []
-    compute, tickets = (await trainers.all("open_sync", names, config.rollout.tp))[0]
+    here = controller_address(config.cluster.address)
+    hosts = dict.fromkeys(server_names(config), here) if config.rollout.engine == "vllm" else {}
+    compute, tickets = (await trainers.all("open_sync", hosts, config.rollout.tp))[0]
     devices = await devices_of(standalone, config.rollout.engines)
     pool = await ServerPool.start(config, run, compute, devices=devices)
     return ServedPool(pool.servers, trainers, tickets, run / "engines")
