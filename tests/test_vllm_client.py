@@ -170,7 +170,7 @@ def test_a_server_that_ends_ends_all_calls_and_is_named_with_its_log(tmp_path: P
         with pytest.raises(EngineDiedError):
             await fake.served.order("/die", {}, "updating")
         errors = await asyncio.gather(*slow, return_exceptions=True)
-        assert all(isinstance(error, EngineDiedError) for error in errors)
+        assert all(isinstance(error, EngineDiedError) and error.kind == "killed" for error in errors)
         return str(errors[0]), time.monotonic() - began
 
     message, seconds = with_fake(tmp_path, body)
@@ -192,8 +192,9 @@ def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path:
         await asyncio.sleep(1.5)
         assert not slow.done()
         fake.served.hold(False)
-        with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating"):
+        with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating") as found:
             await slow
+        assert found.value.kind == "hang"
 
     with_fake(tmp_path, body)
 
