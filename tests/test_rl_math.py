@@ -367,6 +367,8 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.correction=none", "rl.correction_level=token"], "rl.correction is none"),
         (["rl.on_policy=exact", "rl.correction=tis"], "there is nothing to correct"),
         (["rl.on_policy=exact", "rl.old_logprobs=rollout"], "set rl.old_logprobs=recompute"),
+        (["rl.on_policy=exact", "rollout.top_k=5"], "leave tokens out, which the trainer does not"),
+        (["rl.on_policy=exact", "rollout.engine=hf", "cluster.max_staleness=1"], "set cluster.max_staleness=0"),
         (["rl.on_policy=exact", "model.compile=true"], "set model.compile=false"),
         (["rl.on_policy=exact", "model.attention=per_document"], "rl.on_policy=exact brings its own"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),

@@ -176,8 +176,8 @@ async def train(run: Run) -> None:
     )  # fmt: skip
     with recorder, StopSignals() as signals, progress:
         await engine.sync(start.rollout)
-        if config.rl.on_policy == "exact":
-            await trainers.all("prove_exact")
+        if config.rl.on_policy == "exact" and config.rollout.engine == "embedded":
+            progress.notes((await trainers.all("prove_exact"))[:1])
         if not start.rollout:
             progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
         async with producer:
@@ -369,5 +369,5 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
     return Standalone(
         config.model.path, config.lora, dtype=dtypes[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=load_tokenizer(config.model.path),
+        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
     )  # fmt: skip

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.rays import ActorGroup
+from weft.cluster.rays import ActorGroup, controller_address
 from weft.config.rl_schema import RlConfig
 from weft.rl.pool import EmbeddedPool, StandalonePool
 from weft.rollout.base import Synced
@@ -54,10 +54,11 @@ async def open_engines(
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
     if standalone is not None:
-        names = [f"hf-{number}" for number in range(len(standalone))]
-        _, tickets = (await trainers.all("open_sync", names, 1))[0]
+        hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
+        _, tickets = (await trainers.all("open_sync", hosts, 1))[0]
         return StandalonePool(standalone, trainers, tickets)
-    names = server_names(config) if config.rollout.engine == "vllm" else []
-    compute, tickets = (await trainers.all("open_sync", names, config.rollout.tp))[0]
+    here = controller_address(config.cluster.address)
+    hosts = dict.fromkeys(server_names(config), here) if config.rollout.engine == "vllm" else {}
+    compute, tickets = (await trainers.all("open_sync", hosts, config.rollout.tp))[0]
     pool = await ServerPool.start(config, run, compute)
     return ServedPool(pool.servers, trainers, tickets, run / "engines")

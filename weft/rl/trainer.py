@@ -47,7 +47,7 @@ from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import Receiver, Sender, options_of
 from weft.rollout.sync.wire import Ticket
 
 CRITIC = "critic"
@@ -76,6 +76,7 @@ class Trainer:
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
         self.sender: Sender | None = None
+        self.folder: Path | None = None
         self._contract_checked = False
 
     # ------------------------------------------------------------ at start
@@ -97,6 +98,7 @@ class Trainer:
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
+        self.folder = run
         notes: list[str] = []
         if last:
             checkpoint = step_folder(run / "checkpoints", last)
@@ -118,11 +120,12 @@ class Trainer:
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
-    def prove_exact(self) -> None:
-        """Raises UserError where this model, on this machine, samples other logprobs than the trainer reads."""
-        prove_exact(
-            self.engine, self.embedded, self.config.rollout.max_prompt_tokens, self.config.rollout.max_new_tokens
-        )
+    def prove_exact(self) -> str:
+        """UserError where this model, on this machine, samples other logprobs than the trainer reads; else a line."""
+        flight.at("logprobs")
+        rollout = self.config.rollout
+        proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Completions by this rank's copy alone."""
@@ -133,17 +136,13 @@ class Trainer:
         """Drop the embedded engine's copy."""
         self.embedded.sleep()
 
-    def open_sync(self, names: Sequence[str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
-        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). workers: of one."""
-        lora, rollout = self.engine.lora is not None, self.config.rollout
-        receivers = [Receiver(name, workers=workers, adapters=lora) for name in names]
-        options = SyncOptions(
-            transport=rollout.transport,
-            bucket_bytes=rollout.bucket_mb << 20,
-            verify_every=rollout.verify_every,
-            timeout=rollout.timeout,
-        )
-        self.sender = Sender(self.engine, receivers, options)
+    def open_sync(self, hosts: Mapping[str, str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
+        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). hosts: address of
+        each one's machine, by its name. workers: of one."""
+        assert self.folder is not None, "open_run comes first"
+        adapters = self.engine.lora is not None
+        receivers = [Receiver(name, host, workers, adapters) for name, host in hosts.items()]
+        self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return DTYPE_NAMES[self.engine.precision.compute], self.sender.tickets
 
     def send(self, version: int) -> Synced:
