@@ -46,7 +46,7 @@ from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts
 from weft.rl.rewards import Failures, Rewards, completion_texts
 from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rl.served_pool import check_engines, open_engines
+from weft.rl.served_pool import Reserved, check_engines, open_engines
 from weft.rl.trainer import DTYPE_NAMES, Trainer
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import RolloutEngine, Sampling
@@ -333,34 +333,41 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[tuple[ActorGroup, ActorGroup | None]]:
-    """The trainer group, one process for each rank; and with rollout.engine=hf the engines'."""
+    """The trainer group, one process for each rank; and with rollout.engine=hf the engines', or on CUDA those that hold
+    accelerators for engines that are servers."""
     alone, gpu = config.cluster.address is None, options.device == "cuda"
     bundle = Bundle(cpus=0.0 if gpu else 1.0, gpus=1.0 if gpu else 0.0)
-    engines = config.rollout.engines if config.rollout.engine == "hf" else 0
+    serves = config.rollout.engine in ("vllm", "sglang")
+    engines = config.rollout.engines if config.rollout.engine == "hf" or (serves and gpu) else 0
+    share = Bundle(gpus=float(config.rollout.tp)) if serves else bundle
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // (options.world + engines))))
 
-    def group(name: str, make: Any, count: int, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
+    def group(name: str, make: Any, one: Bundle, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
         common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})}
-        return actor_group(name, make, [bundle] * count, [common | own for own in env])
+        return actor_group(name, make, [one] * len(env), [common | own for own in env])
 
     ranks = [
         {"RANK": str(rank), "WORLD_SIZE": str(options.world), "LOCAL_RANK": "0" if gpu else str(rank)}
         for rank in range(options.world)
     ]
     with (
-        ray_session(config.cluster.address, [bundle] * (options.world + engines)),
-        group("trainer rank", partial(_make_trainer, config, options, fill), options.world, ranks) as trainers,
+        ray_session(config.cluster.address, [bundle] * options.world + [share] * engines),
+        group("trainer rank", partial(_make_trainer, config, options, fill), bundle, ranks) as trainers,
     ):
         if not engines:
             yield trainers, None
             return
-        make = partial(_make_engine, config, options)
-        with group("rollout engine", make, engines, [{} for _ in range(engines)]) as standalone:
+        make = _reserve if serves else partial(_make_engine, config, options)
+        with group("rollout engine", make, share, [{} for _ in range(engines)]) as standalone:
             yield trainers, standalone
 
 
 def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
     return Trainer(config, options.device, fill=fill)
+
+
+def _reserve(number: int) -> Reserved:
+    return Reserved()
 
 
 def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:

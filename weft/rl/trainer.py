@@ -42,7 +42,7 @@ from weft.recipes.folder import check_shared
 from weft.recipes.resume import fill_from
 from weft.recipes.step_line import Taken, step_line
 from weft.rl.documents import documents_of
-from weft.rl.engines import critic_engine, policy_config, reference_engine
+from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
@@ -67,8 +67,8 @@ class Trainer:
         require_agreement(keys | versions())
         flight.at("load")
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
-        self.reference = reference_engine(config, self.ranks)
-        self.critic = critic_engine(config, self.ranks, fill=fill)
+        self.reference = reference_engine(config, self.ranks, beside=self.engine)
+        self.critic = critic_engine(config, self.ranks, fill=fill, beside=self.engine)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
@@ -86,6 +86,8 @@ class Trainer:
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             print_model(self.config, self.engine)
+            for line in opening_lines(self.config, self.reference, self.critic):
+                print(line)
         return text.getvalue()
 
     def ends(self) -> list[int]:
@@ -186,8 +188,10 @@ class Trainer:
         taken = self._take_step(documents, lr, began)
         if not self._contract_checked:
             check_contract(self.engine)
-            self._contract_checked = True
         values = self._train_critic(documents, lr / self.config.optimizer.lr)
+        if not self._contract_checked and self.critic is not None:
+            check_contract(self.critic)
+        self._contract_checked = True
         flight.at("record")
         failed = self.saver is not None and self.saver.failed
         memory, any_failed = largest(

@@ -50,6 +50,16 @@ _CRITIC_LR = "say `critic.lr`."
 _VALUE_CLIP = "say `critic.clip`."
 _TRANSPORT = "say `rollout.transport`: auto, shared, group or files."
 _BUCKET = "say `rollout.bucket_mb`."
+_REFERENCE_ROWS = "say `reference.max_tokens_per_device`, tokens of one forward."
+_REFERENCE_OFFLOAD = "say `reference.cpu_offload`."
+_CRITIC = "say `critic.path`, read where `rl.advantage` is gae; null is `model.path`."
+_CRITIC_CLIP = "say `critic.clip`."
+_CRITIC_ROWS = "say `critic.max_tokens_per_device`, tokens of one forward."
+_CRITIC_OFFLOAD = "say `critic.cpu_offload`."
+_CRITIC_LOSS = "a critic is an engine of its own, with `critic.lr` as its learning rate: leave it out."
+_ROUTES = "routes are followed wherever the engine (`rollout.engine`) records them: leave it out."
+_ENGINES = "say `rollout.engines`; `rollout.tp` is how many accelerators each has."
+_LENGTH = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens` is what the engine is started for: leave it out."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
 
 _TRL = {
@@ -80,6 +90,9 @@ _TRL = {
     "vllm_gpu_memory_utilization": _MEMORY,
     "vllm_tensor_parallel_size": _TP,
     "max_staleness": _STALENESS,
+    "cliprange_value": _CRITIC_CLIP,
+    "vf_coef": _CRITIC_LOSS,
+    "vllm_max_model_length": _LENGTH,
 }
 _VERL = {
     "algorithm.adv_estimator": _ALGORITHM,
@@ -121,6 +134,9 @@ _VERL = {
     "staleness_threshold": _STALENESS,
     "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
     "rollout.n": _GROUP,
+    "rollout.name": _ENGINE,
+    "engine_kwargs.*": _OPTIONS,
+    "max_model_len": _LENGTH,
     "train_batch_size": _PROMPTS,
     "max_response_length": _COMPLETION,
     "filter_groups.enable": _DYNAMIC,
@@ -134,6 +150,14 @@ _VERL = {
     "bypass_mode": _OLD,
     "custom_reward_function.path": _REWARD,
     "custom_reward_function.name": _REWARD,
+    "critic.model.path": _CRITIC,
+    "critic.cliprange_value": _CRITIC_CLIP,
+    "critic.ppo_max_token_len_per_gpu": _CRITIC_ROWS,
+    "critic.forward_max_token_len_per_gpu": _CRITIC_ROWS,
+    "critic.model.fsdp_config.param_offload": _CRITIC_OFFLOAD,
+    "critic.model.fsdp_config.optimizer_offload": _CRITIC_OFFLOAD,
+    "ref.log_prob_max_token_len_per_gpu": _REFERENCE_ROWS,
+    "ref.fsdp_config.param_offload": _REFERENCE_OFFLOAD,
 }
 _ROLL = {
     "adv_estimator": _ALGORITHM,
@@ -158,6 +182,12 @@ _ROLL = {
     "use_additional_prompts": _DYNAMIC,
     "prompt_length": _PROMPT,
     "response_length": _COMPLETION,
+    "vf_coef": _CRITIC_LOSS,
+    "critic.model_args.model_name_or_path": _CRITIC,
+    "critic.training_args.learning_rate": _CRITIC_LR,
+    "reference.model_args.model_name_or_path": _REFERENCE,
+    "reference.infer_batch_size": _REFERENCE_ROWS,
+    "critic.infer_batch_size": _CRITIC_ROWS,
 }
 _MILES = {
     "advantage_estimator": _ALGORITHM,
@@ -165,6 +195,8 @@ _MILES = {
     "global_batch_size": _STEP,
     "micro_batch_size": _ROWS,
     "ref_load": _REFERENCE,
+    "value_clip": _CRITIC_CLIP,
+    "use_rollout_routing_replay": _ROUTES,
     "num_steps_per_rollout": _UPDATES,
     "eps_clip": _CLIP,
     "eps_clip_high": _CLIP,
@@ -190,6 +222,7 @@ _MILES = {
     "update_weight_buffer_size": "say `rollout.bucket_mb`, in MiB.",
     "update_weight_transfer_mode": _TRANSPORT,
     "max_weight_staleness": _STALENESS,
+    "sglang_context_length": _LENGTH,
     "rm_type": _REWARD,
     "custom_rm_path": _REWARD,
 }
