@@ -121,7 +121,7 @@ class CachedRows:
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
-        self.routes: list[Any] = []
+        self.routes: list[Routes] = []
         self._model = _Model(model, routes)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # rows and slots of those tensors
@@ -257,7 +257,7 @@ class WholeRows:
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
-        self.routes: list[Any] = []
+        self.routes: list[Routes] = []
         self._model = _Model(model, routes)
         self._tokens: list[list[int]] = []
 
