@@ -60,12 +60,15 @@ class EmbeddedEngine:
                 target = state[piece.runtime].detach()
                 target[piece.box.within(Box.whole(tuple(target.shape)))] = piece.to_runtime(tensor, piece.box)
         self._add_adapters(state)
-        if model is not None:
+        if model is None:
+            self.generator = None
+        elif self.generator is None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
             exact = self.engine.config.exact
-            if self.model is None or self.generator is None:
-                self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
+            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
+        else:
+            assert not self.generator.busy
             self.generator.version = version
         self.model = model
 

@@ -53,7 +53,6 @@ _BUCKET = "say `rollout.bucket_mb`."
 _REFERENCE_ROWS = "say `reference.max_tokens_per_device`, tokens of one forward."
 _REFERENCE_OFFLOAD = "say `reference.cpu_offload`."
 _CRITIC = "say `critic.path`, read where `rl.advantage` is gae; null is `model.path`."
-_CRITIC_CLIP = "say `critic.clip`."
 _CRITIC_ROWS = "say `critic.max_tokens_per_device`, tokens of one forward."
 _CRITIC_OFFLOAD = "say `critic.cpu_offload`."
 _CRITIC_LOSS = "a critic is an engine of its own, with `critic.lr` as its learning rate: leave it out."
@@ -108,7 +107,7 @@ _TRL = {
     "vllm_gpu_memory_utilization": _MEMORY,
     "vllm_tensor_parallel_size": _TP,
     "max_staleness": _STALENESS,
-    "cliprange_value": _CRITIC_CLIP,
+    "cliprange_value": _VALUE_CLIP,
     "vf_coef": _CRITIC_LOSS,
     "vllm_max_model_length": _LENGTH,
 }
@@ -169,7 +168,7 @@ _VERL = {
     "custom_reward_function.path": _REWARD,
     "custom_reward_function.name": _REWARD,
     "critic.model.path": _CRITIC,
-    "critic.cliprange_value": _CRITIC_CLIP,
+    "critic.cliprange_value": _VALUE_CLIP,
     "critic.ppo_max_token_len_per_gpu": _CRITIC_ROWS,
     "critic.forward_max_token_len_per_gpu": _CRITIC_ROWS,
     "critic.model.fsdp_config.param_offload": _CRITIC_OFFLOAD,
@@ -232,7 +231,7 @@ _MILES = {
     "global_batch_size": _STEP,
     "micro_batch_size": _ROWS,
     "ref_load": _REFERENCE,
-    "value_clip": _CRITIC_CLIP,
+    "value_clip": _VALUE_CLIP,
     "use_rollout_routing_replay": _ROUTES,
     "num_steps_per_rollout": _UPDATES,
     "eps_clip": _CLIP,
