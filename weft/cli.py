@@ -192,6 +192,8 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         device="cuda" if accelerators or arguments.device == "cuda" else "cpu",
         world=world,
         resume=arguments.resume,
+        replay=arguments.replay,
+        rollout_only=arguments.rollout_only,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
         debug=arguments.debug,
@@ -463,6 +465,12 @@ def _rl_parser() -> argparse.ArgumentParser:
     parser = _parser("rl", COMMANDS["rl"].summary)
     parser.add_argument(
         "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
+    parser.add_argument(
+        "--rollout-only", action="store_true", help="generate and reward into RUN/rollouts, and train nothing"
+    )
+    parser.add_argument(
+        "--replay", metavar="RUN/rollouts", help="train from these rollouts in their order, in place of new ones"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")

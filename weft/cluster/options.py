@@ -30,12 +30,15 @@ class SftOptions:
 class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint the run goes on from.
 
-    dry_run, parameters: as for `weft sft`.
+    replay: train from the rollouts in this folder, RUN/rollouts of another run, in place of new ones. rollout_only:
+    generate and reward, and train nothing. dry_run, parameters: as for `weft sft`.
     """
 
     device: Device = "auto"
     world: int = 1
     resume: str | None = None
+    replay: str | None = None
+    rollout_only: bool = False
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False

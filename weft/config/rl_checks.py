@@ -276,8 +276,8 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
         yield (
             "rl.on_policy",
-            "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: set "
-            "rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0.",
+            "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: "
+            "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0.",
         )
     if config.model.compile:
         yield (

@@ -96,7 +96,8 @@ class Sample:
 
     def completion(self) -> list[int]:
         """All tokens after the prompt."""
-        return [int(token) for token in self.tokens[len(self.prompt.tokens) :]]
+        found: list[int] = self.tokens[len(self.prompt.tokens) :].tolist()
+        return found
 
 
 @dataclass

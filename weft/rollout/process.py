@@ -9,6 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
+
+from weft.errors import ActorError
 
 _GUARD = Path(__file__).parent / "guard.py"
 _LINES, _WIDTH = 15, 400  # of the log's end, in messages
@@ -19,8 +22,11 @@ _CLOSING = 15.0  # seconds that a process is given to end
 _LOOK = 0.05  # seconds between two looks at it
 
 
-class EngineDiedError(RuntimeError):
+class EngineDiedError(ActorError):
     """A rollout engine has ended, hangs, or is broken. The message names it, what it was doing, and its log's end."""
+
+    def __init__(self, message: str, kind: Literal["killed", "hang"] = "killed") -> None:
+        super().__init__(message, kind)
 
 
 class EngineProcess:
