@@ -12,8 +12,10 @@ import pytest
 from tests.test_masks import CALL, CHATS, RESULT, TOOL, answer, record, tokenizer_of, trained, user
 from tests.toy_tokenizers import CHATML, byte_tokenizer, family_tokenizer
 from weft.config.schema import DataConfig
+from weft.data.chat_template import ChatTemplate, Span
 from weft.data.encode import Encoder, Encoding, read_encoding
 from weft.errors import UserError
+from weft.models import hf_template
 
 TURN = "'<|start|>' + m.role + '\\n' + m.content + '<|end|>\\n'"
 PLAIN = "{% for m in messages %}{{ " + TURN + " }}{% endfor %}"
@@ -214,3 +216,34 @@ def test_an_end_that_the_last_answer_lacks_is_added() -> None:
         "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content }}{% if not loop.last %}<|end|>{% endif %}"
     )
     assert trained(encoder(template + "{% endfor %}" + ASKING), MULTI) == ["One.<|end|>", "Two.<|end|>"]
+
+
+MARK = "{% generation %}"
+UNMARK = "{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m.role }}>" + MARK + "{{ m.content }}" + UNMARK + "{% endfor %}.",
+        MARK + "{% for m in messages %}{% set x = m.role %}{{ x }}{{ loop.index }}{% endfor %}" + UNMARK + "{{ x }}",
+        "{% macro say(m) %}" + MARK + "{{ m.content }}" + UNMARK + "{% endmacro %}{{ say(messages[0]) }}!",
+        "{% for m in messages %}"
+        + MARK
+        + "a"
+        + UNMARK
+        + "{% set b %}"
+        + MARK
+        + "b"
+        + UNMARK
+        + "{% endset %}{% endfor %}",
+    ],
+    ids=["in a loop", "around a loop", "in a macro", "in a captured block"],
+)
+def test_what_is_marked_is_what_transformers_says(template: str) -> None:
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    plain, blocks, marked = hf_template.chat_template(template), list[str](), list[Span]()
+    with plain.environment.activate_tracker(blocks, marked):
+        blocks += plain.generate(messages=messages)
+    found = ChatTemplate(template, {}).render(messages, {})
+    assert found.text == "".join(blocks) and found.marked == tuple(sorted(marked))

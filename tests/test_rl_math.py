@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, require_comparable
-from weft.rl.documents import deal, documents_of, informative
+from weft.rl.documents import deal, documents_of
 from weft.rl.kl import kl
 from weft.rl.types import Group, Sample
 from weft.rollout.base import Sampling
@@ -312,7 +312,7 @@ def test_dealing() -> None:
 def test_groups_without_signal_are_found() -> None:
     groups = [group([1.0, 0.0]), group([1.0, 1.0]), group([1.0, None]), group([0.0, 1.0, 1.0])]
     groups[3].samples[0].trained = False
-    assert informative(groups) == groups[:1]
+    assert [g.has_signal for g in groups] == [True, False, False, False]
 
 
 # ---------------------------------------------------------------- presets and keys

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tests.pool import run
 from tests.test_sources import flat
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from weft.data import sources, tokenise
+from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
 from weft.data.tokenise import Tokenising
@@ -52,13 +56,31 @@ def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     assert shown[-1] == (size, size) and len(shown) > 5 and shown == sorted(shown)
 
 
-def test_the_first_bad_line_is_named_whoever_finds_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_bad_line_is_named_whoever_finds_one(workers: int, tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     lines = path.read_text().splitlines()
     lines[12], lines[30] = '{"text": 12}', "{"
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"d\.jsonl:13: `text` must be a string"):
-        load(str(path), workers=2)
+        load(str(path), workers=workers)
+
+
+def test_a_worker_brings_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "work").write_bytes(pickle.dumps(tokenise.Work(byte_tokenizer(CHATML))))
+    (tmp_path / "block").write_bytes(pickle.dumps(FileBlock(write(tmp_path, 3), 0, 10**6, 0)))
+    code = (
+        "import pickle, sys\nfrom pathlib import Path\nimport weft.data.crew\n"
+        "work, block = (pickle.loads(Path(name).read_bytes()) for name in ('work', 'block'))\n"
+        "print(len(work.encode(work.make(), block).lengths), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=with_weft(), capture_output=True, text=True)
+    assert done.stdout == "3 False\n", done.stderr
+
+
+def with_weft() -> dict[str, str]:
+    """An environment in which a program finds this weft."""
+    return {**os.environ, "PYTHONPATH": str(Path(tokenise.__file__).parents[2])}
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

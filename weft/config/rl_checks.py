@@ -73,6 +73,8 @@ def _other_loss(*reading: str) -> Test:
     return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
+_SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
+
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections that RL reads otherwise than SFT; what the others share stays.
@@ -140,7 +142,11 @@ INERT = (
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
-        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
+        for leaf in ("engines", "dtype", "timeout", *_SYNC_KEYS)
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
+        for leaf in _SYNC_KEYS
     ),
     *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
@@ -193,6 +199,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.tp": AT_LEAST_1,
     "rollout.memory": POSITIVE,
     "rollout.timeout": POSITIVE,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
     "rl.reward_timeout": POSITIVE,
     "rl.reward_workers": AT_LEAST_1,
     "rl.max_turns": AT_LEAST_1,
@@ -202,8 +210,6 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.min_p": BELOW_1,
-    "rollout.bucket_mb": AT_LEAST_1,
-    "rollout.verify_every": NOT_NEGATIVE,
     "eval.samples": NOT_NEGATIVE,
     "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),

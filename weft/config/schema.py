@@ -202,7 +202,11 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
-    workers: int | None = key("Processes that tokenise data of 64 MiB and more; null: one per core; 1: the rank.", None)
+    workers: int | None = key(
+        "Processes that tokenise data of 64 MiB and more; null: one per core, where there are more than two; 1: the "
+        "rank, which keeps two cores busy.",
+        None,
+    )
     cache: str | None = key(
         "Folder that keeps the tokens of large data for later runs and other ranks, by content; null: nothing is kept, "
         "and every rank tokenises for itself.",

@@ -85,8 +85,12 @@ def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
 
 
 def _cores(alone: bool) -> int:
-    """Cores for the workers of this rank; with a cache it is the only one of its machine that has any."""
-    return cpu_cores() if alone else max(1, cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
+    """Cores for the workers of this rank; with a cache it is the only one of its machine that has any.
+
+    One process with its threads fills two cores, and has nothing to start.
+    """
+    cores = cpu_cores() if alone else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
+    return cores if cores > _THREADS else 1
 
 
 def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Iterator[tuple[int, Chunk]]:

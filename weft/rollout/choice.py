@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,7 +13,7 @@ from weft.models.startup import LOGIT_TOLERANCE, small_copy
 from weft.ops.attention import ADAPTERS
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
-_PROMPTS = ([*range(3, 8)], [*range(10, 33)], [*range(40, 77)])  # longer than the windows and chunks of a small copy
+_PROMPTS = (5, 23, 37)  # tokens; windows and chunks of a small copy are shorter
 _tried: dict[str, bool] = {}  # config as JSON -> whether its cache is exact
 
 
@@ -45,21 +43,22 @@ def _is_exact(config: PretrainedConfig) -> bool:
     small = small_copy(config)
     if not hf.takes_dynamic_cache(small):
         return False
+    vocabulary = small.get_input_embeddings().weight.shape[0]
     with torch.inference_mode():
-        pairs = list(zip(*(_walk(rows) for rows in (CachedRows(small), WholeRows(small))), strict=True))
-    worst = torch.stack([(cached - whole).abs().max() for cached, whole in pairs]).max()
-    largest = torch.stack([whole.abs().max() for _, whole in pairs]).max()
+        cached, whole = (_walk(rows, vocabulary) for rows in (CachedRows(small), WholeRows(small)))
+    pairs = list(zip(cached, whole, strict=True))
+    worst = torch.stack([(one - other).abs().max() for one, other in pairs]).max()
+    largest = torch.stack([other.abs().max() for _, other in pairs]).max()
     return bool(worst <= LOGIT_TOLERANCE * largest)
 
 
-def _walk(rows: Rows) -> list[Tensor]:
+def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
     """Logits of every forward while rows join, go on, leave and are joined by others."""
-    found = [rows.join(_PROMPTS[:2], (2, 1))]
-    found += [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
+    prompts = [[(3 + 5 * place) % vocabulary for place in range(length)] for length in _PROMPTS]
+
+    def advance() -> Tensor:
+        return rows.advance([(3 + 7 * row + 5 * int(length)) % vocabulary for row, length in enumerate(rows.lengths)])
+
+    found = [rows.join(prompts[:2], (2, 1)), *(advance() for _ in range(3))]
     rows.leave([0])
-    found.append(rows.join(_PROMPTS[2:], (2,)))
-    return found + [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
-
-
-def _tokens(lengths: Sequence[int]) -> list[int]:
-    return [3 + (7 * row + 5 * int(length)) % 90 for row, length in enumerate(lengths)]
+    return [*found, rows.join(prompts[2:], (2,)), *(advance() for _ in range(3))]

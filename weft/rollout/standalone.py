@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.boxes import Box
+from weft.cluster.machine import own_address
 from weft.config.schema import LoraConfig
 from weft.models import hf
 from weft.models.adapter_files import file_names, plan_lora
@@ -40,13 +41,17 @@ class Standalone:
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
     ) -> None:
-        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: the
-        trainer's compute dtype. tokenizer, max_tokens, exact: as Generator has them."""
+        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of
+        its weights, which syncs bring. tokenizer, max_tokens, exact: as Generator has them."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
         self.tokenizer, self.max_tokens, self.exact = tokenizer, max_tokens, exact
         self.version: int | None = None
         self._filled: Filled | None = None
         self._generator: Generator | None = None
+
+    def host(self) -> str:
+        """Address of the machine that it runs on."""
+        return own_address()
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
