@@ -92,9 +92,7 @@ def list_replayed(folder: str | None) -> list[Path]:
     """The files of `--replay RUN/rollouts` in their order. UserError where there are none."""
     files = [] if folder is None else list(rollout_files(Path(folder)).values())
     if folder is not None and not files:
-        raise UserError(
-            f"--replay {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl."
-        )
+        raise UserError(f"--replay {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
     return files
 
 
