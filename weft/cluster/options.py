@@ -103,6 +103,18 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutsOptions:
+    """`weft rollouts`. run: the folder of a run of weft rl. step: rollout step; null for the last. groups, samples: how
+    many prompts, and of each how many answers, are shown. order: of the prompts."""
+
+    run: str
+    step: int | None = None
+    groups: int = 5
+    samples: int = 3
+    order: Literal["drawn", "best", "worst"] = "drawn"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreviewOptions:
     """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown whole.
 
