@@ -73,10 +73,12 @@ def test_each_prompt_is_answered_once_greedily_and_named_sets_are_apart(tmp_path
 
 def test_pass_at_k_of_answers_that_are_drawn(tmp_path: Path) -> None:
     engine = Adder()
-    config = config_of(tmp_path, "eval.samples=4", "eval.temperature=0.7", "eval.top_k=5", "eval.max_new_tokens=3")
+    config = config_of(
+        tmp_path, "eval.samples=4", "eval.temperature=0.7", "eval.top_k=5", "eval.top_p=0.9", "eval.max_new_tokens=3"
+    )
     found = evaluated(config, engine)
     drawn = [request for request in engine.requests if request.sampling.temperature == 0.7]
-    assert len(drawn) == 5 and {request.sampling.top_k for request in drawn} == {5}
+    assert len(drawn) == 5 and {(r.sampling.top_k, r.sampling.top_p) for r in drawn} == {(5, 0.9)}
     seeds = [seed for request in engine.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 5 + 5 * 4
     right = [0 if r.tokens[0] == drawn[-1].tokens[0] else sum(s % 2 == 0 for s in r.seeds) for r in drawn]
