@@ -29,7 +29,7 @@ from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served
-from weft.rollout.servers import ServerPool
+from weft.rollout.servers import ServerPool, server_names
 from weft.rollout.sglang import SglangEngine
 from weft.rollout.sync.wire import SyncError
 from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
@@ -50,7 +50,7 @@ async def answer(reader, writer):
         await asyncio.sleep(1000)
     if path == "/die":
         print("ValueError: this is why", flush=True)
-        print("going", flush=True)
+        print("going\\nnanobind: leaked 3 functions!\\n - leaked function \\"x\\"", flush=True)
         os._exit(3)
     status = {"/broken": "500 No", "/refused": "400 No"}.get(path, "200 OK")
     said = json.dumps({"path": path, "body": json.loads(body or b"null")}).encode()
@@ -321,6 +321,7 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
     assert told["--dtype"] == "float32" and told["--tensor-parallel-size"] == "2" and told["--max-model-len"] == "64"
     assert told["--gpu-memory-utilization"] == "0.5" and found.silence == 99
     assert found.folder == tmp_path / "engines"
+    assert server_names(config_of(tmp_path, *words, "rollout.engines=2")) == ["vllm-0", "vllm-1"]
     plain = settings_of(config_of(tmp_path, *words, "model.init=random"), CPU, "e", tmp_path, "bf16")
     line = command(plain, Path("/s"))
     assert line[line.index("--dtype") + 1] == "bfloat16"  # the trainer's
