@@ -132,8 +132,6 @@ def test_every_key_is_read_outside_the_config_package() -> None:
             tree = ast.parse(path.read_text())
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert {name.partition(".")[2] for name in OWN} - read == set()
-        "algorithm"
-    }  # presets set the others (config/presets.py)
 
 
 OUT_OF_RANGE: dict[str, Any] = {
