@@ -29,6 +29,7 @@ from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import sender as sending
 from weft.rollout.sync.desk import Desk
+from weft.rollout.sync.planes import SHARED_MEMORY
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
 from weft.rollout.sync.wire import SyncError, Ticket
 from weft.verification.adapter import stir
@@ -183,6 +184,7 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
     options = SyncOptions(transport, 30_000, 2, 60.0, tmp_path / "sync", dtype)  # type: ignore[arg-type]
     process.begin(follow, path, LoraConfig(**lora) if lora else None, dtype, port)
     by_rank = pool.run(world_of(mesh), train_and_send, path, mesh, lora, options, port, str(tmp_path), kind)
+    assert not list(tmp_path.glob("sync/*")) and not list(SHARED_MEMORY.glob(f"weft-sync-{KEY}-*"))
     for version, (synced, collectives) in zip(VERSIONS, by_rank[0], strict=True):
         buckets = 2 * synced.bytes / 15_000 + 2  # each at least half full; a tensor that is larger has its own
         assert synced.version == version and synced.extra["sync/gb_per_second"] > 0

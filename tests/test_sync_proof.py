@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from tests.cases import saved_model
+from tests.rl_samples import algorithm, rl_config, sample
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.models.adapter_files import file_names
 from weft.models.lora import LoraPlan
+from weft.rl.parity import parity_is_due, require_parity
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import planes
 from weft.rollout.sync.content import Content, Row, entry_of
@@ -308,15 +310,28 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
 
 
 def test_logprobs_of_another_model_are_found() -> None:
-    ours = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
-    assert check_parity("engine-0", 3, ours, ours, "float32") == 0.0
+    ours, fp32 = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)], ["fp32", "fp32"]
+    assert check_parity("hf", 3, ours, ours, fp32) == check_parity("hf", 3, [], [], fp32) == 0.0
     near = [part + np.float32(1e-5) for part in ours]
-    assert 0 < check_parity("engine-0", 3, near, ours, "float32") < 2e-5
+    assert 0 < check_parity("hf", 3, near, ours, fp32) < 2e-5
     for wrong in (np.float32(0.3), np.float32("nan")):
-        with pytest.raises(SyncError, match="engine-0 samples from another distribution .* version 3"):
-            check_parity("engine-0", 3, [ours[0] + wrong, ours[1]], ours, "float32")
-    with pytest.raises(SyncError, match="engine-0 gave 2 logprobs for 3 tokens"):
-        check_parity("engine-0", 3, ours[:1], ours, "float32")
+        with pytest.raises(SyncError, match="hf samples from another distribution .* version 3"):
+            check_parity("hf", 3, [ours[0] + wrong, ours[1]], ours, fp32)
+    check_parity("hf", 3, [ours[0] + 0.1, ours[1]], ours, ["bf16", "fp32"])
+    with pytest.raises(SyncError, match="hf gave 2 logprobs for 3 tokens"):
+        check_parity("hf", 3, ours[:1], ours, fp32)
+
+
+def test_what_an_engine_sampled_is_compared_with_what_the_trainer_reads() -> None:
+    right = sample(0, 2, 1.0, rollout=(-1, -2), old=(-1, -2), versions=(4, 4))
+    wrong = sample(1, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(4, 4))
+    stale = sample(2, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(3, 4))  # begun under older weights
+    require_parity([right, stale], 4, "hf", ["fp32"])
+    with pytest.raises(ActorError, match="logprobs of 4 tokens differ by 0.25 in the mean"):
+        require_parity([right, wrong, stale], 4, "hf", ["fp32"])
+    config = rl_config(algorithm(), engine="hf", verify_every=3)
+    assert [parity_is_due(config, step) for step in (1, 2, 3, 4, 6)] == [True, False, True, False, True]
+    assert not parity_is_due(rl_config(algorithm()), 1)
 
 
 # ---------------------------------------------------------------- keys

@@ -41,6 +41,7 @@ from weft.rl.engines import policy_config
 from weft.rl.environments import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact
+from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
 from weft.rl.records import cut_rollouts, read_rollouts, rollout_files
@@ -154,6 +155,7 @@ class Run:
     start: RlStart
     replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
     phases: Phases = field(default_factory=Phases)
+    compute: str = ""  # the trainers' dtype
     version: int = 0  # of the weights that the trainers have: rollout steps that are trained
 
 
@@ -248,6 +250,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Any, Sampling, RlEv
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening, *_ = await trainers.all("describe")
         ends, *_ = await trainers.all("ends")
+        run.compute, *_ = await trainers.all("compute_dtype")
         notes, *_ = await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step)
         engine = await open_engines(config, trainers, run.standalone, run.held.folder)
         opened.push_async_callback(engine.close)
@@ -318,6 +321,10 @@ async def judge(run: Run, step: RolloutStep) -> None:
             await read(run, "critic", "values", samples)
     if rl.on_policy == "exact":
         require_exact(samples)
+    if not run.replayed and parity_is_due(run.config, step.number - run.start.rollout):
+        rollout = run.config.rollout
+        dtypes = [run.compute, run.compute if rollout.dtype == "auto" else rollout.dtype]
+        require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes)
     corrections = correct(samples, rl)  # sets old logprobs that are not recomputed, which advantages may read
     step.metrics |= {
         **advantages(step.groups, rl), **corrections, **step.failures.metrics(), **staleness(samples, run.version),

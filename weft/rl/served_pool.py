@@ -11,11 +11,11 @@ from pathlib import Path
 
 from weft.cluster.rays import ActorGroup, controller_address
 from weft.config.rl_schema import RlConfig
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.rl.pool import EmbeddedPool, StandalonePool
 from weft.rollout.base import Synced
 from weft.rollout.servers import Server, ServerPool, interpreter_of, server_names
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.wire import SyncError, Ticket
 
 
 class ServedPool(ServerPool):
@@ -34,7 +34,10 @@ class ServedPool(ServerPool):
         """Bring every engine to the trainers' weights as they are now."""
         if self._tickets:
             sending = asyncio.ensure_future(self._trainers.all("send", version))
-            await asyncio.gather(sending, self.receive(self._tickets, version))
+            try:
+                await asyncio.gather(sending, self.receive(self._tickets, version))
+            except SyncError as error:
+                raise ActorError(str(error), "failed") from error
             return sending.result()[0]
         folder = self._folder / f"version-{version}"
         synced: Synced = (await self._trainers.all("export", str(folder), version))[0]

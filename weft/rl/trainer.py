@@ -90,6 +90,10 @@ class Trainer:
                 print(line)
         return text.getvalue()
 
+    def compute_dtype(self) -> str:
+        """As in "bf16"."""
+        return DTYPE_NAMES[self.engine.precision.compute]
+
     def ends(self) -> list[int]:
         """Tokens that end a completion."""
         return end_tokens(self.engine, self.tokenizer)

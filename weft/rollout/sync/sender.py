@@ -121,7 +121,9 @@ class Sender:
         return Synced(version, tensors, total, seconds, extra)
 
     def close(self) -> None:
-        """Give shared memory back and listen no more."""
+        """Give shared memory back, remove files that were sent, and listen no more."""
+        if self._folder is not None and self.engine.ranks.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
         for memories in self._memories.values():
             memories.close()
         self._memories = {}

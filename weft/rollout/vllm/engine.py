@@ -96,8 +96,8 @@ class VllmEngine:
     async def receive(self, ticket: Ticket, version: int) -> None:
         """Take a delivery from the sender that the ticket names; requests meanwhile wait, and go on under the new
         weights with their caches computed anew. SyncError where it fails: the engine then stays paused."""
-        async with self._update(version):
-            told = [json.dumps(ticket.to_json()), version, self.version, self._based, str(self._adapters)]
+        async with self._update(version) as had:
+            told = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
             answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
             self._based = True
             if answers[0]["adapter"]:
@@ -146,13 +146,14 @@ class VllmEngine:
                 raise RuntimeError(f"rollout engine {self.settings.name}, {what}: {error}") from error
 
     @asynccontextmanager
-    async def _update(self, version: int) -> AsyncIterator[None]:
-        """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one."""
+    async def _update(self, version: int) -> AsyncIterator[int | None]:
+        """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one. Its
+        value is the version that there was."""
         async with self._changing:
             await self._pause()
             self.version, had = None, self.version
             try:
-                yield
+                yield had
                 await self._post("/reset_prefix_cache?reset_running_requests=true", None, "dropping caches")
                 await self._name_version(version)
             except SyncError as error:
