@@ -80,6 +80,8 @@ def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | 
     if engine.ranks.rank == 0:
         own_part(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
     found["a weight moved"] = mismatch(engine, asked, answers)
+    embedded.wake()
+    found["exact after the next sync"] = mismatch(engine, asked[:2], embedded.generate(asked[:2]))
     return found
 
 
@@ -90,7 +92,7 @@ def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str)
     assert all(found.pop("the same in other batches") for found in ranks)
     total = {name: np.sum([found[name] for found in ranks], 0) for name in ranks[0]}
     tokens, differing = total.pop("exact")
-    assert tokens > 300 and differing == 0
+    assert tokens > 300 and differing == total.pop("exact after the next sync")[1] == 0
     assert all(others > 0 for _, others in total.values()), total
 
 
@@ -117,6 +119,24 @@ def test_exact_attention_is_attention(kind: dict[str, Any], apart: bool) -> None
     upstream = torch.randn(expected.shape, generator=generator)
     for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
+    """Whole documents in a row, and each alone with the keys that a cache has, in a batch of other rows."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (70, 300, 9)
+    query, key, value = (torch.randn(1, heads, 379, 16, generator=generator) for heads in (6, 2, 2))
+    whole = attend_exactly(Call(query, key, value, Bounds(lengths), 0.3, 100, None, None))[0]
+    for past in (0, 5, 63, 64, 255, 256, 299):
+        rows = [(start, min(past, length - 1)) for start, length in zip((0, 70, 370), lengths, strict=True)]
+        slots = max(n for _, n in rows) + 1
+        keys, values = (torch.zeros(3, 2, slots, 16) for _ in range(2))
+        for row, (start, n) in enumerate(rows):
+            keys[row, :, : n + 1], values[row, :, : n + 1] = (x[0, :, start : start + n + 1] for x in (key, value))
+        asking = torch.stack([query[0, :, start + n : start + n + 1] for start, n in rows])
+        bounds = Bounds((1,) * 3, apart=True, past=torch.tensor([n for _, n in rows]))
+        out = attend_exactly(Call(asking, keys, values, bounds, 0.3, 100, None, None))
+        assert torch.equal(out[:, :, 0], torch.stack([whole[:, start + n] for start, n in rows])), past
 
 
 # ---------------------------------------------------------------- the proof at start, and of every sample
