@@ -111,7 +111,14 @@ def test_a_rotary_table_that_depends_on_length_is_that_of_the_length() -> None:
 
 @pytest.mark.parametrize(
     ("family", "cached"),
-    [("qwen3", True), ("qwen3_next", True), ("recurrent_gemma", False), ("stablelm", False), ("phi3_longrope", False)],
+    [
+        ("qwen3", True),
+        ("qwen3_next", True),
+        ("stablelm", True),
+        ("recurrent_gemma", False),
+        ("llama4_text", False),
+        ("phi3_longrope", False),
+    ],
 )
 def test_a_cache_is_used_where_it_is_exact(family: str, cached: bool) -> None:
     """recurrent_gemma: transformers' own cache gives other logits than a forward without one."""

@@ -163,3 +163,19 @@ def _is_rank(process: psutil.Process, rank: str) -> bool:
         return process.environ().get("RANK") == rank and "ray::" in " ".join(process.cmdline())
     except psutil.Error:
         return False
+
+
+def test_samples_may_be_trained_more_than_once(task: Path) -> None:
+    """Two epochs over a rollout step: ratios leave 1 in the second."""
+    run = task / "epochs"
+    weft(command(task, run, "train.steps=4", "rl.epochs=2"))
+    lines = lines_of(run)
+    assert [line["epoch"] for line in lines] == [1, 1, 2, 2] and {line["rollout"] for line in lines} == {1}
+    assert lines[0]["policy/kl_old"] == 0 and lines[3]["policy/kl_old"] > 0
+
+
+def test_a_cluster_that_is_not_there_is_named(task: Path) -> None:
+    out = weft(command(task, task / "nowhere", "train.steps=2", "cluster.address=127.0.0.1:1"), status=2)
+    assert "cluster.address: no Ray cluster at 127.0.0.1:1" in out
+    out = weft(command(task, task / "large", "train.steps=2", "cluster.trainer=2", "mesh.dp_shard=3"), status=2)
+    assert "mesh.dp_shard" in out

@@ -50,7 +50,7 @@ async def answer(reader, writer):
         await asyncio.sleep(1000)
     if path == "/die":
         print("ValueError: this is why", flush=True)
-        print("going", flush=True)
+        print("going\\nnanobind: leaked 3 functions!\\n - leaked function \\"x\\"", flush=True)
         os._exit(3)
     status = {"/broken": "500 No", "/refused": "400 No"}.get(path, "200 OK")
     said = json.dumps({"path": path, "body": json.loads(body or b"null")}).encode()

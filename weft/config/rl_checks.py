@@ -243,7 +243,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
                 f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
                 "shorter.",
             )
-    if config.rl.prompts % config.rl.updates:
+    if config.rl.updates > 0 and config.rl.prompts % config.rl.updates:
         yield (
             "rl.updates",
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "

@@ -10,7 +10,6 @@ from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
 from weft.models.startup import LOGIT_TOLERANCE, small_copy
-from weft.ops.attention import ADAPTERS
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
 _PROMPTS = (5, 23, 37)  # tokens; windows and chunks of a small copy are shorter
@@ -26,12 +25,8 @@ def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
 def caches(config: PretrainedConfig) -> bool:
     """Whether CachedRows serve this architecture; tried once on a small random copy."""
     text = config.get_text_config()
-    if (
-        family_of(text.model_type).attention is not None  # attention of their own reads another mask
-        or text.model_type in ADAPTERS  # what they do to bounds is not worked out for one token
-        or position_limit(text) is not None  # the rotary table of a row depends on its length
-    ):
-        return False
+    if family_of(text.model_type).attention is not None or position_limit(text) is not None:
+        return False  # attention of their own reads another mask; the rotary table of a row depends on its length
     key = config.to_json_string(use_diff=False)
     if key not in _tried:
         _tried[key] = _is_exact(config)

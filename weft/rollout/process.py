@@ -18,6 +18,7 @@ _LINES, _WIDTH = 15, 400  # of the log's end, in messages
 _ERROR = re.compile(
     r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .+)"
 )  # at a line's start, or after what a logger puts there
+_NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes say whenever they end
 _CLOSING = 15.0  # seconds that a process is given to end
 _LOOK = 0.05  # seconds between two looks at it
 
@@ -52,7 +53,7 @@ class EngineProcess:
         """The first error in what it wrote, the last lines, and where all of them are."""
         with self.log.open("rb") as file:
             file.seek(self._start)
-            lines = file.read().decode(errors="replace").rstrip().splitlines()
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if not _NOISE.search(line)]
         errors = (found.group(1) for line in lines if (found := _ERROR.search(line)))
         first = next((f"Its first error: {error[:_WIDTH]}\n" for error in errors), "")
         shown = "\n".join(f"  | {line[:_WIDTH]}" for line in lines[-_LINES:]) or "  | (it wrote nothing)"
