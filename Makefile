@@ -12,7 +12,7 @@ COMPAT_DIR := .compat/transformers-$(COMPAT)
 VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
 
-.PHONY: setup demo test lint types suite test-compat test-vllm bench bench-sft docs format clean
+.PHONY: setup demo demo-sft test lint types suite test-compat test-vllm bench bench-sft docs format clean
 
 setup: $(STAMP)
 
@@ -24,8 +24,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# A warm start by fine-tuning, then reinforcement learning from rewards alone.
 demo: $(STAMP)
+	$(BIN)/python examples/make_arithmetic_demo.py
+	rm -rf .demo/warm .demo/rl
+	$(BIN)/weft sft examples/sft_arithmetic_cpu.yaml --nproc 2
+	$(BIN)/weft rl examples/rl_arithmetic_cpu.yaml --nproc 2
+	$(BIN)/python examples/ask_arithmetic_demo.py
+
+demo-sft: $(STAMP)
 	$(BIN)/python examples/make_chat_demo.py
+	rm -rf .demo/run
 	$(BIN)/weft sft examples/sft_chat_cpu.yaml --nproc 2
 	$(BIN)/python examples/ask_chat_demo.py
 

@@ -78,7 +78,8 @@ def seconds(work: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
-        "hidden": 128, "layers": 4, "vocabulary": 14, "prompts": 32, "group": 8, "prompt": 10, "completion": 16, "runs": 5,
+        "hidden": 128, "layers": 4, "vocabulary": 14, "prompts": 32, "group": 8, "prompt": 10, "completion": 16,
+        "runs": 5,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()

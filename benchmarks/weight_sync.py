@@ -3,9 +3,9 @@
     python benchmarks/weight_sync.py                     # 1 GB of fp32 weights; about 6 GB of memory, a few minutes
     python benchmarks/weight_sync.py --gigabytes 0.1 --syncs 3
 
-One and two trainer ranks and one standalone engine on CPU, one thread each, by each transport. The first sync also makes what
-stays, and reads values back. A plain copy is one
-thread's copy between two buffers that were touched before, measured between the syncs by the first rank.
+One and two trainer ranks and one standalone engine on CPU, one thread each, by each transport. The first sync also
+makes what stays, and reads values back. A plain copy is one thread's, between two buffers that were touched before,
+and is measured between the syncs by the first rank.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--syncs", type=int, default=9)
-    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--bucket-mb", type=int, default=128)
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; load {os.getloadavg()[0]:.1f}\n")
     print("| ranks | transport | GB | first, proven, s | others, median, s | GB/s | plain copy, GB/s | share |")

@@ -56,8 +56,18 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return {"score": float(solution_str == ground_truth), "prediction": solution_str}
 
 
+async def async_score(solution_str: str, ground_truth: str, **_: Any) -> float:
+    await asyncio.sleep(0.01)
+    return float(solution_str == ground_truth)
+
+
 def process(completions: list[str]) -> list[float]:
     return [float(os.getpid()) for _ in completions]
+
+
+def process_slowly(completions: list[str]) -> list[float]:
+    time.sleep(0.5)
+    return process(completions)
 
 
 def has_torch(completions: list[str]) -> list[bool]:

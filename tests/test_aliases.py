@@ -84,6 +84,12 @@ def test_what_is_said_of_reinforcement_learning() -> None:
         assert words in str(caught.value)
 
 
+def test_sections_of_reinforcement_learning_are_none_of_sft() -> None:
+    assert "rl and cluster belong to `weft rl`: leave them out" in refusal(
+        overrides=("rl.prompts=3", "cluster.trainer=2")
+    )
+
+
 def test_trainers_agree_on_a_name_that_several_have() -> None:
     said: dict[str, set[str]] = {}
     for trainer in TRAINERS:

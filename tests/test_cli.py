@@ -175,7 +175,7 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
         (["sft", "c.yaml", "--nproc", "4", "fsdp.reshard_after_forward=3"], "must be one of true, false, 2"),
         (["verify", "c.yaml", "--layers", "0"], "--layers is 0"),
         (["sftt"], "did you mean weft sft?"),
-        (["rl", "c.yaml"], "not in this version yet"),
+        (["bench", "c.yaml"], "not in this version yet"),
         (["c.yaml"], "weft sft c.yaml"),
         (["zzz"], "the commands are sft, "),
     ],

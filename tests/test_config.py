@@ -196,7 +196,7 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "weft calls it `mesh.tp`. (`mesh.tp` is not in this version yet.)"),
         ("mesh.tp=1", "mesh.tp is not in this version yet: leave it out"),
-        ("rollout.num_generations=8", "rollout is not in this version yet"),
+        ("rollout.num_generations=8", "rollout belongs to `weft rl`"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
         ("lr=3", "lr is not a key of weft: say `optimizer.lr`."),

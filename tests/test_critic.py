@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
+from tests.resuming import inputs
+from tests.rl_samples import group
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
@@ -29,7 +32,10 @@ from weft.engine.plan import StepPlan
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.value import ValueLoss
+from weft.rl.advantages import advantages
 from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
+from weft.rl.trainer import Trainer, Who
+from weft.rl.types import Floats
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents
@@ -212,11 +218,50 @@ def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:
     torch.testing.assert_close(one[2]["0"][1:], expected.detach(), rtol=1e-4, atol=1e-4)
 
 
+def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
+    """Twelve rollout steps of the same samples with PPO's advantages: (losses of the critic, shares of the returns'
+    variance that it explains), and whether what reads the reference reads the policy as it was."""
+    keys = ("rollout.max_new_tokens=20", "rollout.max_prompt_tokens=20", "critic.lr=3e-3", "optimizer.lr=1e-4")
+    trainer = Trainer(
+        read(*keys, f"model.path={path}", "mesh.dp_shard=2", "critic.clip=null", "rl.correction=none", lora), "cpu"
+    )
+    groups = [group([1.0, 0.0], [4, 6]), group([0.0, 1.0], [5, 3], index=1)]
+    samples = [member for one in groups for member in one.samples]
+    for index, member in enumerate(samples):
+        member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
+    first, losses, explained = collect(trainer.read("policy", samples)), [], []
+    for number in range(1, 13):
+        asked: dict[Who, str] = {"policy": "old", "reference": "reference", "critic": "values"}
+        for who, name in asked.items():
+            for index, values in collect(trainer.read(who, samples)).items():
+                setattr(samples[index], name, values)
+        explained.append(advantages(groups, trainer.config.rl)["critic/explained_variance"])
+        line = trainer.update(samples, number, 12, 1, 1e-4)
+        losses.append(float(str(line["loss/value_avg"])))
+    moved = not any(np.array_equal(first[i], member.old) for i, member in enumerate(samples))
+    same = all(np.array_equal(first[i], member.reference) for i, member in enumerate(samples))
+    return losses, explained, same and moved
+
+
+def collect(mine: dict[int, Floats]) -> dict[int, Floats]:
+    """Of all ranks."""
+    parts: list[dict[int, Floats]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {index: values for part in parts for index, values in part.items()}
+
+
+@pytest.mark.parametrize("lora", ["lora.rank=null", "lora.rank=4"])
+def test_a_critic_learns_returns_beside_a_policy_and_its_reference(lora: str) -> None:
+    for losses, explained, same in run(2, learns, str(inputs() / "model"), lora):
+        assert same and losses[-1] < 0.5 * losses[0], (losses, explained)
+        assert explained[0] == 0.0 and explained[-1] > 0.5, explained
+
+
 # ---------------------------------------------------------------- keys
 
 POLICY = (
     "model.path=m", "data.path=owner/data", "rl.reward=[length]", "rl.algorithm=ppo", "rl.kl=0.1", "mesh.dp_shard=4",
-    "optimizer.weight_decay=0.3", "rollout.temperature=0.7", "model.freeze=[lm_head]", "optimizer.ema_decay=0.9",
+    "optimizer.weight_decay=0.3", "rollout.temperature=0.7", "optimizer.ema_decay=0.9",
 )  # fmt: skip
 
 
@@ -225,7 +270,7 @@ def read(*overrides: str) -> RlConfig:
 
 
 def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
-    config = read()
+    config = read("model.freeze=[lm_head]")
     policy, reference, value = policy_config(config), reference_config(config), critic_config(config)
     assert reference is not None and value is not None
     for other in (reference, value):
@@ -263,14 +308,14 @@ def test_what_is_said_is_the_engines_own(override: str, where: str, value: objec
 def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -> None:
     plain = load_config([], [*POLICY, "rl.algorithm=grpo", "rl.kl=0"], RlConfig)
     assert reference_config(plain) is None and critic_config(plain) is None
-    based = read("lora.rank=4", "model.freeze=null")
+    based = read("lora.rank=4")
     assert reference_config(based) is None, "the base under the adapters"
-    replaced = reference_config(read("lora.rank=4", "lora.modules_to_save=[lm_head]", "model.freeze=null"))
+    replaced = reference_config(read("lora.rank=4", "lora.modules_to_save=[lm_head]"))
     assert replaced is not None and not replaced.lora.on
     for overrides, message in (
         (["rl.kl=0", "rl.kl_in=null", "reference.path=r"], "reference.path would have no effect: rl.kl is 0"),
         (["rl.algorithm=grpo", "critic.lr=1e-6"], "critic.lr would have no effect: only rl.advantage=gae has a critic"),
-        (["lora.rank=4", "model.freeze=null", "reference.dp_shard=2"], "the base under the adapters is the reference"),
+        (["lora.rank=4", "reference.dp_shard=2"], "the base under the adapters is the reference"),
         (["critic.max_tokens_per_device=1500"], "critic.max_tokens_per_device = 1500"),
         (["critic.clip=0"], "critic.clip is 0.0; it must be above 0, or null"),
     ):

@@ -28,12 +28,13 @@ ENDS = (2, 17, 40)
 def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
     """Greedy, sampled twice with one seed and once with another; and whether nothing of it is left behind."""
     engine = open_engine(path, mesh)
+    before = torch.get_rng_state()
+    embedded, here = EmbeddedEngine(engine), torch.distributed.get_rank() == engine.ranks.world - 1
+    embedded.wake(here)
     with torch.no_grad():
         for parameter in engine.module.parameters():
-            parameter.mul_(1.01)  # not the weights of the files
-    before = torch.get_rng_state()
-    embedded = EmbeddedEngine(engine)
-    embedded.wake(here=torch.distributed.get_rank() == engine.ranks.world - 1, version=7)
+            parameter.mul_(1.01)  # neither the weights of the files nor those of the first time
+    embedded.wake(here, version=7)
     found = []
     if embedded.model is not None:
         for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 1), (1.0, 2)):

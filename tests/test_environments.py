@@ -205,11 +205,12 @@ def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
     config = load_config(
         [],
         ["model.path=none", f"data.path={__file__}", "rl.environment=examples.calculator_env:Calculator",
-         "rl.reward=[exact_match]", "rl.max_turns=4", "rollout.max_new_tokens=900"],
+         "rl.reward=[exact_match]", "rl.max_turns=4", "rl.environment_timeout=7", "rollout.max_new_tokens=900"],
         schema=RlConfig,
     )  # fmt: skip
     loaded = load_environment(config, TOKENIZER)
-    assert loaded is not None and loaded.max_turns == 4
+    assert loaded is not None
+    assert (loaded.max_turns, loaded.timeout, loaded.most_tokens) == (4, 7.0, 900)
     rows = [{"messages": [{"role": "user", "content": "12*(3+4)?"}], "answer": 84}]
     (prompt,) = load_rl_prompts(config, TOKENIZER, rows)
     assert '"name": "calculator"' in TOKENIZER.decode(list(prompt.tokens))

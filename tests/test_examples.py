@@ -27,7 +27,7 @@ PARAMETERS = {
 def commands(path: Path) -> list[str]:
     """The commands that a file's comments name."""
     comments = "\n".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
-    return re.findall(r"weft sft examples/\S+\.yaml.*", comments)
+    return re.findall(r"weft (?:sft|rl) examples/\S+\.yaml.*", comments)
 
 
 @pytest.fixture
@@ -35,9 +35,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the examples, and in place of what `make demo` writes something of its shape."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    byte_tokenizer().save_pretrained(tmp_path / ".demo" / "model")
-    tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / "model")
-    (tmp_path / ".demo" / "chat.jsonl").write_text("")
+    for model in ("model", "adder", "warm/checkpoints/latest"):
+        byte_tokenizer().save_pretrained(tmp_path / ".demo" / model)
+        tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / model)
+    for data in ("chat", "additions", "held-out"):
+        (tmp_path / ".demo" / f"{data}.jsonl").write_text("")
     return tmp_path
 
 

@@ -59,6 +59,26 @@ def test_the_registered_function_gets_what_weft_reads() -> None:
     assert calls[0]["softcap"] == 5.0 and calls[0]["scaling"] == pytest.approx(24**-0.5)
 
 
+def test_a_row_cache_hands_keys_on_and_keeps_states_by_row() -> None:
+    """lfm2: a convolution, attention, a convolution."""
+    calls: list[tuple[int, tuple[int, ...]]] = []
+
+    def hold(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((layer, tuple(keys.shape)))
+        return keys, values
+
+    model = hf.build_random(tiny_config("lfm2"), dtype=torch.float32, attention="eager", seed=0)
+    assert hf.cache_argument(model.model) == "past_key_values" and hf.takes_dynamic_cache(model)
+    caches = [hf.RowCache(model.config, hold) for _ in range(2)]
+    for cache in caches:
+        model.model(input_ids=torch.arange(6).view(2, 3), past_key_values=cache, use_cache=True)
+    assert calls == [(1, (2, 2, 3, 16))] * 2 and caches[0].has_states
+    before = caches[1].layers[2].conv_states[0]
+    caches[0].keep([1, 1, 0])
+    caches[0].append(caches[1])
+    assert torch.equal(caches[0].layers[2].conv_states[0], before[[1, 1, 0, 0, 1]])
+
+
 def test_ties_are_facts() -> None:
     tied = hf.build_meta(tiny_config("llama_tied"), dtype=torch.float32, attention="eager")
     assert hf.tied_parameters(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -87,6 +107,18 @@ def test_rules_that_a_checkpoint_needs_are_chosen_by_its_names() -> None:
     assert sorted(piece.disk for piece in layout_of(model, apart)) == sorted(apart)
     bare = {name: hf.runtime_names(model, [name])[name] for name in ("layers.0.input_layernorm.weight", "norm.weight")}
     assert bare == {name: f"model.{name}" for name in bare}
+
+
+def test_critics_are_classifiers_with_one_label() -> None:
+    config = tiny_config("llama_tied")
+    values = hf.with_values(config)
+    model = hf.build_meta(values, dtype=torch.float32, attention="eager")
+    assert type(model).__name__ == "LlamaForSequenceClassification" and model.score.weight.shape == (1, 64)
+    assert hf.tied_parameters(model) == {} and config.architectures == ["LlamaForCausalLM"]
+    assert hf.label_names(values) == {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    assert hf.with_logits(config) is config and hf.with_values(values).architectures == values.architectures
+    assert hf.model_class(hf.with_logits(values)).__name__ == "LlamaForCausalLM"
+    assert set(model.state_dict()) >= {piece.disk for piece in layout_of(model, None)} >= {"score.weight"}
 
 
 def test_buffers_are_rebuilt_and_weights_stay() -> None:

@@ -117,3 +117,15 @@ def test_losses_at_the_end_are_means_where_there_are_enough() -> None:
         "held out 5.0000 (step 0) -> - (step 25); best eval/a/loss 1.2500 (step 20), kept as checkpoints/20",
         "tokens   5,000 (1,000 trained on) in 100 documents, 100 tokens/s; peak memory 1.50 GiB",
     ]
+
+
+def test_reinforcement_learning_ends_with_its_accuracy() -> None:
+    evaluations = {
+        name: {"step": step, "eval/accuracy": share} for name, step, share in (("first", 0, 0.4), ("last", 9, 0.85))
+    }
+    summary = {
+        "steps": 9, "skipped_steps": 0, "documents": 1, "tokens": 1, "loss_tokens": 1, "saved": None,
+        "first_losses": [], "last_losses": [], "peak_memory_gib": 1.0, "seconds": {"total": 1.0}, "stopped": None,
+        "evaluation": {**evaluations, "best": None},
+    }  # fmt: skip
+    assert "held out accuracy 40.0% (step 0) -> accuracy 85.0% (step 9)" in closing(summary, Path("run"))

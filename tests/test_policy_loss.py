@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.rl_samples import algorithm, sample
+from tests.rl_samples import algorithm, rl_config, sample
 from weft.config.rl_schema import RlAlgorithm
 from weft.errors import UserError
 from weft.objectives.base import Batch, Terms
@@ -139,3 +139,12 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         terms(algorithm(policy_loss="own_loss:total"), logprob, torch.ones(2), **arrays)
     with pytest.raises(UserError, match="own_loss:number is no function"):
         PolicyLoss(algorithm(policy_loss="own_loss:number"))
+
+
+@pytest.mark.parametrize("leaf", ["policy_loss", "advantage"])
+def test_what_cannot_be_imported_is_missed_before_anything_is_loaded(leaf: str) -> None:
+    from weft.recipes import rl  # it takes a second
+
+    options: Any = None
+    with pytest.raises(UserError, match=f"rl.{leaf}: there is no module nowhere"):
+        rl.run(rl_config(algorithm(**{leaf: "nowhere:mine"})), options)

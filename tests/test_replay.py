@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
-from tests.rl_samples import algorithm, rl_config, sample
+from tests.rl_samples import PROMPT, algorithm, rl_config, sample
+from tests.toy_tokenizers import byte_tokenizer
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
@@ -23,6 +28,8 @@ from weft.errors import UserError
 from weft.models.routing import replaced, steering
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rl.documents import documents_of as documents_of_samples
+from weft.rl.trainer import Trainer
+from weft.rollout.base import Request, Sampling
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents
@@ -185,3 +192,34 @@ def test_records_that_do_not_fit_are_named() -> None:
     assert said[4].endswith("this model has no experts") and "set model.compile=false" in said[5]
     with pytest.raises(ValueError, match="routes of 5 tokens, for a sample of 7"):
         aligned(torch.zeros(5, 2, 2), 7)
+
+
+# ---------------------------------------------------------------- with the embedded engine
+
+
+def drawn_and_trained(path: str) -> tuple[float, list[float]]:
+    """(largest difference of recorded and read logprobs, share of choices that differ at each of two updates)."""
+    keys = ["rl.reward=[length]", "rl.correction=none", "rollout.max_new_tokens=9", "rollout.max_prompt_tokens=9"]
+    config = load_config([], [f"model.path={path}", "data.path=owner/data", "optimizer.lr=0.05", *keys], RlConfig)
+    trainer = Trainer(config, "cpu")
+    trainer.sync(1)
+    (completions,) = trainer.generate([Request("p", PROMPT, (0, 1, 2, 3), Sampling(9))])
+    samples, worst = [], 0.0
+    for number, completion in enumerate(completions):
+        arrays = {"rollout": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}
+        drawn = sample(number, len(completion.tokens), 1.0, **arrays)
+        drawn.tokens[drawn.sampled], drawn.routes = completion.tokens, completion.routes
+        samples.append(drawn)
+    for index, old in trainer.read("policy", samples).items():
+        samples[index].old = old
+        worst = max(worst, float(np.abs(old - samples[index].rollout).max()))
+    lines = [trainer.update(samples, number, 2, 1, 0.05) for number in (1, 2)]
+    return worst, [float(str(line["routing/differing"])) for line in lines]
+
+
+def test_what_the_embedded_engine_drew_is_trained_along_its_routes(tmp_path: Path) -> None:
+    path = saved_model("qwen3_moe", vocab_size=264)
+    shutil.copytree(path, tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    ((worst, shares),) = run(1, drawn_and_trained, str(tmp_path / "model"))
+    assert worst < 1e-4 and shares[0] == 0.0 and 0.0 < shares[1] < 1.0, (worst, shares)

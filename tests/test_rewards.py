@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from weft.config.load import load_config
@@ -72,6 +73,7 @@ def test_what_fails_costs_its_sample() -> None:
     }.items():
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
+    assert not [p for p in psutil.Process().children() if "weft.rl.reward_worker" in p.cmdline()]
     news = rewards.take_news()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"
@@ -104,6 +106,7 @@ def test_verls_signature() -> None:
     columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
     samples, _ = scored(["7", "8", "raise"], OURS + "compute_score", columns=columns)
     assert given(samples) == [1.0, 0.0, None]
+    assert given(scored(["7", "8"], OURS + "async_score", columns=columns)[0]) == [1.0, 0.0]
     assert samples[1].notes["compute_score"] == {"score": 0.0, "prediction": "8"}
     assert "RuntimeError: scorer" in samples[2].notes["reward_errors"]["compute_score"]
 
@@ -113,6 +116,20 @@ def test_async_functions_wait_side_by_side_and_a_failure_is_one_samples() -> Non
     samples, _ = scored(["1"] * 20 + ["raise"], OURS + "slow_number")
     assert given(samples) == [1.0] * 20 + [None]
     assert time.perf_counter() - began < 0.3 * 21
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_so_many_processes_work_side_by_side(workers: int) -> None:
+    """A call for each prompt; three prompts."""
+    samples = [sample_of(Prompt(i, 0, (1,), "?"), 0, "a") for i in range(3)]
+    rewards = Rewards(RlAlgorithm(reward=(OURS + "process_slowly",), reward_workers=workers))
+
+    async def run() -> None:
+        async with rewards:
+            await rewards.score(samples, ["a"] * 3)
+
+    asyncio.run(run())
+    assert len({sample.reward for sample in samples}) == workers
 
 
 def test_a_column_says_which_functions_are_asked() -> None:

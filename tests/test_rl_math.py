@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, require_comparable
-from weft.rl.documents import deal, documents_of, informative
+from weft.rl.documents import deal, documents_of
 from weft.rl.kl import kl
 from weft.rl.types import Group, Sample
 from weft.rollout.base import Sampling
@@ -312,7 +312,7 @@ def test_dealing() -> None:
 def test_groups_without_signal_are_found() -> None:
     groups = [group([1.0, 0.0]), group([1.0, 1.0]), group([1.0, None]), group([0.0, 1.0, 1.0])]
     groups[3].samples[0].trained = False
-    assert informative(groups) == groups[:1]
+    assert [g.has_signal for g in groups] == [True, False, False, False]
 
 
 # ---------------------------------------------------------------- presets and keys
@@ -367,6 +367,8 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.correction=none", "rl.correction_level=token"], "rl.correction is none"),
         (["rl.on_policy=exact", "rl.correction=tis"], "there is nothing to correct"),
         (["rl.on_policy=exact", "rl.old_logprobs=rollout"], "set rl.old_logprobs=recompute"),
+        (["rl.on_policy=exact", "rollout.top_k=5"], "leave tokens out, which the trainer does not"),
+        (["rl.on_policy=exact", "rollout.engine=hf", "cluster.max_staleness=1"], "set cluster.max_staleness=0"),
         (["rl.on_policy=exact", "model.compile=true"], "set model.compile=false"),
         (["rl.on_policy=exact", "model.attention=per_document"], "rl.on_policy=exact brings its own"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),

@@ -96,6 +96,17 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     assert str(prompts).endswith("train.parquet: 3 prompts of 29 to 29 tokens")
 
 
+def test_keys_of_the_config(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "ab"}, {"prompt": "abcdef"})
+    keys = [f"data.path={path}", "rl.chat=true", "rollout.max_prompt_tokens=20", "data.long_documents=drop"]
+    (prompt,) = load_rl_prompts(config_of(*keys), byte_tokenizer(ASKING))
+    assert decoded(prompt) == "<|start|>user:ab<|end|><|start|>assistant:" and len(prompt.tokens) == 20
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}")
+    keys += [f"data.chat_template={template}", "data.template_kwargs={mark: '!'}"]
+    assert [decoded(p) for p in load_rl_prompts(config_of(*keys), byte_tokenizer(ASKING))] == ["ab!", "abcdef!"]
+
+
 def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "ab"}, {"prompt": "abcdef"}, {"prompt": "abc"})
     with pytest.raises(UserError, match=r"p.jsonl:2: 1 of 3 prompts are longer .*; this is the longest, with 7"):

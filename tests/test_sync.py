@@ -28,6 +28,7 @@ from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import sender as sending
+from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
 from weft.rollout.sync.wire import SyncError, Ticket
 from weft.verification.adapter import stir
@@ -86,17 +87,17 @@ def port() -> int:
 REQUESTS = [Request(f"{i}", tokens, (7, 8), Sampling(6, temperature=i)) for i, tokens in enumerate(PROMPTS)]
 
 
-def follow(path: str, lora: LoraConfig | None, port: int) -> list[list[list[Completion]]]:
+def follow(path: str, lora: LoraConfig | None, dtype: torch.dtype, port: int) -> list[list[list[Completion]]]:
     """What a standalone engine answers under every version; the first request is greedy."""
-    engine, ticket, found = Standalone(path, lora, dtype=torch.float32), Ticket("127.0.0.1", port, KEY, "it", 0, 60), []
+    engine, ticket, found = Standalone(path, lora, dtype=dtype), Ticket("127.0.0.1", port, KEY, "it", 0, 60), []
     for version in VERSIONS:
         engine.receive(ticket, version)
         found.append(engine.generate(REQUESTS))
     return found
 
 
-def fresh(path: Path, version: int) -> list[list[Completion]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def fresh(path: Path, dtype: torch.dtype, version: int) -> list[list[Completion]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # a map of a file is aligned otherwise, which moves the last bits
     return Generator(model, version).generate(REQUESTS)
@@ -126,6 +127,8 @@ def train_and_send(
         with counted() as calls:
             synced = sender.send(version)
         found.append((synced, len(calls)))
+        largest = max(content.largest for content in sender._contents)
+        assert all(memories.size <= max(15_000, largest + 64) for memories in sender._memories.values())
         target = Path(folder) / str(version)
         save_adapter(engine, target) if lora else save_huggingface(engine, target)
     sender.close()
@@ -162,6 +165,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "experts, gathered": ("gpt_oss", "2", {}, "shared", "gathered"),
     "gathered, group": ("qwen3_moe", "2", {}, "group", "gathered"),
     "files": ("qwen3", "2", {}, "files", ""),
+    "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),
     "adapters of experts": (
@@ -175,20 +179,21 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
     name: str, process: EngineProcess, port: int, tmp_path: Path
 ) -> None:
     family, mesh, lora, transport, kind = CASES[name]
-    path, options = saved_model(family), SyncOptions(transport, 30_000, 2, 60.0, tmp_path / "sync")  # type: ignore[arg-type]
-    process.begin(follow, path, LoraConfig(**lora) if lora else None, port)
+    path, dtype = saved_model(family), torch.bfloat16 if kind == "bf16" else torch.float32
+    options = SyncOptions(transport, 30_000, 2, 60.0, tmp_path / "sync", dtype)  # type: ignore[arg-type]
+    process.begin(follow, path, LoraConfig(**lora) if lora else None, dtype, port)
     by_rank = pool.run(world_of(mesh), train_and_send, path, mesh, lora, options, port, str(tmp_path), kind)
     for version, (synced, collectives) in zip(VERSIONS, by_rank[0], strict=True):
         buckets = 2 * synced.bytes / 15_000 + 2  # each at least half full; a tensor that is larger has its own
         assert synced.version == version and synced.extra["sync/gb_per_second"] > 0
-        assert collectives <= (2 if kind else 1) * buckets + 8
+        assert collectives <= (2 if kind == "gathered" else 1) * buckets + 8
     for version, found in zip(VERSIONS, process.result(), strict=True):
         folder = tmp_path / str(version)
         if lora:
             folder = merge.run(
                 MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32")
             )
-        process.begin(fresh, folder, version)
+        process.begin(fresh, folder, dtype, version)
         assert found == process.result()
 
 
@@ -234,6 +239,33 @@ def test_a_sync_that_fails_is_told_to_all_and_the_next_one_serves(
     first, second = pool.run(2, fail_and_go_on, path, port, transport)
     assert first == second == ("it: MemoryError: no room", 2)
     assert process.result() == ("this engine has no weights: none were synced yet, or the last sync failed", 2)
+
+
+def proven(path: str, port: int) -> list[bool]:
+    """Which of five syncs compared checksums."""
+    sender = Sender(open_engine(path, "1"), [Receiver("it")], SyncOptions("shared", verify_every=3), port=port, key=KEY)
+    found, prove = list[bool](), Desk.prove
+    note = lambda desk, buckets, version, sent: (found.append(bool(sent)), prove(desk, buckets, version, sent))  # noqa: E731
+    with patch.object(Desk, "prove", note):
+        for version in range(1, 6):
+            sender.send(version)
+    sender.close()
+    return found
+
+
+def restarted_once(path: str, port: int) -> None:
+    ticket = Ticket("127.0.0.1", port, KEY, "it", 0, 60.0)
+    for versions in ((1, 2, 3, 4), (5,)):
+        engine = Standalone(path, dtype=torch.float32)
+        for version in versions:
+            engine.receive(ticket, version)
+
+
+def test_values_are_compared_at_an_engines_first_sync_and_every_so_often(process: EngineProcess, port: int) -> None:
+    path = saved_model("llama")
+    process.begin(restarted_once, path, port)
+    assert pool.run(1, proven, path, port) == [[True, False, True, False, True]]
+    process.result()
 
 
 def refused(path: str, options: SyncOptions) -> str:

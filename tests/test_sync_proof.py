@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.cases import saved_model
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.models.adapter_files import file_names
@@ -25,6 +27,7 @@ from weft.rollout.sync.content import Content, Row, entry_of
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import Slots
 from weft.rollout.sync.proof import check_parity, compare
+from weft.rollout.sync.sender import SyncOptions, options_of
 from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch, checksum
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
@@ -314,3 +317,20 @@ def test_logprobs_of_another_model_are_found() -> None:
             check_parity("engine-0", 3, [ours[0] + wrong, ours[1]], ours, "float32")
     with pytest.raises(SyncError, match="engine-0 gave 2 logprobs for 3 tokens"):
         check_parity("engine-0", 3, ours[:1], ours, "float32")
+
+
+# ---------------------------------------------------------------- keys
+
+
+NEEDED = ("model.path=org/name", f"data.path={__file__}", "rl.reward=[length]", "step.max_tokens_per_device=4096")
+
+
+def test_the_keys_of_sync() -> None:
+    keys = {"engine": "vllm", "transport": "group", "bucket_mb": 3, "verify_every": 7, "dtype": "bf16", "timeout": 50.0}
+    overrides = [*NEEDED, *(f"rollout.{key}={value}" for key, value in keys.items())]
+    config = load_config([], overrides, RlConfig)
+    assert options_of(config, Path("run")) == SyncOptions("group", 3_000_000, 7, 50.0, Path("run/sync"), torch.bfloat16)
+    short = load_config([], [*overrides, "train.timeout=10"], RlConfig)
+    assert options_of(short, Path("run")).timeout == 8.0  # the other ranks wait in a collective meanwhile
+    with pytest.raises(UserError, match="rollout.transport would have no effect"):
+        load_config([], [*NEEDED, "rollout.transport=group"], RlConfig)

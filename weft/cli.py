@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from weft import __version__
+from weft import __version__, parsers
 from weft.cluster.guard import Body, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
@@ -28,6 +28,7 @@ from weft.cluster.options import (
     PreviewOptions,
     ReportOptions,
     RlOptions,
+    RolloutsOptions,
     SftOptions,
     VerifyOptions,
 )
@@ -35,19 +36,17 @@ from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
-from weft.config.aliases import advice_for
-from weft.config.keys import schema_keys
 from weft.config.migrate import migrate
 from weft.config.rl_schema import RlConfig
-from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
+from weft.parsers import SUMMARIES
 
 Schema = TypeVar("Schema")
 
 # Commands of the design that exist when they work.
-NOT_YET = ("plan", "bench", "rollouts")
+NOT_YET = ("plan", "bench")
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -77,42 +76,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its help, its parser, and what makes a job of the parsed arguments and the whole command line."""
+    """A subcommand: its parser, and what makes a job of the parsed arguments and the whole command line."""
 
-    summary: str
     parser: Callable[[], argparse.ArgumentParser]
     prepare: Callable[[argparse.Namespace, Sequence[str]], Job]
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, with a hint where an override was written as an option."""
-
-    def error(self, message: str) -> NoReturn:
-        foreign = _foreign_options(message)
-        if foreign:
-            raise UserError(f"{self.prog}: keys are set without dashes, as section.key=value.\n" + "\n".join(foreign))
-        hint = ""
-        dashed = next((word for word in message.split() if word.startswith("--") and "." in word), None)
-        if dashed is not None:
-            key = dashed.lstrip("-")
-            hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
-        elif "--config" in message:
-            hint = " Config files are named without an option, as in weft sft sft.yaml."
-        raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
-
-
-def _foreign_options(message: str) -> list[str]:
-    """What to say of options of other trainers in an error of argparse, and where to read on."""
-    if not message.startswith("unrecognized arguments"):
-        return []
-    options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]
-    advice = {name: advice_for(name) for name in options if name not in schema_keys(SftConfig)}
-    found = [
-        Unknown(name, "command line", f"is not an option of weft: {text}", foreign=True)
-        for name, text in advice.items()
-        if text
-    ]
-    return [*messages(found), *page_hint(found)]
 
 
 def entry() -> NoReturn:
@@ -192,6 +159,8 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         device="cuda" if accelerators or arguments.device == "cuda" else "cpu",
         world=world,
         resume=arguments.resume,
+        replay=arguments.replay,
+        rollout_only=arguments.rollout_only,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
         debug=arguments.debug,
@@ -310,6 +279,24 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("rollouts")
+    options = RolloutsOptions(
+        run=arguments.run,
+        step=arguments.step,
+        groups=arguments.groups,
+        samples=arguments.samples,
+        order=arguments.order,
+    )
+
+    def body() -> None:
+        from weft.observe import rollouts
+
+        rollouts.run(options)
+
+    return Job(body, 1, words)
+
+
 def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
     options = ReportOptions(runs=tuple(arguments.runs), output=arguments.output)
@@ -404,186 +391,23 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 or more")
-    return value
-
-
-def _number(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
-    return int(text)
-
-
-def _attempts(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
-    return int(text)
-
-
-def _parser(name: str, summary: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"weft {name}", description=summary, allow_abbrev=False)
-    parser.add_argument(
-        "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
-    )
-    parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, else 1)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _sft_parser() -> argparse.ArgumentParser:
-    parser = _parser("sft", COMMANDS["sft"].summary)
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
-    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
-    parser.add_argument(
-        "--restarts", type=_attempts, default=0, metavar="N",
-        help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
-    )  # fmt: skip
-    return parser
-
-
-def _rl_parser() -> argparse.ArgumentParser:
-    parser = _parser("rl", COMMANDS["rl"].summary)
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
-    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
-    return parser
-
-
-def _verify_parser() -> argparse.ArgumentParser:
-    parser = _parser("verify", COMMANDS["verify"].summary)
-    parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
-    parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
-    return parser
-
-
-def _data_parser() -> argparse.ArgumentParser:
-    usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
-    parser = _Parser(prog="weft data", usage=usage, description=COMMANDS["data"].summary, allow_abbrev=False)
-    parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft")
-    parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks that rows are planned for (default: what mesh says, else 1)"
-    )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    parser.add_argument(
-        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
-    )
-    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
-    return parser
-
-
-def _export_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft export", description=COMMANDS["export"].summary, allow_abbrev=False)
-    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
-    )
-    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
-    parser.add_argument(
-        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
-    )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _merge_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft merge", description=COMMANDS["merge"].summary, allow_abbrev=False)
-    parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
-    parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
-    )
-    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _migrate_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft migrate", description=COMMANDS["migrate"].summary, allow_abbrev=False)
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE",
-        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a script (.sh) that starts a run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
-    )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _chat_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft chat", description=COMMANDS["chat"].summary, allow_abbrev=False)
-    parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
-    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument(
-        "--max-new-tokens", type=_count, default=512, metavar="N", help="longest answer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature", type=_temperature, metavar="T",
-        help="0: always the likeliest token (default: as generation_config.json says)",
-    )  # fmt: skip
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _report_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft report", description=COMMANDS["report"].summary, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
-    parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
-def _engine_parser() -> argparse.ArgumentParser:
-    usage = "weft engine install vllm [options]"
-    parser = _Parser(prog="weft engine", usage=usage, description=COMMANDS["engine"].summary, allow_abbrev=False)
-    parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
-    parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
-    parser.add_argument(
-        "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
-    return parser
-
-
 COMMANDS = {
-    "sft": Command("Supervised fine-tuning.", _sft_parser, _sft),
-    "rl": Command("Reinforcement learning from rewards.", _rl_parser, _rl),
-    "chat": Command("Talk to a run's last checkpoint, or to any model.", _chat_parser, _chat),
-    "report": Command("One HTML page about a run, or several compared.", _report_parser, _report),
-    "data": Command("Look at the data before training: weft data preview.", _data_parser, _data),
-    "export": Command("Write a checkpoint's weights in another dtype.", _export_parser, _export),
-    "merge": Command("Write a base model with an adapter merged into it.", _merge_parser, _merge),
-    "verify": Command("Show that the configured mesh computes what one plain process does.", _verify_parser, _verify),
-    "engine": Command("Environments of rollout engines: weft engine install vllm.", _engine_parser, _engine),
-    "migrate": Command("A config of another trainer as a draft of weft's.", _migrate_parser, _migrate),
+    "sft": Command(parsers.sft_parser, _sft),
+    "rl": Command(parsers.rl_parser, _rl),
+    "chat": Command(parsers.chat_parser, _chat),
+    "rollouts": Command(parsers.rollouts_parser, _rollouts),
+    "report": Command(parsers.report_parser, _report),
+    "data": Command(parsers.data_parser, _data),
+    "export": Command(parsers.export_parser, _export),
+    "merge": Command(parsers.merge_parser, _merge),
+    "verify": Command(parsers.verify_parser, _verify),
+    "engine": Command(parsers.engine_parser, _engine),
+    "migrate": Command(parsers.migrate_parser, _migrate),
 }
 
 
 def _program_help() -> str:
-    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<8} {SUMMARIES[name]}" for name in COMMANDS]
     return _PROGRAM_HELP.format(commands="\n".join(lines)).rstrip()
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from tests import pool
 from tests.cases import saved_model
@@ -39,7 +42,7 @@ async def sample(engine: VllmEngine) -> list[Completion]:
 
 async def follow(path: str, folder: Path, port: int, lora: dict[str, Any], send: Any) -> list[list[Completion]]:
     """What an engine that has read no weights samples after each sync."""
-    options = {"load_format": "dummy", "skip_tokenizer_init": True}
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_return_routed_experts": "moe" in path}
     engine = await VllmEngine.start(
         settings(Path(path), folder, options=options, max_tokens=128, lora_rank=lora.get("rank")), version=None
     )
@@ -67,6 +70,16 @@ async def fresh(path: Path, folder: Path) -> list[Completion]:
         await engine.close()
 
 
+@torch.no_grad()
+def has_routes_of(model: PreTrainedModel, prompt: tuple[int, ...], completion: Completion) -> bool:
+    """Whether it came with the experts that the model chooses for all tokens but the last, [tokens, layers, top_k]."""
+    ids = torch.tensor([[*prompt, *completion.tokens[:-1]]])
+    scores = model(input_ids=ids, output_router_logits=True).router_logits
+    chosen = torch.stack([of_layer.topk(2).indices for of_layer in scores], 1)
+    found = torch.from_numpy(completion.routes.astype("int64"))
+    return torch.equal(found.sort(-1).values, chosen.sort(-1).values)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: Path) -> None:
@@ -89,5 +102,7 @@ def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: 
         for prompt, completion in zip(PROMPTS, completions, strict=False):
             assert completion.versions == ((version, 16),)
             assert is_of(model, prompt, completion)
+            assert name != "experts" or has_routes_of(model, prompt, completion)
     if not lora:
-        assert found[-1] == asyncio.run(fresh(tmp_path / str(VERSIONS[-1]), tmp_path / "engines"))
+        again = asyncio.run(fresh(tmp_path / str(VERSIONS[-1]), tmp_path / "engines"))
+        assert [replace(completion, routes=None) for completion in found[-1]] == again

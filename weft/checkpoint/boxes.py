@@ -51,11 +51,18 @@ def overlap(a: Box, b: Box) -> Box | None:
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     """The box that this rank holds of a tensor, and its elements; a plain tensor is held whole."""
     if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), tensor.detach()
+        return Box.whole(tuple(tensor.shape)), _awake(tensor.detach())
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.detach().to_local()
     assert tuple(local.shape) == tuple(size), (local.shape, size)
-    return Box(tuple(start), tuple(size)), local
+    return Box(tuple(start), tuple(size)), _awake(local)
+
+
+def _awake(local: Tensor) -> Tensor:
+    """The tensor; RuntimeError where its storage has been given up for a while."""
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
+    return local
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,13 @@ from weft.errors import UserError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
+ADDRESS = "WEFT_ADDRESS"  # variable of the environment in which an actor finds it
+
+
+def own_address() -> str:
+    """Of this machine, as the others of the cluster reach it; all processes of one machine have the same."""
+    return os.environ.get(ADDRESS, "127.0.0.1")
+
 
 def cpu_cores() -> int:
     """Cores that this process may use: its affinity, and the container's quota where there is one."""

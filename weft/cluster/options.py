@@ -30,12 +30,15 @@ class SftOptions:
 class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint the run goes on from.
 
-    dry_run, parameters: as for `weft sft`.
+    replay: train from the rollouts in this folder, RUN/rollouts of another run, in place of new ones. rollout_only:
+    generate and reward, and train nothing. dry_run, parameters: as for `weft sft`.
     """
 
     device: Device = "auto"
     world: int = 1
     resume: str | None = None
+    replay: str | None = None
+    rollout_only: bool = False
     dry_run: bool = False
     parameters: bool = False
     debug: bool = False
@@ -97,6 +100,18 @@ class ReportOptions:
 
     runs: tuple[str, ...]
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsOptions:
+    """`weft rollouts`. run: the folder of a run of weft rl. step: rollout step; null for the last. groups, samples: how
+    many prompts, and of each how many answers, are shown. order: of the prompts."""
+
+    run: str
+    step: int | None = None
+    groups: int = 5
+    samples: int = 3
+    order: Literal["drawn", "best", "worst"] = "drawn"
 
 
 @dataclass(frozen=True, kw_only=True)

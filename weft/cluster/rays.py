@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.cluster import reports
 from weft.cluster.failures import explain, keep_evidence, what_stands
-from weft.cluster.machine import cpu_cores
+from weft.cluster.machine import ADDRESS, cpu_cores
 from weft.cluster.reports import RankReport
 from weft.cluster.status import Kind
 from weft.cluster.watch import Evidence
@@ -69,6 +69,11 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
         yield
     finally:
         ray.shutdown()
+
+
+def controller_address(cluster: str | None) -> str:
+    """Of the controller's machine, as own_address() says in actors there. cluster: as in ray_session."""
+    return "127.0.0.1" if cluster is None else str(import_ray().util.get_node_ip_address())
 
 
 def import_ray() -> Any:
@@ -255,6 +260,7 @@ class _Host:
     def prepare(self, variables: Mapping[str, str]) -> None:
         """Set variables of the environment, before anything is made."""
         os.environ.update(variables)
+        os.environ[ADDRESS], _ = self.address()
 
     def call(self, method: str, *args: Any) -> Any:
         """What the object's method returns, or the report of its exception."""

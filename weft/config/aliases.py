@@ -19,9 +19,6 @@ NOT_YET = (
     "mesh.tp",
     "mesh.ep",
     "mesh.pp",
-    "rl",
-    "rollout",
-    "cluster",
 )
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}

@@ -11,6 +11,7 @@ from weft.config.keys import schema_keys
 from weft.config.load import show_default
 from weft.config.schema import SftConfig
 from weft.config.trainers import TRAINERS, Trainer
+from weft.config.trainers.reinforcement import REINFORCEMENT_OF
 from weft.config.yaml12 import show
 
 _WRITTEN = (
@@ -48,6 +49,16 @@ _DEFAULTS = """\
 """
 
 
+_REINFORCEMENT = """\
+## Reinforcement learning
+
+What `weft rl` answers to these names; formulas and presets are in [algorithms.md](../algorithms.md).
+
+| {title} | weft |
+| --- | --- |
+"""
+
+
 def page(trainer: Trainer) -> str:
     """The page of one trainer, as Markdown."""
     parts = [
@@ -64,6 +75,9 @@ def page(trainer: Trainer) -> str:
     for heading, names in trainer.names.items():
         rows = "\n".join(f"| `{name}` | {_sentence(with_state(text))} |" for name, text in names.items())
         parts.append(f"### {heading}\n\n| {trainer.title} | weft |\n| --- | --- |\n{rows}\n")
+    if trainer.name in REINFORCEMENT_OF:
+        rows = "\n".join(f"| `{name}` | {_sentence(text)} |" for name, text in REINFORCEMENT_OF[trainer.name].items())
+        parts.append(_REINFORCEMENT.format(title=trainer.title) + rows + "\n")
     return "\n".join(parts)
 
 

@@ -73,6 +73,8 @@ def _other_loss(*reading: str) -> Test:
     return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
 
 
+_SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
+
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections that RL reads otherwise than SFT; what the others share stays.
@@ -140,7 +142,11 @@ INERT = (
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
-        for leaf in ("engines", "dtype", "timeout", "transport", "bucket_mb", "verify_every")
+        for leaf in ("engines", "dtype", "timeout", *_SYNC_KEYS)
+    ),
+    *(
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
+        for leaf in _SYNC_KEYS
     ),
     *(
         Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
@@ -193,6 +199,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.tp": AT_LEAST_1,
     "rollout.memory": POSITIVE,
     "rollout.timeout": POSITIVE,
+    "rollout.bucket_mb": AT_LEAST_1,
+    "rollout.verify_every": NOT_NEGATIVE,
     "rl.reward_timeout": POSITIVE,
     "rl.reward_workers": AT_LEAST_1,
     "rl.max_turns": AT_LEAST_1,
@@ -202,8 +210,6 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.min_p": BELOW_1,
-    "rollout.bucket_mb": AT_LEAST_1,
-    "rollout.verify_every": NOT_NEGATIVE,
     "eval.samples": NOT_NEGATIVE,
     "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
@@ -237,7 +243,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
                 f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
                 "shorter.",
             )
-    if config.rl.prompts % config.rl.updates:
+    if config.rl.updates > 0 and config.rl.prompts % config.rl.updates:
         yield (
             "rl.updates",
             f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
@@ -260,6 +266,18 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy",
             "rl.on_policy is exact, but rl.old_logprobs=rollout takes the engine's logprobs unread, so that nothing "
             "would be compared: set rl.old_logprobs=recompute.",
+        )
+    if config.cluster.max_staleness:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but with cluster.max_staleness samples come from older weights than those that are "
+            "trained: set cluster.max_staleness=0.",
+        )
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: "
+            "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0.",
         )
     if config.model.compile:
         yield (

@@ -183,14 +183,19 @@ class RolloutConfig:
     min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
     transport: Literal["auto", "shared", "group", "files"] = key(
-        "How weights reach engines of their own: `shared` memory of a host, a process `group`, or `files` in the "
-        "system's temporary folder. auto: shared on a host of the trainer's, else a group.",
+        "How weights get to engines of their own: `shared` memory of their host, a process `group` (NCCL, or gloo on "
+        "CPU), or `files` in RUN/sync, on a file system that all see; `auto`: shared memory where a trainer rank is on "
+        "the engine's host, else a group (docs/weight-sync.md).",
         "auto",
     )
-    bucket_mb: int = key("MiB of weights that are on their way at once.", 256)
+    bucket_mb: int = key(
+        "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
+        "tensor that is larger than half of it goes alone.",
+        128,
+    )
     verify_every: int = key(
-        "Syncs from one whose values are read back from the engines and compared to the next; 0: only the first. What "
-        "arrives is compared with what was sent in every sync.",
+        "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
+        "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
         20,
     )
     max_tokens_per_device: int = key(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from weft.config.aliases import advice_for, not_yet, trainers_of
 from weft.config.keys import schema_keys, sections
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
 from weft.config.trainers import TRAINERS, Trainer
 from weft.config.yaml12 import Node
 
@@ -16,6 +18,7 @@ _PLURALS = (
     ("is not in this version yet: ", "are not in this version yet: "),
     ("is not a key", "are not keys"),
     ("is not an option", "are not options"),
+    ("belongs to", "belong to"),
     ("leave it out", "leave them out"),
 )
 # So many names of another trainer make a config of that trainer.
@@ -37,9 +40,10 @@ class Unknown:
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """What is unknown in `name`, a key or section that the schema does not have."""
-    planned = not_yet(name)
-    if planned is not None and planned not in sections(schema):
+    if not_yet(name) is not None:
         return [Unknown(name, node.where, "is not in this version yet: leave it out.")]
+    if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
+        return [Unknown(name, node.where, "belongs to `weft rl`: leave it out of supervised fine-tuning.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
     own = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):
@@ -47,6 +51,11 @@ def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
         if advice is None or any(key.foreign and key.answer != own for key in inside):
             return inside
     return [Unknown(name, node.where, own, advice is not None)]
+
+
+def _of_rl_alone() -> set[str]:
+    """Sections that only configs of reinforcement learning have."""
+    return set(sections(RlConfig)) - set(sections(SftConfig))
 
 
 def messages(unknown: Sequence[Unknown]) -> list[str]:

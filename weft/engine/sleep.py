@@ -1,13 +1,14 @@
 """Giving a device's memory up for a while: parts of an engine wait in the host's memory, for something else to run.
 
-What moves is storages. Each one's bytes go to a buffer of the host (pinned where there is an accelerator), and it is
-shrunk to nothing in place, so that every tensor, view and reference to it (FSDP2's, the optimizer's, the average's)
-stays what it was, and has its elements again after waking.
+What moves is storages. Their bytes go to chunks of the host's memory (pinned where there is an accelerator), and they
+are shrunk to nothing in place, so that every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays
+what it was, and has its elements again after waking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +20,21 @@ from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = get_args(Part)
+CHUNK = 1 << 26  # bytes of host memory pinned at a time: a power of two, which torch would round it up to
+_ALIGNED = 512  # where a storage begins in a chunk
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Storages, and the chunks of host memory that their bytes lie in, one after the other."""
+
+    storages: list[torch.UntypedStorage]
+    sizes: list[int]
+    chunks: list[Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
 
 
 class Sleeper:
@@ -26,55 +42,71 @@ class Sleeper:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._asleep: dict[Part, list[tuple[torch.UntypedStorage, Tensor]]] = {}
-        self._idle: dict[Part, list[Tensor]] = {}  # pinned buffers, kept for the next time: to pin memory is slow
+        self._asleep: dict[Part, _Waiting] = {}
+        self._idle: dict[Part, list[Tensor]] = {}  # pinned chunks, kept for the next time: to pin memory is slow
 
     @property
     def asleep(self) -> dict[Part, int]:
         """Bytes that wait on the host, by part."""
-        return {part: sum(buffer.numel() for _, buffer in kept) for part, kept in self._asleep.items()}
+        return {part: waiting.bytes for part, waiting in self._asleep.items()}
 
     @torch.no_grad()
     def sleep(self, part: Part, tensors: Iterable[Tensor]) -> int:
         """Move what these tensors hold on the device; the bytes. What is on the host already stays."""
         assert part not in self._asleep, f"{part} are asleep"
         storages = _storages(tensors, self.device)
-        buffers = self._buffers(part, [storage.nbytes() for storage in storages])
-        for storage, buffer in zip(storages, buffers, strict=True):
-            buffer.copy_(_bytes_of(storage), non_blocking=True)
+        sizes = [storage.nbytes() for storage in storages]
+        waiting = _Waiting(storages, sizes, self._chunks(part, sum(_padded(size) for size in sizes)))
+        for own, host in _pairs(waiting):
+            host.copy_(own, non_blocking=True)
         self._synchronise()
         for storage in storages:
             storage.resize_(0)
-        self._asleep[part] = list(zip(storages, buffers, strict=True))
+        self._asleep[part] = waiting
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # or another process could not have it
-        return self.asleep[part]
+        return waiting.bytes
 
     @torch.no_grad()
     def wake(self, part: Part) -> int:
         """Bring a part back, bit for bit; the bytes."""
-        kept, moved = self._asleep.pop(part), 0
-        for storage, buffer in kept:
+        waiting = self._asleep.pop(part)
+        for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
             assert storage.nbytes() == 0, f"somebody gave {storage.nbytes()} bytes to what is asleep ({part})"
-            storage.resize_(buffer.numel())
-            _bytes_of(storage).copy_(buffer, non_blocking=True)
-            moved += buffer.numel()
+            storage.resize_(size)
+        for own, host in _pairs(waiting):
+            own.copy_(host, non_blocking=True)
         self._synchronise()
         if self.device.type == "cuda":
-            self._idle[part] = [buffer for _, buffer in kept]
-        return moved
+            self._idle[part] = waiting.chunks
+        return waiting.bytes
 
-    def _buffers(self, part: Part, sizes: list[int]) -> list[Tensor]:
-        idle = self._idle.pop(part, [])
-        if [buffer.numel() for buffer in idle] == sizes:
-            return idle
-        del idle
-        pin = self.device.type == "cuda"
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+    def _chunks(self, part: Part, size: int) -> list[Tensor]:
+        chunks, pin = self._idle.pop(part, []), self.device.type == "cuda"
+        wanted = -(-size // CHUNK)
+        del chunks[wanted:]
+        return chunks + [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pin) for _ in range(wanted - len(chunks))]
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
+    """(bytes of a storage, their place in a chunk), as long as both go."""
+    place = 0
+    for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
+        own, done = _bytes_of(storage), 0
+        while done < size:
+            chunk, start = divmod(place + done, CHUNK)
+            count = min(size - done, CHUNK - start)
+            yield own[done : done + count], waiting.chunks[chunk][start : start + count]
+            done += count
+        place += _padded(size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def held(

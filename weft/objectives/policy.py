@@ -97,6 +97,7 @@ def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
     return -tokens.advantage * tokens.logprob
 
 
+_CLIPPED = ("ppo", "gspo", "cispo")
 LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
 
 
@@ -196,11 +197,12 @@ class PolicyLoss:
         """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
 
         `low` is below the band and `high` above it: with ppo and gspo only where the advantage would take it further.
+        Losses that clip nothing, or are the user's, have no such metrics.
         """
         config = self.config
         ratio = tokens.sequence_ratio if config.policy_loss == "gspo" else tokens.ratio
         found = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
-        if config.policy_loss == "reinforce":
+        if config.policy_loss not in _CLIPPED:
             return found
         low, high = ratio < 1 - config.clip[0], ratio > 1 + config.clip[1]
         if config.policy_loss != "cispo":

@@ -45,15 +45,22 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
-    """The first and the last held-out loss and, where they were compared, the best evaluation."""
+    """The first and the last held-out loss, or accuracy, and, where they were compared, the best evaluation."""
     first, last, best = (evaluation[name] for name in ("first", "last", "best"))
-    texts = [f"{number(found.get('eval/loss'), '.4f')} (step {found['step']})" for found in (first, last)]
+    texts = [f"{_figure(found)} (step {found['step']})" for found in (first, last)]
     text = " -> ".join(dict.fromkeys(texts))
     if best is None:
         return text
     metric = next(name for name in best if name not in ("step", "checkpoint"))
     kept = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
     return f"{text}; best {metric} {number(best[metric], '.4f')} (step {best['step']}){kept}"
+
+
+def _figure(found: Mapping[str, Any]) -> str:
+    """What an evaluation is judged by: its loss, or in reinforcement learning, how many answers are correct."""
+    if "eval/loss" not in found and "eval/accuracy" in found:
+        return f"accuracy {found['eval/accuracy']:.1%}"
+    return number(found.get("eval/loss"), ".4f")
 
 
 def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:

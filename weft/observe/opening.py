@@ -35,7 +35,7 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
-from weft.ops.attention import kernel_for
+from weft.ops.attention import EXACT, kernel_for
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.memory import hint
 
@@ -180,7 +180,9 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
         return "attention of the family's own, eager" if built.findings.attends else "no attention"
-    kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
+    kernel = EXACT
+    if not engine.config.exact:
+        kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
     traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
     return f"attention kernel {kernel}{traits}"
 

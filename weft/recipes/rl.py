@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from weft.config.rl_schema import RlConfig
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
-from weft.errors import ActorError, StoppedError
+from weft.errors import ActorError, StoppedError, UserError
 from weft.models import hf
+from weft.objectives.policy import choose_policy_loss
 from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
@@ -33,7 +34,7 @@ from weft.recipes.folder import Held, hold_folder, write_config
 from weft.recipes.resume import put_in_order
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_start
-from weft.rl.advantages import advantages, shape_rewards
+from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import deal
 from weft.rl.engines import policy_config
@@ -42,10 +43,10 @@ from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
-from weft.rl.records import cut_rollouts
+from weft.rl.records import cut_rollouts, read_rollouts, rollout_files
 from weft.rl.rewards import Failures, Rewards, completion_texts
 from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rl.served_pool import check_engines, open_engines
+from weft.rl.served_pool import Reserved, check_engines, open_engines
 from weft.rl.trainer import DTYPE_NAMES, Trainer
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import RolloutEngine, Sampling
@@ -55,6 +56,8 @@ from weft.rollout.standalone import Standalone
 def run(config: RlConfig, options: RlOptions) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
+    choose_estimator(config.rl.advantage)  # the user's own are missed before anything is loaded
+    choose_policy_loss(config.rl.policy_loss)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
             engine = Engine(policy_config(config), ranks, weights=False)
@@ -63,7 +66,9 @@ def run(config: RlConfig, options: RlOptions) -> None:
     import_ray()
     check_engines(config)
     task, resume = read_task(config), options.resume is not None
-    plan = Plan.of(config, task.stream)
+    plan, replayed = Plan.of(config, task.stream), list_replayed(options.replay)
+    if replayed:
+        plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
     with hold_folder(config, resume=resume) as held:
         start = find_start(config, held.folder, task.prompts, plan) if resume else FRESH
         if start.step == plan.steps:
@@ -76,10 +81,19 @@ def run(config: RlConfig, options: RlOptions) -> None:
             start = replace(start, notes=(*start.notes, *notes))
         with open_actors(config, options, fill=start.state is None) as (trainers, standalone):
             try:
-                asyncio.run(train(Run(config, held, task, trainers, standalone, plan, start)))
+                opened = Run(config, held, task, trainers, standalone, plan, start, replayed)
+                asyncio.run(collect(opened) if options.rollout_only else train(opened))
             except ActorError:
                 trainers.keep_evidence(held.folder)
                 raise
+
+
+def list_replayed(folder: str | None) -> list[Path]:
+    """The files of `--replay RUN/rollouts` in their order. UserError where there are none."""
+    files = [] if folder is None else list(rollout_files(Path(folder)).values())
+    if folder is not None and not files:
+        raise UserError(f"--replay {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
+    return files
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,7 @@ class Run:
     standalone: ActorGroup | None
     plan: Plan
     start: RlStart
+    replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
     phases: Phases = field(default_factory=Phases)
     version: int = 0  # of the weights that the trainers have: rollout steps that are trained
 
@@ -160,25 +175,18 @@ class RolloutStep:
 
 async def train(run: Run) -> None:
     """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
-    config, trainers, plan, start = run.config, run.trainers, run.plan, run.start
-    engine, sampling = await prepare(run)
-    evaluator = RlEvaluator(
-        config, run.task.held_out, engine, run.task.rewards, run.task.tokenizer, run.task.episodes, sampling.ends
-    )
-    recorder = RlRecorder(config, run.held.folder, start)
+    config, plan, first = run.config, run.plan, run.start.rollout + 1
+    recorder = RlRecorder(config, run.held.folder, run.start)
     progress = Progress(plan.steps, extra=("reward",))
-    producer = Producer(
-        lambda number: roll_out(run, engine, sampling, number), start.rollout + 1, plan.rollouts,
-        config.cluster.max_staleness,
-    )  # fmt: skip
-    with recorder, StopSignals() as signals, progress:
-        await engine.sync(start.rollout)
-        if config.rl.on_policy == "exact":
-            await trainers.all("prove_exact")
-        if not start.rollout:
-            progress.notes(recorder.record_evaluation(0, await evaluate(evaluator, 0, plan), run.task.tokenizer))
-        async with producer:
-            for number in range(start.rollout + 1, plan.rollouts + 1):
+    async with AsyncExitStack() as opened:
+        engine, sampling, evaluator = await prepare(run, opened)
+        with recorder, StopSignals() as signals, progress:
+            progress.notes(await begin(run, engine, evaluator, recorder))
+            make = replay(run) if run.replayed else partial(roll_out, run, engine, sampling)
+            producer = await opened.enter_async_context(
+                Producer(make, first, plan.rollouts, config.cluster.max_staleness)
+            )
+            for number in range(first, plan.rollouts + 1):
                 with run.phases("rollout"):
                     step = await producer.take()
                 with run.phases("train"):
@@ -187,8 +195,8 @@ async def train(run: Run) -> None:
                 with run.phases("sync"), step.phases("sync"):
                     synced = await engine.sync(number)
                 run.version = number
-                done = bool(signals.number) or number == plan.rollouts
                 found = await evaluate(evaluator, number, plan)
+                done = bool(signals.number) or number == plan.rollouts
                 if not done:
                     await producer.trained(number)
                 progress.notes(step.failures.take_news())
@@ -201,31 +209,74 @@ async def train(run: Run) -> None:
                         progress.notes(await save(run, recorder, step))
                 if done:
                     break
-        saved, news = (await trainers.all("finish"))[0]
-        progress.notes(news)
-    recorder.finish(run.phases, Path(saved), signals.number if number < plan.rollouts else 0)
-    await run.task.rewards.close()
-    await engine.close()
-    await trainers.all("close")
-    if signals.number and number < plan.rollouts:
-        say_stopped(run, number * plan.per_rollout, signals.number)
-        raise StoppedError(signals.number)
+            saved, news = (await run.trainers.all("finish"))[0]
+            progress.notes(news)
+        stopped = signals.number if number < plan.rollouts else 0
+        recorder.finish(run.phases, Path(saved), stopped)
+        await run.trainers.all("close")
+    if stopped:
+        say_stopped(run, number * plan.per_rollout, stopped)
+        raise StoppedError(stopped)
 
 
-async def prepare(run: Run) -> tuple[Any, Sampling]:
-    """Everything that goes before the first rollout: the engines, and how they draw."""
-    config, trainers, start = run.config, run.trainers, run.start
+async def collect(run: Run) -> None:
+    """Rollouts of the weights as they are, and nothing trained (`--rollout-only`)."""
+    recorder = RlRecorder(run.config, run.held.folder, run.start)
+    async with AsyncExitStack() as opened:
+        engine, sampling, _ = await prepare(run, opened)
+        with recorder, StopSignals() as signals, Progress(run.plan.rollouts, extra=("reward",)) as progress:
+            await engine.sync(0)
+            for number in range(1, run.plan.rollouts + 1):
+                step = await roll_out(run, engine, sampling, number)
+                step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
+                progress.notes(step.failures.take_news())
+                progress.step(recorder.record_rollout(step, run.task.tokenizer))
+                if signals.number:
+                    break
+        await run.trainers.all("close")
+
+
+async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Any, Sampling, RlEvaluator]:
+    """Everything that goes before the first rollout: the engines, how they draw, and what is evaluated. opened: closes
+    what needs to be closed."""
+    config, task, trainers, start = run.config, run.task, run.trainers, run.start
+    opened.push_async_callback(task.rewards.close)
     run.phases.go_on(start.seconds)
-    run.task.stream.take(start.taken)
+    task.stream.take(start.taken)
     run.version = start.rollout
     with run.phases("load"):
-        await run.task.rewards.start([*run.task.prompts, *run.task.held_out.all()])
+        await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening, *_ = await trainers.all("describe")
         ends, *_ = await trainers.all("ends")
         notes, *_ = await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step)
         engine = await open_engines(config, trainers, run.standalone, run.held.folder)
+        opened.push_async_callback(engine.close)
     print_rl_opening(run, opening, notes)
-    return engine, sampling_of(config, ends)
+    evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends)
+    return engine, sampling_of(config, ends), evaluator
+
+
+async def begin(run: Run, engine: Any, evaluator: RlEvaluator, recorder: RlRecorder) -> list[str]:
+    """The first sync, what is proven of it, and the evaluation before the first step; what there is to print."""
+    await engine.sync(run.start.rollout)
+    notes: list[str] = []
+    if run.config.rl.on_policy == "exact" and run.config.rollout.engine == "embedded":
+        notes += (await run.trainers.all("prove_exact"))[:1]
+    if not run.start.rollout:
+        notes += recorder.record_evaluation(0, await evaluate(evaluator, 0, run.plan), run.task.tokenizer)
+    return notes
+
+
+def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
+    """Makes rollout steps of files of RUN/rollouts: what was sampled and its rewards; all else is worked out anew."""
+
+    async def make(number: int) -> RolloutStep:
+        groups = read_rollouts(run.replayed[number - 1])
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.old = sample.reference = sample.values = sample.advantages = sample.correction = None
+        return RolloutStep(number, groups, taken=0)
+
+    return make
 
 
 async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: int) -> RolloutStep:
@@ -247,7 +298,8 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
         return list(groups)
 
     step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
-    step.metrics |= replaced if rl.dynamic_sampling else {}
+    if rl.dynamic_sampling:
+        step.metrics["rollout/replaced"] = float(replaced)
     step.taken = run.task.stream.taken
     require_comparable(step.samples, sampling)
     return step
@@ -329,34 +381,41 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[tuple[ActorGroup, ActorGroup | None]]:
-    """The trainer group, one process for each rank; and with rollout.engine=hf the engines'."""
+    """The trainer group, one process for each rank; and with rollout.engine=hf the engines', or on CUDA those that hold
+    accelerators for engines that are servers."""
     alone, gpu = config.cluster.address is None, options.device == "cuda"
     bundle = Bundle(cpus=0.0 if gpu else 1.0, gpus=1.0 if gpu else 0.0)
-    engines = config.rollout.engines if config.rollout.engine == "hf" else 0
+    serves = config.rollout.engine in ("vllm", "sglang")
+    engines = config.rollout.engines if config.rollout.engine == "hf" or (serves and gpu) else 0
+    share = Bundle(gpus=float(config.rollout.tp)) if serves else bundle
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // (options.world + engines))))
 
-    def group(name: str, make: Any, count: int, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
+    def group(name: str, make: Any, one: Bundle, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
         common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})}
-        return actor_group(name, make, [bundle] * count, [common | own for own in env])
+        return actor_group(name, make, [one] * len(env), [common | own for own in env])
 
     ranks = [
         {"RANK": str(rank), "WORLD_SIZE": str(options.world), "LOCAL_RANK": "0" if gpu else str(rank)}
         for rank in range(options.world)
     ]
     with (
-        ray_session(config.cluster.address, [bundle] * (options.world + engines)),
-        group("trainer rank", partial(_make_trainer, config, options, fill), options.world, ranks) as trainers,
+        ray_session(config.cluster.address, [bundle] * options.world + [share] * engines),
+        group("trainer rank", partial(_make_trainer, config, options, fill), bundle, ranks) as trainers,
     ):
         if not engines:
             yield trainers, None
             return
-        make = partial(_make_engine, config, options)
-        with group("rollout engine", make, engines, [{} for _ in range(engines)]) as standalone:
+        make = _reserve if serves else partial(_make_engine, config, options)
+        with group("rollout engine", make, share, [{} for _ in range(engines)]) as standalone:
             yield trainers, standalone
 
 
 def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
     return Trainer(config, options.device, fill=fill)
+
+
+def _reserve(number: int) -> Reserved:
+    return Reserved()
 
 
 def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
@@ -365,5 +424,5 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
     return Standalone(
         config.model.path, config.lora, dtype=dtypes[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=load_tokenizer(config.model.path),
+        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
     )  # fmt: skip

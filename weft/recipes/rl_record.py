@@ -82,6 +82,16 @@ class RlRecorder:
             self.summary.add(line)
         return written
 
+    def record_rollout(self, step: RolloutStep, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+        """The line of a rollout step that nothing is trained on."""
+        write_rollouts(self.folder, step.number, step.groups, completion_texts(step.samples, tokenizer))
+        seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        line: dict[str, object] = {"step": step.number, "rollout": step.number, **lengths_of(step.samples)}
+        line |= {**step.metrics, **seconds}
+        self.file.write(line)
+        self.trackers.log(line)
+        return line
+
     def record_evaluation(
         self, step: int, evaluated: Evaluated | None, tokenizer: PreTrainedTokenizerBase
     ) -> list[str]:

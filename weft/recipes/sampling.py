@@ -22,6 +22,7 @@ from weft.rollout.embedded import EmbeddedEngine, end_tokens
 
 SAMPLES = "samples.jsonl"
 _PRINTED = 3  # answers of an evaluation
+_TOKENS = 8_192  # that the copy remembers at once, beside all that training holds
 _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 
@@ -42,7 +43,7 @@ class Sampler:
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
-        self.embedded = EmbeddedEngine(engine)
+        self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS)
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(

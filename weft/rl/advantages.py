@@ -42,7 +42,24 @@ def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]
     for group, estimates in zip(compared, choose_estimator(config.advantage)(compared, config), strict=True):
         for sample, estimate in zip(group.samples, estimates, strict=True):
             _set(sample, estimate, config.advantage)
-    return reward_metrics(compared)
+    return reward_metrics(compared) | value_metrics(compared)
+
+
+def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens. 1: the critic knew the returns; 0: it
+    might as well have said one number. Nothing without a critic, or where all returns are equal."""
+    known = [
+        (sample.returns[sample.sampled], sample.values[sample.sampled])
+        for group in groups
+        for sample in group.samples
+        if sample.returns is not None and sample.values is not None
+    ]
+    if not known:
+        return {}
+    returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*known, strict=True))
+    if not len(returns) or np.ptp(returns) == 0:
+        return {}
+    return {"critic/explained_variance": float(1 - (returns - values).var() / returns.var())}
 
 
 def choose_estimator(name: str) -> Estimator:

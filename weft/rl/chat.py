@@ -37,6 +37,7 @@ class Chats:
         self.tokenizer = tokenizer
         self.encoding = encoding or Encoding()
         self._encoder = Encoder(tokenizer, self.encoding)
+        self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # behind a message of a role, whether it writes something
 
     def question(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[Conversation, str]:
         """The conversation as templates want it, and its rendering up to where the answer begins.
@@ -46,7 +47,7 @@ class Chats:
         chat = self._conversation(where, messages, row)
         answers, kwargs = self._answers(where, chat)
         try:
-            return chat, _asked(answers.template, chat, kwargs)
+            return chat, self._asked(answers.template, chat, kwargs)
         except RENDER_ERRORS as error:
             raise UserError(f"{where}: the chat template refused this prompt: {first_line(error)}.") from error
 
@@ -68,10 +69,10 @@ class Chats:
         question = replace(chat, messages=chat.messages[: len(asked)])
         try:
             found = answers.find(chat, kwargs)
-            text = _asked(answers.template, chat, kwargs)
+            text = self._asked(answers.template, chat, kwargs)
             plain = answers.template.render(question.messages, kwargs, tools=chat.tools).text
             before = common_header(
-                plain, _asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
+                plain, self._asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
             )
         except Unclear as error:
             raise UserError(
@@ -102,18 +103,20 @@ class Chats:
         """Ids of renderings, which hold their special tokens as text."""
         return self._encoder.plain(texts)
 
+    def _asked(self, template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:
+        """The rendering with what asks for an answer."""
+
+        def render(messages: Any, ask: bool) -> str:
+            return template.render(messages, kwargs, tools=chat.tools, ask=ask).text
+
+        key = template, chat.messages[-1]["role"]
+        if key not in self._asks:
+            self._asks[key] = render(chat.messages, True) != render(chat.messages, False)
+        return render(chat.messages, True) if self._asks[key] else up_to_the_answer(render, chat.messages)
+
     def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
         return conversation(Record(where, "messages", {"messages": messages, **beside(where, row)}), "answers")
 
     def _answers(self, where: str, chat: Conversation) -> tuple[Answers, dict[str, Any]]:
         answers = self._encoder.answers_of(Record(where, "messages", {}), chat)
         return answers, {**self.encoding.template_kwargs, **chat.kwargs}
-
-
-def _asked(template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:
-    """The rendering with what asks for an answer."""
-
-    def render(messages: Any, ask: bool) -> str:
-        return template.render(messages, kwargs, tools=chat.tools, ask=ask).text
-
-    return up_to_the_answer(render, chat.messages)

@@ -71,15 +71,3 @@ def deal(groups: Sequence[Group], updates: int, seed: int) -> list[list[Group]]:
     random.Random(seed).shuffle(order)
     updates = min(updates, len(order))
     return [order[update::updates] for update in range(updates)]
-
-
-def informative(groups: Sequence[Group]) -> list[Group]:
-    """Those whose rewards are not all equal: what rl.dynamic_sampling keeps (DAPO, arXiv:2503.14476, equation 11)."""
-    return [group for group in groups if Group(group.prompt, [s for s in group.samples if s.counts]).has_signal]
-
-
-def most_informative(groups: Sequence[Group], count: int) -> list[Group]:
-    """So many of them, in their order: those whose rewards are not all equal, and others where they are too few."""
-    telling = {id(group) for group in informative(groups)}
-    places = sorted(range(len(groups)), key=lambda place: id(groups[place]) not in telling)
-    return [groups[place] for place in sorted(places[:count])]

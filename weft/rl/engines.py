@@ -78,6 +78,22 @@ def critic_engine(
         return Engine(wanted, ranks, fill=fill, beside=beside, progress=progress)
 
 
+def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
+    """What a run's opening says of them."""
+    lines = []
+    if reference is not None:
+        kept = str(reference.precision.compute).removeprefix("torch.")
+        lines.append(f"kl       measured against {reference.config.model.path}, in {kept}: {reference.memory}")
+    elif config.rl.kl > 0:
+        lines.append("kl       measured against the base under the adapters")
+    if critic is not None:
+        kind = type(critic.built.module.hf_model).__name__
+        load = critic.built.load
+        head = f"new head ({config.critic.head})" if load is None or load.fresh else "its own head"
+        lines.append(f"critic   {critic.config.model.path}: {kind}, {head}, lr {config.critic.lr:g}: {critic.memory}")
+    return lines
+
+
 @contextmanager
 def _named(section: str) -> Iterator[None]:
     """Messages of what is opened inside speak of model and mesh: say whose."""

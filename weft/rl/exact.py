@@ -18,7 +18,7 @@ from weft.errors import UserError
 from weft.models.startup import text_vocabulary
 from weft.rl.corrections import comparable
 from weft.rl.types import Sample
-from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.base import Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 
 # Of the sequences that are tried, (prompt, completion): of one token, over a block of keys, of uneven lengths.
@@ -28,8 +28,8 @@ _INSTEAD = "Set rl.on_policy=measured, which corrects for the difference (rl.cor
 
 @dataclass(frozen=True)
 class Proof:
-    """tokens: compared. differing: of these, and worst, the largest difference of two logprobs. moved: completions that
-    became others, in tokens or logprobs, where they were generated in another batch."""
+    """tokens: compared. differing: of these, on the rank that has most, and worst, the largest difference of two
+    logprobs. moved: completions that became others, in tokens or logprobs, where they were generated alone."""
 
     tokens: int
     differing: int
@@ -48,10 +48,10 @@ def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, l
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
-        moved = f", and {proof.moved} completions depend on what is generated beside them" if proof.moved else ""
+        moved = f"; {proof.moved} completions depend on what is generated beside them" if proof.moved else ""
         raise UserError(
-            f"rl.on_policy=exact: {proof.differing} of {proof.tokens} tokens have another logprob in the trainer than "
-            f"where they were sampled, by {proof.worst:.1e} at most{moved}. {_reason(engine)} {_INSTEAD}."
+            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {proof.differing} or more have "
+            f"another logprob in the trainer, by {proof.worst:.1e} at most{moved}. {_reason(engine)} {_INSTEAD}."
         )
     return proof
 
@@ -72,7 +72,9 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     together = embedded.generate(requests)
     apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
     moved = sum(
-        _other(a, b) for first, second in zip(together, apart, strict=True) for a, b in zip(first, second, strict=True)
+        one.tokens != other.tokens or one.logprobs != other.logprobs
+        for first, second in zip(together, apart, strict=True)
+        for one, other in zip(first, second, strict=True)
     )
     documents, recorded = [], []
     for request, completions in zip(requests, together, strict=True):
@@ -84,13 +86,9 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)})
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
-    found = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
-    differing, worst, moved = largest(found, engine.mesh.data_group, engine.device)
-    return Proof(sum(map(len, recorded)), int(differing), worst, int(moved))
-
-
-def _other(one: Completion, other: Completion) -> bool:
-    return one.tokens != other.tokens or one.logprobs != other.logprobs
+    numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
+    most = largest(numbers, engine.mesh.data_group, engine.device)
+    return Proof(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
 
 
 def _reason(engine: Engine) -> str:

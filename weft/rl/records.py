@@ -58,6 +58,14 @@ def read_rollouts(path: Path) -> list[Group]:
     return list(groups.values())
 
 
+def texts_of(path: Path) -> dict[str, str]:
+    """Sample.id -> the text of its completion, of one file."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path, columns=["prompt_index", "visit", "number", "completion"]).to_pylist()
+    return {f"{row['prompt_index']}.{row['visit']}/{row['number']}": row["completion"] for row in rows}
+
+
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Rollout step -> file, of a folder RUN/rollouts."""
     return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("step-*.parquet"))}

@@ -2,7 +2,7 @@
 
 Three kinds of functions are known, by the names of their parameters: TRL's `reward(prompts, completions,
 completion_ids, **columns) -> list[float | None]`, the same as a coroutine function, and verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`.
+`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`, which may be a coroutine, too.
 """
 
 from __future__ import annotations
@@ -87,11 +87,9 @@ class RewardFunction:
 
     def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
         """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async."""
-        if self.described.kind == "async":
+        if self.described.kind != "list":
             assert runner is not None
             return runner.run(self._side_by_side(batch))
-        if self.described.kind == "verl":
-            return [self._verl(batch.only(i)) for i in range(len(batch))]
         try:
             return _outcomes(self._list(batch), len(batch))
         except (Exception, SystemExit) as error:
@@ -109,7 +107,8 @@ class RewardFunction:
 
     async def _side_by_side(self, batch: Batch) -> list[Outcome]:
         """All at once, each in a call of its own, so that one that waits or fails holds up no other."""
-        return list(await asyncio.gather(*(self._alone(batch.only(i)) for i in range(len(batch)))))
+        ask = self._verl if self.described.kind == "verl" else self._alone
+        return list(await asyncio.gather(*(ask(batch.only(i)) for i in range(len(batch)))))
 
     async def _alone(self, batch: Batch) -> Outcome:
         try:
@@ -117,7 +116,7 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             return Outcome(None, _last_line(error))
 
-    def _verl(self, batch: Batch) -> Outcome:
+    async def _verl(self, batch: Batch) -> Outcome:
         row = {name: values[0] for name, values in batch.columns.items()}
         truth = row.get("ground_truth")
         if truth is None and isinstance(row.get("reward_model"), Mapping):
@@ -130,6 +129,7 @@ class RewardFunction:
         }
         try:
             found = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.named.options)
+            found = await found if inspect.isawaitable(found) else found
             if not isinstance(found, Mapping):
                 return _outcome(found)
             if "score" not in found:
@@ -187,7 +187,8 @@ def _outcome(value: Any) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    """The traceback's last line, with where in the user's code it was raised."""
+    """The traceback's last line, with where in the function's code it was raised."""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if frames else last
+    outside = frames and frames[-1].filename != __file__
+    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if outside else last

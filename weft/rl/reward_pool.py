@@ -110,7 +110,8 @@ class RewardPool:
         except WorkerError as error:
             if len(batch) == 1:
                 return [Outcome(None, f"the function's process {error}")]
-        return [outcome for i in range(len(batch)) for outcome in await self.call(number, batch.only(i))]
+        alone = await asyncio.gather(*(self.call(number, batch.only(i)) for i in range(len(batch))))
+        return [outcome for outcomes in alone for outcome in outcomes]
 
     async def close(self) -> None:
         """Ends all processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -159,11 +159,11 @@ class Rewards:
     def _batch(self, function: Named, samples: Sequence[Sample], texts: Sequence[str]) -> Batch:
         prompt, described = samples[0].prompt, self._described[function.name]
         names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
-        chat = prompt.messages is not None
+        chat, ids = prompt.messages is not None, described.takes_all or "completion_ids" in described.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample, text) if chat else text for sample, text in zip(samples, texts, strict=True)],
-            completion_ids=[sample.completion() for sample in samples],
+            completion_ids=[sample.completion() if ids else () for sample in samples],
             columns={name: [prompt.columns[name]] * len(samples) for name in names},
         )
 
@@ -183,7 +183,7 @@ class Rewards:
                 f"none of rl.reward: {', '.join(known)}."
             )
         for name in asked:
-            for problem in _missing(name, self._described[name], prompt):
+            if problem := _missing(name, self._described[name], prompt):
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
 
@@ -222,16 +222,18 @@ def try_rewards(
     ]
 
 
-def _missing(name: str, described: Described, prompt: Prompt) -> Iterator[str]:
+def _missing(name: str, described: Described, prompt: Prompt) -> str | None:
+    """What a function needs, and a prompt's row does not have."""
+    absent = next((column for column in described.required if column not in prompt.columns), None)
+    if absent is None and (not described.reference or has_reference(prompt.columns)):
+        return None
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
-    for column in described.required:
-        if column not in prompt.columns:
-            yield (
-                f"{name} asks for `{column}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns "
-                f"of the data: set data.columns={{{column}: ...}}, or give the parameter a default."
-            )
-    if described.reference and not has_reference(prompt.columns):
-        yield f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+    if absent is None:
+        return f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+    return (
+        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns of the "
+        f"data: set data.columns={{{absent}: ...}}, or give the parameter a default."
+    )
 
 
 def _note(name: str, sample: Sample, outcome: Outcome) -> None:

@@ -42,12 +42,12 @@ from weft.recipes.folder import check_shared
 from weft.recipes.resume import fill_from
 from weft.recipes.step_line import Taken, step_line
 from weft.rl.documents import documents_of
-from weft.rl.engines import critic_engine, policy_config, reference_engine
+from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import Receiver, Sender, options_of
 from weft.rollout.sync.wire import Ticket
 
 CRITIC = "critic"
@@ -67,8 +67,8 @@ class Trainer:
         require_agreement(keys | versions())
         flight.at("load")
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
-        self.reference = reference_engine(config, self.ranks)
-        self.critic = critic_engine(config, self.ranks, fill=fill)
+        self.reference = reference_engine(config, self.ranks, beside=self.engine)
+        self.critic = critic_engine(config, self.ranks, fill=fill, beside=self.engine)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
@@ -76,6 +76,7 @@ class Trainer:
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
         self.sender: Sender | None = None
+        self.folder: Path | None = None
         self._contract_checked = False
 
     # ------------------------------------------------------------ at start
@@ -85,6 +86,8 @@ class Trainer:
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             print_model(self.config, self.engine)
+            for line in opening_lines(self.config, self.reference, self.critic):
+                print(line)
         return text.getvalue()
 
     def ends(self) -> list[int]:
@@ -97,6 +100,7 @@ class Trainer:
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
+        self.folder = run
         notes: list[str] = []
         if last:
             checkpoint = step_folder(run / "checkpoints", last)
@@ -118,11 +122,12 @@ class Trainer:
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
-    def prove_exact(self) -> None:
-        """Raises UserError where this model, on this machine, samples other logprobs than the trainer reads."""
-        prove_exact(
-            self.engine, self.embedded, self.config.rollout.max_prompt_tokens, self.config.rollout.max_new_tokens
-        )
+    def prove_exact(self) -> str:
+        """UserError where this model, on this machine, samples other logprobs than the trainer reads; else a line."""
+        flight.at("logprobs")
+        rollout = self.config.rollout
+        proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Completions by this rank's copy alone."""
@@ -133,17 +138,13 @@ class Trainer:
         """Drop the embedded engine's copy."""
         self.embedded.sleep()
 
-    def open_sync(self, names: Sequence[str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
-        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). workers: of one."""
-        lora, rollout = self.engine.lora is not None, self.config.rollout
-        receivers = [Receiver(name, workers=workers, adapters=lora) for name in names]
-        options = SyncOptions(
-            transport=rollout.transport,
-            bucket_bytes=rollout.bucket_mb << 20,
-            verify_every=rollout.verify_every,
-            timeout=rollout.timeout,
-        )
-        self.sender = Sender(self.engine, receivers, options)
+    def open_sync(self, hosts: Mapping[str, str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
+        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). hosts: address of
+        each one's machine, by its name. workers: of one."""
+        assert self.folder is not None, "open_run comes first"
+        adapters = self.engine.lora is not None
+        receivers = [Receiver(name, host, workers, adapters) for name, host in hosts.items()]
+        self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return DTYPE_NAMES[self.engine.precision.compute], self.sender.tickets
 
     def send(self, version: int) -> Synced:
@@ -187,8 +188,10 @@ class Trainer:
         taken = self._take_step(documents, lr, began)
         if not self._contract_checked:
             check_contract(self.engine)
-            self._contract_checked = True
         values = self._train_critic(documents, lr / self.config.optimizer.lr)
+        if not self._contract_checked and self.critic is not None:
+            check_contract(self.critic)
+        self._contract_checked = True
         flight.at("record")
         failed = self.saver is not None and self.saver.failed
         memory, any_failed = largest(

@@ -96,7 +96,8 @@ class Sample:
 
     def completion(self) -> list[int]:
         """All tokens after the prompt."""
-        return [int(token) for token in self.tokens[len(self.prompt.tokens) :]]
+        found: list[int] = self.tokens[len(self.prompt.tokens) :].tolist()
+        return found
 
 
 @dataclass
@@ -112,6 +113,5 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any two rewards differ: without, every advantage of the group is zero."""
-        known = [reward for reward in self.rewards if reward is not None]
-        return len(set(known)) > 1
+        """Whether any two rewards differ, of samples that count: without, every advantage of the group is zero."""
+        return len({sample.reward for sample in self.samples if sample.counts}) > 1

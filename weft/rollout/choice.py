@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -12,10 +10,9 @@ from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
 from weft.models.startup import LOGIT_TOLERANCE, small_copy
-from weft.ops.attention import ADAPTERS
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
-_PROMPTS = ([*range(3, 8)], [*range(10, 33)], [*range(40, 77)])  # longer than the windows and chunks of a small copy
+_PROMPTS = (5, 23, 37)  # tokens; windows and chunks of a small copy are shorter
 _tried: dict[str, bool] = {}  # config as JSON -> whether its cache is exact
 
 
@@ -28,12 +25,8 @@ def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
 def caches(config: PretrainedConfig) -> bool:
     """Whether CachedRows serve this architecture; tried once on a small random copy."""
     text = config.get_text_config()
-    if (
-        family_of(text.model_type).attention is not None  # attention of their own reads another mask
-        or text.model_type in ADAPTERS  # what they do to bounds is not worked out for one token
-        or position_limit(text) is not None  # the rotary table of a row depends on its length
-    ):
-        return False
+    if family_of(text.model_type).attention is not None or position_limit(text) is not None:
+        return False  # attention of their own reads another mask; the rotary table of a row depends on its length
     key = config.to_json_string(use_diff=False)
     if key not in _tried:
         _tried[key] = _is_exact(config)
@@ -45,21 +38,22 @@ def _is_exact(config: PretrainedConfig) -> bool:
     small = small_copy(config)
     if not hf.takes_dynamic_cache(small):
         return False
+    vocabulary = small.get_input_embeddings().weight.shape[0]
     with torch.inference_mode():
-        pairs = list(zip(*(_walk(rows) for rows in (CachedRows(small), WholeRows(small))), strict=True))
-    worst = torch.stack([(cached - whole).abs().max() for cached, whole in pairs]).max()
-    largest = torch.stack([whole.abs().max() for _, whole in pairs]).max()
+        cached, whole = (_walk(rows, vocabulary) for rows in (CachedRows(small), WholeRows(small)))
+    pairs = list(zip(cached, whole, strict=True))
+    worst = torch.stack([(one - other).abs().max() for one, other in pairs]).max()
+    largest = torch.stack([other.abs().max() for _, other in pairs]).max()
     return bool(worst <= LOGIT_TOLERANCE * largest)
 
 
-def _walk(rows: Rows) -> list[Tensor]:
+def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
     """Logits of every forward while rows join, go on, leave and are joined by others."""
-    found = [rows.join(_PROMPTS[:2], (2, 1))]
-    found += [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
+    prompts = [[(3 + 5 * place) % vocabulary for place in range(length)] for length in _PROMPTS]
+
+    def advance() -> Tensor:
+        return rows.advance([(3 + 7 * row + 5 * int(length)) % vocabulary for row, length in enumerate(rows.lengths)])
+
+    found = [rows.join(prompts[:2], (2, 1)), *(advance() for _ in range(3))]
     rows.leave([0])
-    found.append(rows.join(_PROMPTS[2:], (2,)))
-    return found + [rows.advance(_tokens(rows.lengths)) for _ in range(3)]
-
-
-def _tokens(lengths: Sequence[int]) -> list[int]:
-    return [3 + (7 * row + 5 * int(length)) % 90 for row, length in enumerate(lengths)]
+    return [*found, rows.join(prompts[2:], (2,)), *(advance() for _ in range(3))]

@@ -6,6 +6,7 @@ It is filled by the tensor walker, like any other engine, and dropped on sleep, 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -48,7 +49,7 @@ class EmbeddedEngine:
     def wake(self, here: bool = True, version: int = 0) -> None:
         """Take the trainer's weights as they are now; collective. here: whether this rank is going to generate.
         version: what completions call these weights."""
-        model = self._build() if here else None
+        model = (self.model or self._build()) if here else None
         state = {} if model is None else model.state_dict(keep_vars=True)
         manifest = self._manifest()
         pieces = {piece.disk: piece for piece in self.engine.built.pieces}
@@ -59,16 +60,22 @@ class EmbeddedEngine:
                 target = state[piece.runtime].detach()
                 target[piece.box.within(Box.whole(tuple(target.shape)))] = piece.to_runtime(tensor, piece.box)
         self._add_adapters(state)
-        if model is not None:
+        if model is None:
+            self.generator = None
+        elif self.generator is None:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
             exact = self.engine.config.exact
             self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
+        else:
+            assert not self.generator.busy
+            self.generator.version = version
         self.model = model
 
     def sleep(self) -> None:
         """Drop the copy and its cache."""
         self.model = self.generator = None
+        gc.collect()  # modules and their hooks refer to each other, so that nothing else would free them soon
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None

@@ -9,16 +9,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
+
+from weft.errors import ActorError
 
 _GUARD = Path(__file__).parent / "guard.py"
 _LINES, _WIDTH = 15, 400  # of the log's end, in messages
-_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
+_ERROR = re.compile(
+    r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .+)"
+)  # at a line's start, or after what a logger puts there
+_NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes say whenever they end
 _CLOSING = 15.0  # seconds that a process is given to end
 _LOOK = 0.05  # seconds between two looks at it
 
 
-class EngineDiedError(RuntimeError):
+class EngineDiedError(ActorError):
     """A rollout engine has ended, hangs, or is broken. The message names it, what it was doing, and its log's end."""
+
+    def __init__(self, message: str, kind: Literal["killed", "hang"] = "killed") -> None:
+        super().__init__(message, kind)
 
 
 class EngineProcess:
@@ -44,8 +53,8 @@ class EngineProcess:
         """The first error in what it wrote, the last lines, and where all of them are."""
         with self.log.open("rb") as file:
             file.seek(self._start)
-            lines = file.read().decode(errors="replace").rstrip().splitlines()
-        errors = (found.group() for line in lines if (found := _ERROR.search(line)))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if not _NOISE.search(line)]
+        errors = (found.group(1) for line in lines if (found := _ERROR.search(line)))
         first = next((f"Its first error: {error[:_WIDTH]}\n" for error in errors), "")
         shown = "\n".join(f"  | {line[:_WIDTH]}" for line in lines[-_LINES:]) or "  | (it wrote nothing)"
         return f"{first}The end of {self.log}:\n{shown}"

@@ -120,7 +120,8 @@ class CachedRows:
     row's token t in slot t, so that rows of any lengths stand side by side and one is moved by copying it alone."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
-        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self.routes: list[Routes] = []
         self._model = _Model(model, routes)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # rows and slots of those tensors
@@ -255,7 +256,8 @@ class WholeRows:
     trainer lays them out. For families whose cache CachedRows cannot hold."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
-        self.lengths, self.routes = np.zeros(0, dtype=np.int64), []
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self.routes: list[Routes] = []
         self._model = _Model(model, routes)
         self._tokens: list[list[int]] = []
 

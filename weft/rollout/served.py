@@ -30,7 +30,7 @@ class Served:
         self._waiting: dict[int, str] = {}
         self._left: list[str] = []  # of it, when the server died
         self._heard = time.monotonic()
-        self._held = False
+        self._held = self._hangs = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
 
@@ -42,7 +42,7 @@ class Served:
                 raise EngineDiedError(self._message(f"ended with status {self._process.status}", "starting"))
             if time.monotonic() > deadline:
                 await self._process.close()
-                raise EngineDiedError(self._message(f"was not ready after {self._silence:g} s", "starting"))
+                raise EngineDiedError(self._message(f"was not ready after {self._silence:g} s", "starting"), "hang")
             with suppress(ConnectionError, RefusedError, TimeoutError):
                 async with asyncio.timeout(self._silence):
                     await self._address.call("GET", self._health)
@@ -89,6 +89,7 @@ class Served:
             return f"ended with status {self._process.status}"
         silent = time.monotonic() - self._heard
         if self._waiting and not self._held and silent > self._silence:
+            self._hangs = True
             return f"has finished nothing for {silent:.0f} s"
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -111,11 +112,12 @@ class Served:
             if task.done() and not _may_be_dead(task.exception()):
                 return task.result()
             if not task.done() and not self._dead.done():
+                self._hangs = True
                 await self._die(f"has not answered for {limit:g} s")
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GONE):
                     reason = await asyncio.shield(self._dead)
-                    raise EngineDiedError(self._message(reason, what))
+                    raise EngineDiedError(self._message(reason, what), "hang" if self._hangs else "killed")
             if isinstance(task.exception(), RefusedError):
                 return task.result()  # it lives, and will not do this
             raise EngineDiedError(self._message(f"closed the connection ({task.exception()})", what))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weft.config.rl_schema import RlConfig
@@ -31,14 +32,19 @@ def server_names(config: RlConfig) -> list[str]:
     return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.engines)]
 
 
-async def start(config: RlConfig, name: str, run: Path, compute: str, version: int | None) -> Server:
+async def start(
+    config: RlConfig, name: str, run: Path, compute: str, version: int | None, devices: str | None = None
+) -> Server:
     """Start one engine and wait until it answers.
 
     name: of server_names. run: its log goes to RUN/engines. compute: the trainer's dtype, as in "bf16". version: of the
-    weights at model.path; None: those are not to be sampled from, and requests wait for the first sync.
+    weights at model.path; None: those are not to be sampled from, and requests wait for the first sync. devices: its
+    CUDA_VISIBLE_DEVICES; None: as this process's.
     """
     waits = version is None and config.rollout.engine == "vllm"
     settings = settings_of(config, interpreter_of(config), name, run, compute, weights=not waits)
+    if devices is not None:
+        settings = replace(settings, variables={"CUDA_VISIBLE_DEVICES": devices})
     if config.rollout.engine == "sglang":
         return await SglangEngine.start(settings, version or 0)
     return await VllmEngine.start(settings, version)
@@ -53,9 +59,14 @@ class ServerPool:
         self._loads = [0] * len(self.servers)
 
     @classmethod
-    async def start(cls, config: RlConfig, run: Path, compute: str, version: int | None = None) -> ServerPool:
+    async def start(
+        cls, config: RlConfig, run: Path, compute: str, version: int | None = None,
+        devices: Sequence[str | None] | None = None,
+    ) -> ServerPool:  # fmt: skip
         """All engines of the config, started side by side; as `start` for each."""
-        calls = [asyncio.ensure_future(start(config, n, run, compute, version)) for n in server_names(config)]
+        names = server_names(config)
+        each = zip(names, devices or [None] * len(names), strict=True)
+        calls = [asyncio.ensure_future(start(config, name, run, compute, version, own)) for name, own in each]
         done = await asyncio.gather(*calls, return_exceptions=True)
         servers = [server for server in done if not isinstance(server, BaseException)]
         errors = [error for error in done if isinstance(error, BaseException)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.boxes import Box
+from weft.cluster.machine import own_address
 from weft.config.schema import LoraConfig
 from weft.models import hf
 from weft.models.adapter_files import file_names, plan_lora
@@ -38,14 +39,19 @@ class Standalone:
         device: torch.device | str = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = MAX_TOKENS,
+        exact: bool = False,
     ) -> None:
-        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: the
-        trainer's compute dtype. tokenizer, max_tokens: as Generator has them."""
+        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of
+        its weights, which syncs bring. tokenizer, max_tokens, exact: as Generator has them."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.tokenizer, self.max_tokens, self.exact = tokenizer, max_tokens, exact
         self.version: int | None = None
         self._filled: Filled | None = None
         self._generator: Generator | None = None
+
+    def host(self) -> str:
+        """Address of the machine that it runs on."""
+        return own_address()
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
@@ -68,7 +74,7 @@ class Standalone:
                     raise
         assert self._filled is not None, "a sync without a part"
         if self._generator is None:
-            self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens)
+            self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens, self.exact)
         self.version = self._generator.version = version
 
     def sleep(self) -> None:

@@ -191,5 +191,5 @@ LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns; fused exp
 LORA_SAVED = "say `lora.modules_to_save`."
 LORA_PATH = "say `lora.path`, the folder of an adapter."
 RSLORA = "say `lora.rslora`."
-RL = "`rl` and `rollout` belong to reinforcement learning: leave it out."
-REWARD = "`rl` has the reward: leave it out of supervised fine-tuning."
+RL = "it belongs to reinforcement learning, `weft rl`: leave it out of supervised fine-tuning."
+REWARD = "the reward is `weft rl`'s: leave it out of supervised fine-tuning."

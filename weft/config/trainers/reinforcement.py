@@ -36,8 +36,45 @@ _REWARD = "say `rl.reward`: a list of names and import paths."
 _PROMPT = "say `rollout.max_prompt_tokens`."
 _COMPLETION = "say `rollout.max_new_tokens`."
 _ENGINE = "say `rollout.engine`."
-_REFERENCE = "the reference is the model at first, and there is one with `rl.kl` above 0: leave it out."
+_REFERENCE = "there is a reference with `rl.kl` above 0: the model at first, or say `reference.path`."
+_TRAINERS = "say `cluster.trainer`, the ranks that train; engines of their own are `rollout.engines` x `rollout.tp`."
+_MEMORY = "say `rollout.memory`, a share of the accelerator's memory."
+_TP = "say `rollout.tp`."
+_OPTIONS = "say `rollout.options`, arguments of the engine's server."
+_STALENESS = "say `cluster.max_staleness`, in versions of the weights; 0 is synchronous."
+_READING = (
+    "logprobs and values are read in rows of `step.max_tokens_per_device` (`reference.max_tokens_per_device` for the "
+    "reference, `critic.max_tokens_per_device` for the critic): leave it out."
+)
+_CRITIC_LR = "say `critic.lr`."
+_VALUE_CLIP = "say `critic.clip`."
+_TRANSPORT = "say `rollout.transport`: auto, shared, group or files."
+_BUCKET = "say `rollout.bucket_mb`."
+_REFERENCE_ROWS = "say `reference.max_tokens_per_device`, tokens of one forward."
+_REFERENCE_OFFLOAD = "say `reference.cpu_offload`."
+_CRITIC = "say `critic.path`, read where `rl.advantage` is gae; null is `model.path`."
+_CRITIC_ROWS = "say `critic.max_tokens_per_device`, tokens of one forward."
+_CRITIC_OFFLOAD = "say `critic.cpu_offload`."
+_CRITIC_LOSS = "a critic is an engine of its own, with `critic.lr` as its learning rate: leave it out."
+_ROUTES = "routes are followed wherever the engine (`rollout.engine`) records them: leave it out."
+_ENGINES = "say `rollout.engines`; `rollout.tp` is how many accelerators each has."
+_LENGTH = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens` is what the engine is started for: leave it out."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
+
+_COLUMNS = (
+    "say `data.columns`, as in data.columns={prompt: question, answer: reward_model.ground_truth}; all other columns "
+    "are given to the rewards by their names."
+)
+_BY_COLUMN = "say `rl.reward_column`, the column that names the reward functions of its row."
+_CHAT = "messages always go through the chat template; `rl.chat` says that a text does, too."
+_LONG = "say `data.long_documents`: error or drop; a prompt is never cut."
+_TURNS = "say `rl.max_turns`, answers of the policy in one conversation with `rl.environment`."
+_ENVIRONMENT = "say `rl.environment`, the import path of a class that runs tools or plays (docs/environments.md)."
+_EVAL_EVERY = "say `eval.every`, in rollout steps."
+_EVAL_FIRST = "say `eval.at_start`."
+_EVAL_PATH = "say `eval.path`, or `eval.sources` for several sets with names."
+_EVAL_SAMPLES = "say `eval.samples`, from which pass@k is estimated; one greedy answer is always asked for."
+_EVAL_LONGEST = "say `eval.max_new_tokens`."
 
 _TRL = {
     "num_generations": _GROUP,
@@ -60,10 +97,19 @@ _TRL = {
     "use_bias_correction_kl": _UNBIASED,
     "reward_funcs": _REWARD,
     "reward_weights": "say `rl.reward_weights`.",
+    "environment_factory": _ENVIRONMENT,
+    "tools": _ENVIRONMENT,
+    "max_tool_calling_iterations": _TURNS,
     "max_prompt_length": _PROMPT,
     "max_completion_length": _COMPLETION,
     "use_vllm": _ENGINE,
     "vllm_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": _MEMORY,
+    "vllm_tensor_parallel_size": _TP,
+    "max_staleness": _STALENESS,
+    "cliprange_value": _VALUE_CLIP,
+    "vf_coef": _CRITIC_LOSS,
+    "vllm_max_model_length": _LENGTH,
 }
 _VERL = {
     "algorithm.adv_estimator": _ALGORITHM,
@@ -89,9 +135,25 @@ _VERL = {
     "ppo_mini_batch_size": _UPDATES,
     "ppo_micro_batch_size": _ROWS,
     "ppo_micro_batch_size_per_gpu": _ROWS,
-    "log_prob_micro_batch_size_per_gpu": _ROWS,
+    "log_prob_micro_batch_size_per_gpu": _READING,
+    "ref.path": _REFERENCE,
+    "gpu_memory_utilization": _MEMORY,
+    "tensor_model_parallel_size": _TP,
+    "engine_kwargs": _OPTIONS,
+    "enforce_eager": _OPTIONS,
+    "max_num_seqs": _OPTIONS,
+    "max_num_batched_tokens": _OPTIONS,
+    "n_gpus_per_node": _TRAINERS,
+    "nnodes": _TRAINERS,
+    "critic.optim.lr": _CRITIC_LR,
+    "cliprange_value": _VALUE_CLIP,
+    "update_weights_bucket_megabytes": _BUCKET,
+    "staleness_threshold": _STALENESS,
     "ppo_max_token_len_per_gpu": "say `step.max_tokens_per_device`.",
     "rollout.n": _GROUP,
+    "rollout.name": _ENGINE,
+    "engine_kwargs.*": _OPTIONS,
+    "max_model_len": _LENGTH,
     "train_batch_size": _PROMPTS,
     "max_response_length": _COMPLETION,
     "filter_groups.enable": _DYNAMIC,
@@ -105,6 +167,29 @@ _VERL = {
     "bypass_mode": _OLD,
     "custom_reward_function.path": _REWARD,
     "custom_reward_function.name": _REWARD,
+    "critic.model.path": _CRITIC,
+    "critic.cliprange_value": _VALUE_CLIP,
+    "critic.ppo_max_token_len_per_gpu": _CRITIC_ROWS,
+    "critic.forward_max_token_len_per_gpu": _CRITIC_ROWS,
+    "critic.model.fsdp_config.param_offload": _CRITIC_OFFLOAD,
+    "critic.model.fsdp_config.optimizer_offload": _CRITIC_OFFLOAD,
+    "ref.log_prob_max_token_len_per_gpu": _REFERENCE_ROWS,
+    "ref.fsdp_config.param_offload": _REFERENCE_OFFLOAD,
+    "prompt_key": _COLUMNS,
+    "reward_fn_key": _BY_COLUMN,
+    "filter_overlong_prompts": _LONG,
+    "data.truncation": _LONG,
+    "multi_turn.*": _ENVIRONMENT,
+    "multi_turn.max_assistant_turns": _TURNS,
+    "multi_turn.max_user_turns": _TURNS,
+    "val_files": _EVAL_PATH,
+    "val_before_train": _EVAL_FIRST,
+    "test_freq": _EVAL_EVERY,
+    "val_kwargs.n": _EVAL_SAMPLES,
+    "val_kwargs.do_sample": _EVAL_SAMPLES,
+    "val_kwargs.temperature": "say `eval.temperature`.",
+    "val_kwargs.top_p": "say `eval.top_p`.",
+    "val_kwargs.top_k": "say `eval.top_k`; 0 keeps all.",
 }
 _ROLL = {
     "adv_estimator": _ALGORITHM,
@@ -120,10 +205,25 @@ _ROLL = {
     "add_token_level_kl": _KL_IN,
     "entropy_loss_coef": _ENTROPY,
     "lambd": _LAMBDA,
+    "device_mapping": _TRAINERS,
+    "infer_batch_size": _READING,
+    "async_generation_ratio": _STALENESS,
+    "value_clip": _VALUE_CLIP,
+    "model_update_buffer_size_mb": _BUCKET,
     "max_len_mask": _MASK,
     "use_additional_prompts": _DYNAMIC,
     "prompt_length": _PROMPT,
     "response_length": _COMPLETION,
+    "vf_coef": _CRITIC_LOSS,
+    "critic.model_args.model_name_or_path": _CRITIC,
+    "critic.training_args.learning_rate": _CRITIC_LR,
+    "reference.model_args.model_name_or_path": _REFERENCE,
+    "reference.infer_batch_size": _REFERENCE_ROWS,
+    "critic.infer_batch_size": _CRITIC_ROWS,
+    "rewards.*": "say `rl.reward`, and `rl.reward_column` for the column, such as tag, that chooses among them.",
+    "eval_steps": _EVAL_EVERY,
+    "custom_envs.*": _ENVIRONMENT,
+    "max_actions_per_traj": _TURNS,
 }
 _MILES = {
     "advantage_estimator": _ALGORITHM,
@@ -131,6 +231,8 @@ _MILES = {
     "global_batch_size": _STEP,
     "micro_batch_size": _ROWS,
     "ref_load": _REFERENCE,
+    "value_clip": _VALUE_CLIP,
+    "use_rollout_routing_replay": _ROUTES,
     "num_steps_per_rollout": _UPDATES,
     "eps_clip": _CLIP,
     "eps_clip_high": _CLIP,
@@ -148,6 +250,25 @@ _MILES = {
     "rollout_temperature": _TEMPERATURE,
     "rollout_max_prompt_len": _PROMPT,
     "rollout_max_response_len": _COMPLETION,
+    "actor_num_nodes": _TRAINERS,
+    "actor_num_gpus_per_node": _TRAINERS,
+    "rollout_num_gpus": _TRAINERS,
+    "rollout_num_gpus_per_engine": _TP,
+    "sglang_mem_fraction_static": _MEMORY,
+    "update_weight_buffer_size": "say `rollout.bucket_mb`, in MiB.",
+    "update_weight_transfer_mode": _TRANSPORT,
+    "max_weight_staleness": _STALENESS,
+    "sglang_context_length": _LENGTH,
+    "input_key": _COLUMNS,
+    "label_key": _COLUMNS,
+    "apply_chat_template": _CHAT,
+    "custom_generate_function_path": _ENVIRONMENT,
+    "eval_interval": _EVAL_EVERY,
+    "eval_prompt_data": _EVAL_PATH,
+    "n_samples_per_eval_prompt": _EVAL_SAMPLES,
+    "eval_max_response_len": _EVAL_LONGEST,
+    "eval_temperature": "say `eval.temperature`.",
+    "eval_top_p": "say `eval.top_p`.",
     "rm_type": _REWARD,
     "custom_rm_path": _REWARD,
 }
@@ -155,4 +276,5 @@ _MILES = {
 # Of what the trainers' own tables know as no part of supervised fine-tuning.
 ELSEWHERE = "`weft rl` has it, if at all, under `rl.algorithm` or `rollout.engine` (docs/algorithms.md)."
 
-REINFORCEMENT: dict[str, str] = {**_TRL, **_VERL, **_ROLL, **_MILES}
+REINFORCEMENT_OF: dict[str, dict[str, str]] = {"trl": _TRL, "verl": _VERL, "roll": _ROLL, "miles": _MILES}
+REINFORCEMENT: dict[str, str] = {name: text for names in REINFORCEMENT_OF.values() for name, text in names.items()}

@@ -29,12 +29,14 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
 @dataclass(frozen=True)
 class Content:
-    """kind, adapter: as in wire.Part. pieces, manifest: of what is sent, as an export plans them."""
+    """kind, adapter: as in wire.Part. pieces, manifest: of what is sent, as an export plans them. dtype: of its
+    parameters; None for those of an adapter."""
 
     kind: str
     pieces: list[Piece]
     manifest: dict[str, Tensor]
     adapter: dict[str, Any] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -62,10 +64,10 @@ def entry_of(name: str, tensor: Tensor) -> Entry:
     return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def weights(engine: Engine) -> Content:
-    """The whole model in its compute dtype; of one with adapters, its base."""
+def weights(engine: Engine, dtype: torch.dtype) -> Content:
+    """The whole model, its parameters in this dtype; of one with adapters, its base."""
     kind = "weights" if engine.lora is None else "base"
-    return Content(kind, engine.built.pieces, manifest_of(engine, engine.precision.compute))
+    return Content(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
 
 
 def adapter(engine: Engine) -> Content:
@@ -167,7 +169,7 @@ def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[P
         save_planned(engine, plan_adapter(engine), shards_of(engine), folder)
     else:
         shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
-        save_planned(engine, plan_export(engine, engine.precision.compute), shards, folder)
+        save_planned(engine, plan_export(engine, content.dtype), shards, folder)
     entries = content.entries
     for path in sorted(folder.glob("*.safetensors")):
         with TensorFile.open(path) as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.checkpoint.contents import DTYPES
+from weft.cluster.machine import own_address
+from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe import flight
@@ -35,8 +37,9 @@ Transport = Literal["shared", "group", "files"]
 
 @dataclass(frozen=True)
 class Receiver:
-    """An engine that is to get weights. host: whose shared memory it sees, as socket.gethostname() says there; None for
-    the first rank's. workers: processes that each take all tensors. adapters: whether it takes those alone."""
+    """An engine that is to get weights. host: address of the machine whose shared memory it sees, as own_address() says
+    there; None for the first rank's. workers: processes that each take all tensors. adapters: whether it takes those
+    alone."""
 
     name: str
     host: str | None = None
@@ -48,13 +51,25 @@ class Receiver:
 class SyncOptions:
     """transport: auto is shared memory for engines on a host of the trainer's, else a process group. bucket_bytes: of
     what is on its way at once. verify_every: syncs from one whose values are read back to the next; 0: only an
-    engine's first. timeout: seconds of any one wait. folder: where `files` puts them."""
+    engine's first. timeout: seconds of any one wait. folder: where `files` puts them. dtype: of the engines' weights;
+    None for the trainer's compute dtype."""
 
     transport: Literal["auto", "shared", "group", "files"] = "auto"
-    bucket_bytes: int = 1 << 28
+    bucket_bytes: int = 1 << 27
     verify_every: int = 20
     timeout: float = 120.0
     folder: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def options_of(config: RlConfig, run: Path) -> SyncOptions:
+    """What the config says of sync. run: the run's folder."""
+    # While the first rank waits for an engine the others wait for it, in a collective that train.timeout ends.
+    timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
+    rollout = config.rollout
+    return SyncOptions(
+        rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync", DTYPES[rollout.dtype]
+    )
 
 
 class Sender:
@@ -66,15 +81,16 @@ class Sender:
         receivers: Sequence[Receiver],
         options: SyncOptions | None = None,
         *,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """address: under which engines reach this rank. port, key: the first rank's, if they are to be known before.
-        UserError where an engine cannot be reached by the transport that is asked for."""
+        """address: under which engines reach this rank; None for own_address(). port, key: the first rank's, if they
+        are to be known before. UserError where an engine cannot be reached by the transport that is asked for."""
         self.engine, self.options = engine, options or SyncOptions()
+        address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
-        everyone = self._gather((socket.gethostname(), key or secrets.token_hex(16)))
+        everyone = self._gather((address, key or secrets.token_hex(16)))
         self._hosts, self._key = [host for host, _ in everyone], everyone[0][1]
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
@@ -84,7 +100,8 @@ class Sender:
         self._memories: dict[Transport, Slots | _Own] = {}
         self._group = Group(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
-        self._contents = [contents.weights(engine)] + ([contents.adapter(engine)] if self._adapters else [])
+        dtype = self.options.dtype or engine.precision.compute
+        self._contents = [contents.weights(engine, dtype)] + ([contents.adapter(engine)] if self._adapters else [])
         self._count, self._waited = 0, 0.0
         self._last: int | None = None  # the version that all engines confirmed
         self._error: SyncError | UserError | None = None

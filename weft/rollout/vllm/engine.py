@@ -38,7 +38,8 @@ class VllmEngine:
         self.settings, self.version = settings, version
         self._served, self._folder = served, folder
         self._numbers = itertools.count()
-        self._adapter = False  # whether one has come
+        self._adapters = folder / "adapter"
+        self._adapter = False  # whether the server knows one
         self._based = False  # whether its base has
         self._told = False  # to pause, by its user
         self._changing = asyncio.Lock()
@@ -96,16 +97,11 @@ class VllmEngine:
         """Take a delivery from the sender that the ticket names; requests meanwhile wait, and go on under the new
         weights with their caches computed anew. SyncError where it fails: the engine then stays paused."""
         async with self._update(version):
-            told = [json.dumps(ticket.to_json()), version, self.version, self._based]
+            told = [json.dumps(ticket.to_json()), version, self.version, self._based, str(self._adapters)]
             answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
             self._based = True
-            folder = answers[0]["adapter"]
-            if folder is not None:
-                try:
-                    await self._load_adapter(folder)
-                finally:
-                    for answer in answers:
-                        shutil.rmtree(answer["adapter"], ignore_errors=True)
+            if answers[0]["adapter"]:
+                await self._load_adapter()
 
     async def reload(self, folder: Path, version: int) -> None:
         """Take all weights from a HuggingFace directory, as `receive` does. Nothing is proven: what is not there stays
@@ -116,7 +112,8 @@ class VllmEngine:
     async def load_adapter(self, folder: Path, version: int) -> None:
         """Sample with the adapter (peft's format) in a folder, over the base that the engine has."""
         async with self._update(version):
-            await self._load_adapter(str(folder))
+            shutil.copytree(folder, self._adapters, dirs_exist_ok=True)
+            await self._load_adapter()
 
     async def sleep(self) -> None:
         """Give up memory: weights and caches go. vLLM on CPU cannot, and keeps them."""
@@ -125,7 +122,7 @@ class VllmEngine:
         async with self._changing:
             await self._pause()
             await self._post(f"/sleep?level={_SLEEP_LEVEL}&mode=keep", None, "going to sleep")
-            self.version, self._based, self._adapter = None, False, False
+            self.version, self._based = None, False
 
     async def wake(self) -> None:
         """Take memory again; an update must follow."""
@@ -175,8 +172,12 @@ class VllmEngine:
             raise SyncError("; ".join(errors))
         return answers
 
-    async def _load_adapter(self, folder: str) -> None:
-        body = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": self._adapter}
+    async def _load_adapter(self) -> None:
+        """That in its folder. Requests name it, those under way too: it keeps its name, number and place."""
+        if self._adapter:
+            await self._workers("weft_adapter", [ADAPTER, str(self._adapters)], "loading an adapter")
+            return
+        body = {"lora_name": ADAPTER, "lora_path": str(self._adapters)}
         try:
             await self._served.order("/v1/load_lora_adapter", body, "loading an adapter")
         except RefusedError as error:
@@ -188,7 +189,7 @@ class VllmEngine:
         self.version = version
 
     async def _pause(self) -> None:
-        await self._post("/pause?mode=keep", None, "pausing")
+        await self._post("/pause?mode=keep&clear_cache=false", None, "pausing")
         self._served.hold(True)
 
     async def _resume(self) -> None:

@@ -7,7 +7,6 @@ Written against vLLM 0.32: `reload_weights` of the worker, which loads any numbe
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,50 @@ from weft.rollout.sync import wire
 
 
 class Receiver:
-    """Mixed into vLLM's worker, whose `reload_weights`, `model_runner`, `model_config` and `rank` it uses."""
+    """Mixed into vLLM's worker, of which it uses what is declared here."""
 
     reload_weights: Any
+    list_loras: Any
+    add_lora: Any
     model_runner: Any
     model_config: Any
+    device: Any
     rank: int
 
-    def weft_receive(self, ticket: str, version: int, has: int | None, based: bool) -> dict[str, Any]:
+    def weft_receive(self, ticket: str, version: int, has: int | None, based: bool, folder: str) -> dict[str, Any]:
         """Take one delivery: weights, or an adapter and perhaps its base. ticket: as JSON; its member is replaced.
 
-        has: version that the engine has; None: none that it may sample with. based: it has an adapter's base. Returns
-        {"adapter": folder in peft's format, of what came, or None}, or {"error": text}: an exception would end the
-        engine.
+        has: version that the engine has; None: none that it may sample with. based: it has an adapter's base. folder:
+        where an adapter is put, in peft's format. Returns {"adapter": whether one came}, or {"error": text}: an
+        exception would end the engine.
         """
         try:
             own = wire.Ticket.of({**json.loads(ticket), "member": self.rank})
-            adapter: str | None = None
+            adapter = False
             with wire.Delivery(own, version, has=has, base=based) as delivery:
                 for part in delivery.parts():
                     if part.kind == "adapter":
-                        adapter = str(_write_adapter(part))
+                        adapter = True
+                        _write_adapter(part, Path(folder) if self.rank == 0 else None)
                     else:
                         self._weft_load(_tensors(part))
                     part.finish()
             return {"adapter": adapter}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def weft_adapter(self, name: str, folder: str) -> dict[str, Any]:
+        """Load the adapter in `folder` anew, under the number that it has. Returns {} or {"error": text}.
+
+        The server's own route has vLLM load it anew for every batch from then on. Where a new base has come meanwhile
+        the adapter has no number, and vLLM reads it at its next use.
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            for number in self.list_loras():
+                self.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+            return {}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -63,19 +81,33 @@ class Receiver:
     def _weft_load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """A load that fails leaves layers half filled, and the next one would go on with them: they are put back to
         where nothing has come, which leaves the engine without weights until a whole load."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            _forget_packed_experts(model)
         try:
             self.reload_weights(weights_iterator=tensors)
         except BaseException:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            finalize_layerwise_reload(model, self.model_config)
             raise
-        _pack_head(self.model_runner.get_model())
+        if self.device.type == "cpu":
+            _pack_heads(model)
 
 
-def _pack_head(model: torch.nn.Module) -> None:
-    """On CPU the head multiplies with a packed copy of its weight, which vLLM leaves as it was where the head is tied:
-    no tensor of that name comes. The weight itself is the embedding's, and new."""
+# On CPU layers multiply with packed copies of their weights, and vLLM 0.32 leaves some as they were at the first load.
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Before a load: it does not pack the weights of experts that have a kernel, which reads them as if it had."""
+    for module in model.modules():
+        if hasattr(module, "moe_kernel"):
+            module.moe_kernel = None
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """After a load: where the head is tied, no tensor of its name comes, and its packed copy stays as it was. The
+    weight itself is the embedding's, and new."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -89,12 +121,13 @@ def _tensors(part: wire.Part) -> Iterator[tuple[str, Tensor]]:
         yield entry.name, wire.as_torch(entry, data).clone()
 
 
-def _write_adapter(part: wire.Part) -> Path:
-    """The adapter as a folder that vLLM loads; in memory where there is a place for that."""
+def _write_adapter(part: wire.Part, folder: Path | None) -> None:
+    """The adapter as a folder that vLLM loads, in place of the one before. folder: None takes it and writes nothing."""
     from safetensors.torch import save_file
 
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="weft-adapter-", dir=shared if shared.is_dir() else None))
-    save_file({name: tensor.cpu() for name, tensor in _tensors(part)}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(part.adapter))
-    return folder
+    tensors = {name: tensor.cpu() for name, tensor in _tensors(part)}
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "new")
+        (folder / "new").replace(folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(part.adapter))

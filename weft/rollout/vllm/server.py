@@ -98,7 +98,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
 
 def environment(settings: Settings, parts: Path) -> dict[str, str]:
     """All of the server's environment. parts: the folder with weft's part."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     paths = [str(parts), *filter(None, [settings.variables.get("PYTHONPATH")])]
     fixed = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, update and abort

@@ -1,0 +1,175 @@
+"""Keys of `weft rl`: every one that is accepted has an effect, and a test that shows it; ranges; what does not go
+together."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.config import SftConfig, load_config, to_dict, to_yaml
+from weft.config.keys import schema_keys
+from weft.config.rl_checks import RANGES
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "weft"
+
+RUN = "test_rl_run.py::test_a_run_and_what_it_leaves"
+SIGNAL = "test_environments.py::test_groups_without_signal_are_replaced_in_the_order_of_the_data"
+ALGORITHMS = "test_policy_parity.py::test_every_algorithm"
+SERVER = "test_vllm_client.py::test_keys_reach_the_server"
+BESIDE = "test_critic.py::test_what_is_said_is_the_engines_own"
+SYNC = "test_sync.py::test_after_each_sync_an_engine_is_one_loaded_from_the_export"
+# key -> the test that shows its effect. Those that `weft sft` has, too, are in test_config_effects.py.
+EFFECTS: dict[str, str] = {
+    "rl.reward": "test_rewards.py::test_trls_signature_with_columns_and_weights",
+    "rl.reward_weights": "test_rewards.py::test_trls_signature_with_columns_and_weights",
+    "rl.reward_column": "test_rewards.py::test_a_column_says_which_functions_are_asked",
+    "rl.reward_options": "test_rewards.py::test_built_in",
+    "rl.reward_timeout": "test_rewards.py::test_what_fails_costs_its_sample",
+    "rl.reward_workers": "test_rewards.py::test_so_many_processes_work_side_by_side",
+    "rl.environment": "test_environments.py::test_a_conversation_is_appended_and_its_replies_are_not_trained",
+    "rl.max_turns": "test_environments.py::test_where_a_conversation_ends",
+    "rl.environment_timeout": "test_environments.py::test_an_environment_that_fails_costs_one_sample",
+    "rl.algorithm": "test_rl_math.py::test_a_preset_sets_what_nobody_has",
+    "rl.prompts": RUN,
+    "rl.group_size": RUN,
+    "rl.updates": RUN,
+    "rl.chat": "test_rl_prompts.py::test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it",
+    "rl.instruction": "test_rl_prompts.py::test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it",
+    "rl.epochs": "test_rl_run.py::test_samples_may_be_trained_more_than_once",
+    "rl.advantage": "test_rl_math.py::test_rewards_are_compared_within_a_group",
+    "rl.scale": "test_rl_math.py::test_rewards_are_compared_within_a_group",
+    "rl.gamma": "test_rl_math.py::test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step",
+    "rl.gae_lambda": "test_rl_math.py::test_gae_and_its_returns",
+    "rl.policy_loss": ALGORITHMS,
+    "rl.clip": ALGORITHMS,
+    "rl.dual_clip": "test_policy_loss.py::test_metrics",
+    "rl.aggregation": "test_rl_math.py::test_documents",
+    "rl.kl": "test_rl_math.py::test_kl_in_the_reward",
+    "rl.kl_in": "test_rl_math.py::test_kl_in_the_reward",
+    "rl.kl_estimator": "test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
+    "rl.kl_unbiased": "test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
+    "rl.entropy": "test_policy_loss.py::test_metrics",
+    "rl.old_logprobs": "test_rl_math.py::test_old_logprobs_of_the_rollout",
+    "rl.on_policy": "test_exact.py::test_it_is_proven_on_the_model_before_training_or_refused",
+    "rl.correction": "test_rl_math.py::test_corrections",
+    "rl.correction_level": "test_rl_math.py::test_corrections",
+    "rl.correction_limits": "test_rl_math.py::test_corrections",
+    "rl.dynamic_sampling": SIGNAL,
+    "rl.mask_truncated": "test_rl_math.py::test_documents",
+    "rl.overlong_buffer": "test_rl_math.py::test_overlong_shaping",
+    "rl.overlong_penalty": "test_rl_math.py::test_overlong_shaping",
+    "rollout.engine": "test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
+    "rollout.max_prompt_tokens": "test_rl_prompts.py::test_long_prompts_are_an_error_or_left_out",
+    "rollout.max_new_tokens": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.temperature": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.top_p": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.top_k": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.min_p": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.stop": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.transport": SYNC,
+    "rollout.bucket_mb": SYNC,
+    "rollout.verify_every": "test_sync.py::test_values_are_compared_at_an_engines_first_sync_and_every_so_often",
+    "rollout.max_tokens_per_device": "test_generate.py::test_room_is_what_the_config_says",
+    "rollout.python": "test_vllm_client.py::test_the_interpreter_is_found_and_its_version_checked",
+    "rollout.engines": SERVER,
+    "rollout.tp": SERVER,
+    "rollout.memory": SERVER,
+    "rollout.dtype": SERVER,
+    "rollout.options": SERVER,
+    "rollout.timeout": SERVER,
+    "reference.path": "test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
+    "reference.param_dtype": BESIDE,
+    "reference.dp_replicate": BESIDE,
+    "reference.dp_shard": BESIDE,
+    "reference.cpu_offload": BESIDE,
+    "reference.max_tokens_per_device": BESIDE,
+    "critic.path": "test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
+    "critic.head": "test_critic.py::test_values_loss_and_gradients",
+    "critic.lr": "test_critic.py::test_a_critic_learns_returns_beside_a_policy_and_its_reference",
+    "critic.clip": "test_critic.py::test_values_loss_and_gradients",
+    "critic.dp_replicate": BESIDE,
+    "critic.dp_shard": BESIDE,
+    "critic.cpu_offload": BESIDE,
+    "critic.max_tokens_per_device": BESIDE,
+    "cluster.address": "test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
+    "cluster.trainer": "test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
+    "cluster.max_staleness": "test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
+    "eval.samples": "test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
+    "eval.pass_at": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
+    "eval.top_p": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
+    "eval.top_k": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
+    "eval.correct_from": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
+}
+OWN = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConfig)]
+
+
+def load(*overrides: str) -> RlConfig:
+    given = {word.partition("=")[0] for word in overrides}
+    needed = ("model.path=org/m", "data.path=org/d", "rl.reward=[math]")
+    return load_config([], [*(w for w in needed if w.partition("=")[0] not in given), *overrides], RlConfig)
+
+
+def test_every_key_has_its_line() -> None:
+    assert list(EFFECTS) == OWN
+
+
+@pytest.mark.parametrize("shown_by", sorted(set(EFFECTS.values())))
+def test_the_test_that_shows_it_exists(shown_by: str) -> None:
+    file, _, name = shown_by.partition("::")
+    assert f"def {name}(" in (TESTS / file).read_text()
+
+
+def test_every_key_is_read_outside_the_config_package() -> None:
+    read: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("config", "trainers"):
+            tree = ast.parse(path.read_text())
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {name.partition(".")[2] for name in OWN} - read == set()
+
+
+OUT_OF_RANGE: dict[str, Any] = {
+    "rl.prompts": 0, "rl.group_size": 0, "rl.updates": 0, "rl.epochs": 0, "rl.clip": "[0, 0.2]", "rl.kl": -1,
+    "rl.entropy": -1, "rl.dynamic_sampling": -1, "rollout.max_prompt_tokens": 0, "rollout.max_new_tokens": 0,
+    "rollout.temperature": 0, "rollout.top_p": 0, "rollout.top_k": -1, "rollout.min_p": 1, "cluster.trainer": 0,
+    "cluster.max_staleness": -1, "rl.max_turns": 0, "rl.reward_timeout": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused(key: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(f"{key}={OUT_OF_RANGE[key]}")
+    assert RANGES[key][1] in str(error.value) or "would have no effect" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["step.documents=8"], "step.documents would have no effect: a rollout step has rl.prompts x rl.group_size"),
+        (["cluster.max_staleness=1"], "the embedded engine takes turns with training: set rollout.engine=hf or vllm"),
+        (["rollout.max_new_tokens=9000"], "set step.max_tokens_per_device="),
+        (["rl.prompts=3", "rl.updates=2"], "rl.updates is 2, which does not divide rl.prompts = 3"),
+        (["data.long_documents=truncate"], "a prompt without its end asks something else"),
+        (["rollout.bucket_mb=1"], "rollout.bucket_mb would have no effect"),
+        (["rl.reward=[]"], "rl.reward is empty"),
+        (["reference.path=m"], "reference.path would have no effect"),
+    ],
+)
+def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(*overrides)
+    assert words in str(error.value)
+
+
+def test_a_resolved_config_loads_to_itself(tmp_path: Path) -> None:
+    config = load("rl.algorithm=dapo", "rollout.engine=hf", "cluster.max_staleness=1", "rl.kl=0.1")
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert load_config([str(tmp_path / "c.yaml")], [], RlConfig) == config
+    assert "documents" not in to_dict(config)["step"]

@@ -1,0 +1,242 @@
+"""The command line's arguments: a parser for each command, without what it does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from weft.config import SftConfig
+from weft.config.aliases import advice_for
+from weft.config.keys import schema_keys
+from weft.config.unknown import Unknown, messages, page_hint
+from weft.errors import UserError
+
+SUMMARIES = {
+    "sft": "Supervised fine-tuning.",
+    "rl": "Reinforcement learning from rewards.",
+    "chat": "Talk to a run's last checkpoint, or to any model.",
+    "rollouts": "What was sampled in a run of weft rl, and how it was rewarded.",
+    "report": "One HTML page about a run, or several compared.",
+    "data": "Look at the data before training: weft data preview.",
+    "export": "Write a checkpoint's weights in another dtype.",
+    "merge": "Write a base model with an adapter merged into it.",
+    "verify": "Show that the configured mesh computes what one plain process does.",
+    "engine": "Environments of rollout engines: weft engine install vllm.",
+    "migrate": "A config of another trainer as a draft of weft's.",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, with a hint where an override was written as an option."""
+
+    def error(self, message: str) -> NoReturn:
+        foreign = _foreign_options(message)
+        if foreign:
+            raise UserError(f"{self.prog}: keys are set without dashes, as section.key=value.\n" + "\n".join(foreign))
+        hint = ""
+        dashed = next((word for word in message.split() if word.startswith("--") and "." in word), None)
+        if dashed is not None:
+            key = dashed.lstrip("-")
+            hint = f" Keys of the config are set without dashes: {key if '=' in key else key + '=VALUE'}."
+        elif "--config" in message:
+            hint = " Config files are named without an option, as in weft sft sft.yaml."
+        raise UserError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
+
+
+def _foreign_options(message: str) -> list[str]:
+    """What to say of options of other trainers in an error of argparse, and where to read on."""
+    if not message.startswith("unrecognized arguments"):
+        return []
+    options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]
+    advice = {name: advice_for(name) for name in options if name not in schema_keys(SftConfig)}
+    found = [
+        Unknown(name, "command line", f"is not an option of weft: {text}", foreign=True)
+        for name, text in advice.items()
+        if text
+    ]
+    return [*messages(found), *page_hint(found)]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 or more")
+    return value
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+    return int(text)
+
+
+def _attempts(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
+    return int(text)
+
+
+def _parser(name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"weft {name}", description=summary, allow_abbrev=False)
+    parser.add_argument(
+        "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
+    )
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, else 1)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def sft_parser() -> argparse.ArgumentParser:
+    parser = _parser("sft", SUMMARIES["sft"])
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
+    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    parser.add_argument(
+        "--restarts", type=_attempts, default=0, metavar="N",
+        help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
+    )  # fmt: skip
+    return parser
+
+
+def rl_parser() -> argparse.ArgumentParser:
+    parser = _parser("rl", SUMMARIES["rl"])
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
+    )
+    parser.add_argument(
+        "--rollout-only", action="store_true", help="generate and reward into RUN/rollouts, and train nothing"
+    )
+    parser.add_argument(
+        "--replay", metavar="RUN/rollouts", help="train from these rollouts in their order, in place of new ones"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
+    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    return parser
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    parser = _parser("verify", SUMMARIES["verify"])
+    parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
+    parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
+    return parser
+
+
+def data_parser() -> argparse.ArgumentParser:
+    usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
+    parser = _Parser(prog="weft data", usage=usage, description=SUMMARIES["data"], allow_abbrev=False)
+    parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft")
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks that rows are planned for (default: what mesh says, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    parser.add_argument(
+        "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
+    return parser
+
+
+def export_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft export", description=SUMMARIES["export"], allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def merge_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft merge", description=SUMMARIES["merge"], allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def migrate_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft migrate", description=SUMMARIES["migrate"], allow_abbrev=False)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE",
+        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a script (.sh) that starts a run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def chat_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft chat", description=SUMMARIES["chat"], allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--max-new-tokens", type=_count, default=512, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, metavar="T",
+        help="0: always the likeliest token (default: as generation_config.json says)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def rollouts_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft rollouts", description=SUMMARIES["rollouts"], allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="the folder of a run of weft rl")
+    parser.add_argument("--step", type=_count, metavar="N", help="rollout step (default: the last)")
+    parser.add_argument("--groups", type=_count, default=5, metavar="N", help="prompts to show (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=_count, default=3, metavar="N", help="answers to each, the best first (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--order", choices=("drawn", "best", "worst"), default="drawn", help="of the prompts (default: %(default)s)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def report_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft report", description=SUMMARIES["report"], allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def engine_parser() -> argparse.ArgumentParser:
+    usage = "weft engine install vllm [options]"
+    parser = _Parser(prog="weft engine", usage=usage, description=SUMMARIES["engine"], allow_abbrev=False)
+    parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
+    parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
+    parser.add_argument(
+        "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
