@@ -219,8 +219,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "eval.metric": ("which figure decides", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.patience": ("when a run ends early", "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best"),
-    "eval.target": ("when a run ends early", "test_eval.py::test_a_run_ends_where_its_target_is_reached"),
     "eval.min_delta": ("what counts as improved", "test_eval.py::test_small_improvements_add_up"),
+    "eval.target": ("when a run ends early", "test_eval.py::test_a_run_ends_where_its_target_is_reached"),
     "eval.prompts": ("what is answered", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.max_new_tokens": (
         "how long answers may be",
