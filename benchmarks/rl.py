@@ -17,14 +17,14 @@ rounds of the mean timed step (of (ii) per sampled token, too, since lengths dif
 rounds' own, of seconds in (i), and of seconds per sampled token in (ii).
 
 At last engines of their own, one core each: cluster.max_staleness=1 beside 0, and the embedded engine on two ranks.
-`--quiet 0.05` waits for idle cores, and repeats a run during which others took more than this share of them.
+`--quiet 0.05` waits for idle cores, and repeats a run during which others took more than this share of them, but for
+runs of the real command: what Ray starts cannot be told from what others do.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import statistics
@@ -93,7 +93,8 @@ class Contestant:
             if done.returncode or not lines:
                 sys.exit(f"{self.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
             answer = json.loads(lines[-1])
-        return answer | {"others": watch.others()}
+        # Ray's processes are not this one's children, and would count as others.
+        return answer | {"others": None if self.role == "command" else watch.others()}
 
     def _command(self, spec: Spec, environment: dict[str, str]) -> Answer:
         """A step ends when its line is in metrics.jsonl; the first has no beginning, and counts as none."""
@@ -103,7 +104,6 @@ class Contestant:
             with open(Path(out) / "log", "w+") as said:
                 process = subprocess.Popen(words, env=environment, stdout=said, stderr=subprocess.STDOUT)
                 ends = list(arrivals(process, Path(out) / "run" / "metrics.jsonl"))
-                reap()
                 said.seek(0)
                 if process.returncode:
                     sys.exit(f"{self.name} failed:\n{said.read()[-4000:]}")
@@ -114,22 +114,6 @@ class Contestant:
             "phases": [{k.removeprefix(prefix): v for k, v in line.items() if k.startswith(prefix)} for line in lines],
             "lengths": [line["completions/mean_length"] for line in lines for _ in range(spec["samples"])],
         }
-
-
-def adopt() -> None:
-    """Make this process the parent of what its descendants leave behind, as Ray does: so that their processor time is
-    counted as its own (sft.Watch) once `reap` has seen them end. Linux only."""
-    subreaper = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-    ctypes.CDLL(None).prctl(subreaper, 1, 0, 0, 0)
-
-
-def reap(seconds: float = 10.0) -> None:
-    """Wait until nothing is left of what was adopted."""
-    until = time.monotonic() + seconds
-    with contextlib.suppress(ChildProcessError):
-        while time.monotonic() < until:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.05)
 
 
 def arrivals(process: subprocess.Popen[bytes], path: Path) -> Iterator[float]:
@@ -192,7 +176,7 @@ def run_rounds(
         for contestant in [*contestants[at:], *contestants[:at]]:
             found = condense(undisturbed(contestant, spec, scratch, quiet), spec)
             answers[contestant.name] = found
-            log(f"round {number + 1}: {contestant.name}: {found['step']:.3f} s, others {found['others']:.0%}")
+            log(f"round {number + 1}: {contestant.name}: {found['step']:.3f} s, others {found['others'] or 0.0:.0%}")
         rounds.append(answers)
     return rounds
 
@@ -203,7 +187,7 @@ def undisturbed(contestant: Contestant, spec: Spec, scratch: Path, quiet: float 
         while quiet is not None and Watch().wait(2.0).others() > quiet:
             time.sleep(10)
         answer = contestant.run(spec, scratch)
-        if quiet is None or answer["others"] <= quiet:
+        if quiet is None or contestant.role == "command" or answer["others"] <= quiet:
             return answer
         log(f"{contestant.name}: others took {answer['others']:.0%} of the cores, once more")
 
@@ -322,13 +306,15 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
 
 
 def heading(title: str, spec: Spec, rounds: list[Round]) -> Iterator[str]:
-    others = [answer["others"] for answers in rounds for answer in answers.values()]
+    others = [answer["others"] for answers in rounds for answer in answers.values() if answer["others"] is not None]
     timed = spec["steps"] - spec["warmup"]
     yield f"\n## {title}\n"
+    shares = (
+        f"{statistics.median(others):.0%} of the cores, at most {max(others):.0%}" if others else "an unknown share"
+    )
     yield (
         f"{spec['prompts']} prompts x {GROUP}: {timed} steps timed after {spec['warmup']} to warm up, {len(rounds)} "
-        f"rounds. Other programs took {statistics.median(others):.0%} of the cores (median of the runs; at most "
-        f"{max(others):.0%}).\n"
+        f"rounds. Other programs took {shares} (of runs of the real command it is not known).\n"
     )
 
 
@@ -347,7 +333,6 @@ def main() -> None:
     if not TRL_PYTHON.exists():
         log("no .venv-trl, so TRL is left out: `make bench-rl` sets it up")
         contestants = [c for c in contestants if c.role != "trl"]
-    adopt()
     with tempfile.TemporaryDirectory() as scratch:
         with contextlib.redirect_stdout(sys.stderr):
             rl_inputs.make(Path(scratch))
