@@ -108,11 +108,11 @@ class Contestant:
                 if process.returncode:
                     sys.exit(f"{self.name} failed:\n{said.read()[-4000:]}")
             lines = [json.loads(line) for line in (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()]
-        prefix = "seconds/"
+        prefix, key = "seconds/", "completions/mean_length"
         return {
             "seconds": [0.0] + [after - before for before, after in pairwise(ends)],
             "phases": [{k.removeprefix(prefix): v for k, v in line.items() if k.startswith(prefix)} for line in lines],
-            "lengths": [line["completions/mean_length"] for line in lines for _ in range(spec["samples"])],
+            "lengths": [n for line in lines if (n := line.get(key)) is not None for _ in range(spec["samples"])],
         }
 
 
