@@ -12,7 +12,7 @@ COMPAT_DIR := .compat/transformers-$(COMPAT)
 VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
 
-.PHONY: setup demo demo-sft test lint types suite test-compat test-vllm bench bench-sft docs format clean
+.PHONY: setup demo demo-sft test lint types suite test-compat test-vllm bench bench-sft bench-rl docs format clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,9 @@ bench: $(STAMP) bench-sft
 
 bench-sft: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/sft.py
+
+bench-rl: $(STAMP) .venv-trl/.installed
+	$(BIN)/python benchmarks/rl.py
 
 # TRL has an environment of its own, with the transformers of ours: the comparison is of trainers.
 .venv-trl/.installed: | $(STAMP)
