@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from weft import cli
-from weft.observe import charts
+from weft.observe import charts, report_rl
 from weft.observe.charts import Chart, Series, draw, number, ticks
 from weft.observe.report import charts as charts_of
 from weft.observe.report import page, read_run
@@ -227,6 +227,12 @@ def test_runs_of_reinforcement_learning_are_compared(tmp_path: Path) -> None:
     assert "2 runs compared" in Text(page(runs)).text
 
 
+def test_metrics_that_have_a_chart_are_documented() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    keys = [key for together in report_rl._CHARTS for key in (*together.keys, together.held_out) if key]
+    assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
+
+
 def test_the_best_and_the_worst_are_of_other_prompts() -> None:
     best, worst = extremes(groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]]), 2)
     assert [sample.id for sample in best] == ["0.0/0", "2.0/0"]
@@ -277,6 +283,13 @@ def test_ticks_are_round() -> None:
     assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.13, 0.61) == [0.2, 0.3, 0.4, 0.5, 0.6]
     assert ticks(1.0, 600.0, 8) == [100, 200, 300, 400, 500, 600]
+    assert ticks(1e-14, 3e-14, 2) == [1e-14, 2e-14, 3e-14]
+
+
+def test_neighbours_on_an_axis_are_told_apart() -> None:
+    svg, _ = draw(Chart("t", "u", [Series("s", [1, 2], [1 - 2e-6, 1 + 2e-6])]))
+    for text in (">0.999998<", ">1<", ">1.000002<"):
+        assert text in svg, text
 
 
 @pytest.mark.parametrize(
