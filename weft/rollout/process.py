@@ -15,9 +15,8 @@ from weft.errors import ActorError
 
 _GUARD = Path(__file__).parent / "guard.py"
 _LINES, _WIDTH = 15, 400  # of the log's end, in messages
-_ERROR = re.compile(
-    r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .+)"
-)  # at a line's start, or after what a logger puts there
+# At a line's start, or after what a logger puts there; with its module or without.
+_ERROR = re.compile(r"(?:^|\] )(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception): .+)")
 _NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes say whenever they end
 _CLOSING = 15.0  # seconds that a process is given to end
 _LOOK = 0.05  # seconds between two looks at it
