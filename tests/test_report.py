@@ -8,14 +8,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from weft import cli
-from weft.observe import charts
+from weft.observe import charts, report_rl
 from weft.observe.charts import Chart, Series, draw, number, ticks
 from weft.observe.report import charts as charts_of
 from weft.observe.report import page, read_run
+from weft.observe.report_rl import extremes
+from weft.rl.records import write_rollouts
+from weft.rl.types import Group, Prompt, Sample
 
 STEPS = 120
 
@@ -137,11 +141,102 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    run = make_run(tmp_path / "one")
-    code = "import sys; from weft.cli import main; status = main(['report', sys.argv[1]])\n"
-    code += "print(status, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
-    assert done.stdout.endswith("0 False\n"), done.stdout + done.stderr
+    runs = [str(make_run(tmp_path / "one")), str(make_rl_run(tmp_path / "rl"))]
+    code = "import sys; from weft.cli import main; statuses = [main(['report', run]) for run in sys.argv[1:]]\n"
+    code += "print(statuses, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *runs], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("[0, 0] False\n"), done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- runs of weft rl
+
+
+def sample_of(prompt: Prompt, number: int, reward: float | None) -> Sample:
+    """One token is given, two are drawn."""
+    drawn, none = np.array([False, True, True]), np.zeros(3, np.float32)
+    return Sample(
+        prompt, number, np.array([1, 2, 3]), drawn, none, np.zeros(3, np.int32), "end",
+        rewards={"exact": reward, "style": 0.25}, reward=reward,
+    )  # fmt: skip
+
+
+def groups_of(rewards: list[list[float | None]]) -> list[Group]:
+    prompts = [Prompt(index, 0, (1,), f"<i>question</i> {index}") for index in range(len(rewards))]
+    return [
+        Group(prompt, [sample_of(prompt, number, reward) for number, reward in enumerate(group)])
+        for prompt, group in zip(prompts, rewards, strict=True)
+    ]
+
+
+def make_rl_run(folder: Path) -> Path:
+    """A run folder as `weft rl` leaves it: two optimizer steps of each of two rollout steps, evaluated at 0 and 4."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = [{"step": 0, "loss": None, "eval/accuracy": 0.25, "eval/reward": 0.25}]
+    for step in (1, 2, 3, 4):
+        lines.append({"step": step, "loss": -0.5, "seconds": 1.0, "rollout": (step + 1) // 2, "entropy": 0.5,
+                      "clip_ratio/low_mean": 0.125, "own/metric": 1.0})  # fmt: skip
+        if step % 2 == 0:
+            lines[-1] |= {
+                "reward": step / 8, "reward_std": 0.5, "rewards/exact/mean": 0.5, "rewards/style/mean": 0.25,
+                "completions/mean_length": 7.0, "sampling/kl": 1e-6, "staleness/mean": 0.0,
+                "seconds/generate": 3.0, "seconds/train": 2.0,
+            }  # fmt: skip
+    lines[-1] |= {"eval/accuracy": 0.75, "eval/pass@1": 0.5, "eval/pass@4": 1.0, "eval/reward": 0.75}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "some/model"}, "rl": {"algorithm": "grpo"}}))
+    write_rollouts(folder, 1, groups_of([[9.0]]), ["an earlier one"])
+    write_rollouts(folder, 2, groups_of([[1.0, 0.0], [None, 0.5]]), ["<b>right</b>", "wrong", "failed", "half"])
+    return folder
+
+
+def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
+    run = read_run(make_rl_run(tmp_path / "rl"))
+    main, others = charts_of([run])
+    found = {chart.title: {series.name: list(series.y) for series in chart.series} for chart in main}
+    assert found == {
+        "Reward": {"reward": [0.25, 0.5], "reward_std": [0.5, 0.5], "held out (eval/reward)": [0.25, 0.75]},
+        "Rewards by function": {"rewards/exact/mean": [0.5, 0.5], "rewards/style/mean": [0.25, 0.25]},
+        "Evaluation": {"eval/accuracy": [0.25, 0.75], "eval/pass@1": [0.5], "eval/pass@4": [1.0]},
+        "Entropy": {"entropy": [0.5] * 4},
+        "Completion lengths": {"completions/mean_length": [7.0, 7.0]},
+        "Clipped ratios": {"clip_ratio/low_mean": [0.125] * 4},
+        "Engine and trainer: KL": {"sampling/kl": [1e-6, 1e-6]},
+        "Staleness": {"staleness/mean": [0.0, 0.0]},
+        "Rollout step by phase": {"generate": [3.0, 3.0], "train": [2.0, 2.0]},
+        "Loss": {"loss": [None, -0.5, -0.5, -0.5, -0.5]},
+        "Time": {"seconds": [1.0] * 4},
+    }
+    assert [chart.title for chart in others] == ["own/metric"]
+    text = page([run])
+    seen = Text(text)
+    for words in (
+        "Reward 0.5000 the last step; the first: 0.2500", "Held-out accuracy 0.7500 best, at step 4; last: 0.7500",
+        "The best of rollout step 2 <i>question</i> 0 reward 1 (exact 1, style 0.25); 2 tokens, ended by itself "
+        "<b>right</b>", "The worst of rollout step 2 <i>question</i> 0 reward 0 ", "all of them: weft rollouts",
+    ):  # fmt: skip
+        assert words in seen.text, words
+    assert "<b>right</b>" not in text and "<i>" not in text and "failed" not in seen.text
+    assert "an earlier one" not in seen.text
+
+
+def test_runs_of_reinforcement_learning_are_compared(tmp_path: Path) -> None:
+    runs = [read_run(make_rl_run(tmp_path / "a")), read_run(make_rl_run(tmp_path / "b"))]
+    main, others = charts_of(runs)
+    assert [series.name for series in main[0].series] == ["a", "b", "a, held out", "b, held out"]
+    assert {"reward_std", "eval/pass@4", "seconds/train"} <= {chart.title for chart in others}
+    assert "2 runs compared" in Text(page(runs)).text
+
+
+def test_metrics_that_have_a_chart_are_documented() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    keys = [key for together in report_rl._CHARTS for key in (*together.keys, together.held_out) if key]
+    assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
+
+
+def test_the_best_and_the_worst_are_of_other_prompts() -> None:
+    best, worst = extremes(groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]]), 2)
+    assert [sample.id for sample in best] == ["0.0/0", "2.0/0"]
+    assert [sample.id for sample in worst] == ["2.0/1", "0.0/2"]
 
 
 # ---------------------------------------------------------------- charts
@@ -188,6 +283,13 @@ def test_ticks_are_round() -> None:
     assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.13, 0.61) == [0.2, 0.3, 0.4, 0.5, 0.6]
     assert ticks(1.0, 600.0, 8) == [100, 200, 300, 400, 500, 600]
+    assert ticks(1e-14, 3e-14, 2) == [1e-14, 2e-14, 3e-14]
+
+
+def test_neighbours_on_an_axis_are_told_apart() -> None:
+    svg, _ = draw(Chart("t", "u", [Series("s", [1, 2], [1 - 2e-6, 1 + 2e-6])]))
+    for text in (">0.999998<", ">1<", ">1.000002<"):
+        assert text in svg, text
 
 
 @pytest.mark.parametrize(

@@ -104,18 +104,27 @@ def logarithmic(chart: Chart) -> bool:
     return chart.log and bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FACTOR
 
 
-def number(value: float, percent: bool = False) -> str:
-    """A value on an axis: `0.5`, `12k`, `1e-05`, `40%`."""
+def number(value: float, percent: bool = False, digits: int = 4) -> str:
+    """A value on an axis: `0.5`, `12k`, `1e-5`, `40%`."""
     if percent:
-        return f"{value:.3g}".rstrip() if value == 0 else f"{100 * value:.3g}%"
+        return "0" if value == 0 else f"{100 * value:.{digits - 1}g}%"
     size = abs(value)
     for unit, power in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= 10 * power or (power > 1e3 and size >= power):
-            return f"{value / power:.4g}{unit}"
+            return f"{value / power:.{digits}g}{unit}"
     if size and size < 1e-3:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
+
+
+def _numbers(values: Sequence[float], percent: bool) -> list[str]:
+    """With as many digits as tell them apart: ratios of almost the same policies are all close to 1."""
+    for digits in range(4, 13):
+        texts = [number(value, percent, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 # ---------------------------------------------------------------- reducing
@@ -203,7 +212,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * 0.999999)
     first = math.ceil(low / step - 1e-9)
-    return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -214,10 +223,10 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
     parts = []
-    for value in _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+    values = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
+    for value, text in zip(values, _numbers(values, chart.percent), strict=True):
         at = y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        text = number(value, chart.percent)
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     bottom = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')

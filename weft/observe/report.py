@@ -24,6 +24,7 @@ from weft.cluster.options import ReportOptions
 from weft.errors import UserError
 from weft.observe.charts import COLOURS, Chart, Series, draw, logarithmic
 from weft.observe.progress import duration
+from weft.observe.report_rl import is_rl, last_samples, rl_charts
 from weft.observe.tables import byte_count, count
 from weft.observe.timing import METRICS as PHASES
 
@@ -43,7 +44,7 @@ _CHARTS: tuple[tuple[str, Chart], ...] = (
 )
 _NO_CHART = {
     "step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled",
-    "eval/seconds",
+    "eval/seconds", "rollout",
 }  # fmt: skip
 # Units of other metrics, by the last part of their names.
 _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens",
@@ -52,7 +53,8 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder, read. summary: empty while the run goes on, or where it ended early."""
+    """A run folder, read. summary: empty while the run goes on, or where it ended early. rollouts: of `weft rl`, the
+    best and the worst samples of the last step."""
 
     folder: Path
     name: str
@@ -62,6 +64,7 @@ class RunData:
     summary: Mapping[str, Any]
     samples: Sequence[Line]
     checkpoints: Sequence[Mapping[str, Any]]
+    rollouts: Mapping[str, Any] | None
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of the lines that have the key."""
@@ -108,6 +111,7 @@ def read_run(folder: Path) -> RunData:
         summary=summary,
         samples=[sample for sample in _read_lines(folder / "samples.jsonl") if "answer" in sample],
         checkpoints=_checkpoints(folder / "checkpoints"),
+        rollouts=last_samples(folder),
     )
 
 
@@ -183,7 +187,7 @@ def _value(value: object) -> float | None:
 
 def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
     """(those that every run has, those of further metrics)."""
-    main = []
+    main, together = rl_charts(runs)
     for key, chart in _CHARTS:
         if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):
             main.append(_phase_chart(runs[0]))
@@ -192,8 +196,10 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
             if key == "loss":
                 series += _evaluation(runs)
             marks = _skipped(runs) if key in ("loss", "grad_norm", "lr") else []
+            if key == "loss" and all(is_rl(run) for run in runs):
+                chart = replace(chart, unit="of the policy", log=False)
             main.append(replace(chart, series=series, marks=marks))
-    charted = {key for key, _ in _CHARTS} | _NO_CHART
+    charted = {key for key, _ in _CHARTS} | _NO_CHART | together
     names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
     rest = [key for key in names if key not in charted and key != "eval/loss" and not key.startswith("time/")]
     return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
@@ -213,8 +219,16 @@ def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
             series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
         leaf = title.rpartition("/")[2]
         name = title if len(members) > 1 else members[0]
-        found.append(Chart(name, _UNITS.get(leaf, ""), series, percent=leaf in ("accuracy", "exact")))
+        share = leaf in ("accuracy", "exact", "clipped_ratio") or leaf.startswith("pass@")
+        found.append(Chart(name, _unit(runs, leaf), series, percent=share))
     return found
+
+
+def _unit(runs: Sequence[RunData], leaf: str) -> str:
+    """Answers of `weft rl` are right or wrong as a whole, tokens of other runs are."""
+    if leaf == "accuracy" and any(is_rl(run) for run in runs):
+        return "share of held-out prompts"
+    return _UNITS.get(leaf, "")
 
 
 def _series(runs: Sequence[RunData], key: str) -> list[Series]:
@@ -285,6 +299,7 @@ def _about(run: RunData, place: int) -> dict[str, Any]:
         ] if total else [],
         "skipped": [line for line in run.lines if line.get("skipped")],
         "samples": _samples(run),
+        "rollouts": run.rollouts,
         "checkpoints": run.checkpoints,
         "config": run.config_text,
         "versions": {name: version for name, version in run.summary.get("versions", {}).items() if version},
@@ -316,22 +331,27 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def _figures(run: RunData) -> dict[str, tuple[str, str]]:
-    """What a run came to: name -> (number, what else there is to say of it)."""
-    losses = [value for value in run.points("loss")[1] if value is not None]
+def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
+    """What training was for: the loss, or reward and accuracy."""
+    rl = is_rl(run)
     figures: dict[str, tuple[str, str]] = {}
-    if losses:
-        few = max(1, min(10, len(losses) // 2))  # the first and the last have no step in common
+    values = [value for value in run.points("reward" if rl else "loss")[1] if value is not None]
+    if values:
+        few = max(1, min(10, len(values) // 2))  # the first and the last have no step in common
         what = f"mean of the last {few}; first {few}" if few > 1 else "the last step; the first"
-        figures["Loss"] = (
-            f"{_mean(losses[-few:]):.4f}",
-            f"{what}: {_mean(losses[:few]):.4f}",
-        )
-    steps, held_out = run.points("eval/loss")
+        figures["Reward" if rl else "Loss"] = (f"{_mean(values[-few:]):.4f}", f"{what}: {_mean(values[:few]):.4f}")
+    steps, held_out = run.points("eval/accuracy" if rl else "eval/loss")
     found = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
     if found:
-        best, step = min(found)
-        figures["Held-out loss"] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {found[-1][0]:.4f}")
+        best, step = min(found, key=lambda one: (-one[0] if rl else one[0], one[1]))
+        name = "Held-out accuracy" if rl else "Held-out loss"
+        figures[name] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {found[-1][0]:.4f}")
+    return figures
+
+
+def _figures(run: RunData) -> dict[str, tuple[str, str]]:
+    """What a run came to: name -> (number, what else there is to say of it)."""
+    figures = _learnt(run)
     skipped = sum(bool(line.get("skipped")) for line in run.lines)
     epochs = run.lines[-1].get("epoch")
     figures["Steps"] = (f"{run.lines[-1]['step']:,}", f"{skipped} skipped" + (f"; epoch {epochs}" if epochs else ""))

@@ -63,20 +63,20 @@ def described(group: Group, texts: dict[str, str], most: int) -> Text:
     out.append(_indented(group.prompt.text), style="bold")
     samples = sorted(group.samples, key=lambda s: -1e30 if s.reward is None else s.reward, reverse=True)
     for sample in samples[:most]:
-        out.append(f"\n  reward {_reward(sample)}  {sample.length} tokens, {_ending(sample)}\n", style="cyan")
+        out.append(f"\n  reward {reward_text(sample)}  {sample.length} tokens, {ending(sample)}\n", style="cyan")
         out.append(_indented(texts[sample.id]))
     if len(samples) > most:
         out.append(f"\n  and {len(samples) - most} more", style="dim")
     return out
 
 
-def _reward(sample: Sample) -> str:
+def reward_text(sample: Sample) -> str:
     total = "-" if sample.reward is None else f"{sample.reward:.4g}"
     parts = [f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in sample.rewards.items()]
     return f"{total} ({', '.join(parts)})" if len(parts) > 1 else total
 
 
-def _ending(sample: Sample) -> str:
+def ending(sample: Sample) -> str:
     return {"end": "ended by itself", "length": "cut short", "abort": "stopped"}.get(sample.finish, sample.finish)
 
 
