@@ -84,8 +84,15 @@ def per_document(call: Call) -> Tensor:
     if call.bounds.apart:
         return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
     lengths = list(call.bounds.lengths)
-    parts = zip(*(x.split(lengths, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
-    return torch.cat([_one(call, q, k, v) for q, k, v in parts], dim=2)
+    split = [x.split(lengths, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
+    places_of: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        places_of.setdefault(length, []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in places_of.values():  # documents of one length are one batch: short ones would be all overhead
+        q, k, v = (torch.cat([parts[place] for place in places]) for parts in split)
+        found |= zip(places, _one(call, q, k, v).split(1), strict=True)
+    return torch.cat([found[place] for place in range(len(lengths))], dim=2)
 
 
 def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
