@@ -283,13 +283,12 @@ def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> Non
 
 def test_a_run_ends_where_its_target_is_reached(tmp_path: Path) -> None:
     """eval/exact is 0.5 from step 4 on; resumed, the run has nothing to do, unless it is to go on."""
-    half = {"every": 1, "path": held_out_file(), "target": 0.5}
-    scripted_process(tmp_path / "run", eval=half)
+    scripted_process(tmp_path / "run", patience=None, target=0.5)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"] == "eval.target" and summary["steps"] == 4
-    scripted_process(tmp_path / "run", resume=True, eval=half)
+    scripted_process(tmp_path / "run", resume=True, patience=None, target=0.5)
     assert len(lines(tmp_path / "run")) == 4
-    scripted_process(tmp_path / "run", resume=True, eval={**half, "target": 0.9})
+    scripted_process(tmp_path / "run", resume=True, patience=None, target=0.9)
     assert len(lines(tmp_path / "run")) == 10
 
 
@@ -315,8 +314,8 @@ def test_small_improvements_add_up() -> None:
     best = Best(schema.EvalConfig(patience=2, min_delta=0.1))
     found = [(best.see(step, {"eval/loss": loss}), best.waited) for step, loss in enumerate((1.0, 0.95, 0.89, 0.88), 1)]
     assert found == [(True, 0), (True, 1), (True, 0), (True, 1)]  # 0.89 is lower than 1.0 by more than 0.1
-    assert not best.exhausted and (best.value, best.step) == (0.88, 4)
-    assert not best.see(5, {"eval/loss": 0.88}) and best.exhausted
+    assert best.ends is None and (best.value, best.step) == (0.88, 4)
+    assert not best.see(5, {"eval/loss": 0.88}) and best.ends == "eval.patience"
     assert Best(schema.EvalConfig()).see(0, {"eval/loss": 1.0}) is False  # nothing is saved before the first step
 
 

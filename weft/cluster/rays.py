@@ -30,6 +30,7 @@ from weft.observe import flight
 from weft.observe.flight import Record
 
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
+_LISTENER_SECONDS = 10.0
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
 
@@ -55,6 +56,8 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = address is None
+    if address is not None:
+        _require_listener(address)
     options: dict[str, Any] = {"address": "local" if own else address}
     if own:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
@@ -74,6 +77,20 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
 def controller_address(cluster: str | None) -> str:
     """Of the controller's machine, as own_address() says in actors there. cluster: as in ray_session."""
     return "127.0.0.1" if cluster is None else str(import_ray().util.get_node_ip_address())
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself would try for minutes, without a word. Names such as `auto` have no port to try."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2], int(port)), timeout=_LISTENER_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"cluster.address: no Ray cluster at {address}: {error}. Start one there (ray start --head), or leave "
+            "cluster.address out for one on this machine."
+        ) from error
 
 
 def import_ray() -> Any:

@@ -114,8 +114,8 @@ def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, me
     "the last rank's loss is dropped; every collective still takes place",
     caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
-def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, objective: Objective) -> Terms:
-    terms: Terms = original(self, row, objective)
+def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> Terms:
+    terms: Terms = original(self, row, *rest)
     if self.ranks.rank == self.ranks.world - 1 and row.weights_N.count_nonzero():
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum * 0.0)
