@@ -12,7 +12,7 @@ COMPAT_DIR := .compat/transformers-$(COMPAT)
 VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
 
-.PHONY: setup demo demo-sft test lint types suite test-compat test-vllm bench bench-sft bench-rl docs format clean
+.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-vllm bench bench-sft bench-rl docs format clean
 
 setup: $(STAMP)
 
@@ -38,7 +38,9 @@ demo-sft: $(STAMP)
 	$(BIN)/weft sft examples/sft_chat_cpu.yaml --nproc 2
 	$(BIN)/python examples/ask_chat_demo.py
 
-test: lint types suite test-compat
+# Two at a time: types are one process, and much of the suite waits.
+test: $(STAMP)
+	$(MAKE) -j2 lint types suite test-compat
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,6 +52,10 @@ types: $(STAMP)
 # Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# What only waits: actors of weft rl that are stopped or killed on a real Ray.
+test-soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

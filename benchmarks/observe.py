@@ -35,7 +35,7 @@ from weft.config import load_config
 from weft.config.schema import SftConfig
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, EngineConfig
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
@@ -44,7 +44,7 @@ from weft.observe.summary import RunSummary
 from weft.recipes.reading import deal, read_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start
-from weft.recipes.sft import engine_config, take_step
+from weft.recipes.sft import take_step
 
 
 class Bench:
@@ -54,7 +54,7 @@ class Bench:
         documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
         self.step = next(iter(deal(config, documents).starting_at(1)))
         self.documents: list[Document] = [documents[index] for index in self.step.documents]
-        self.engine = Engine(engine_config(config), ranks)
+        self.engine = Engine(EngineConfig.of(config), ranks)
         self.recorder = Recorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
         self.console = Console(file=terminal, force_terminal=True, width=160)
 

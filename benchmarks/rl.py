@@ -7,10 +7,10 @@ The model of `make demo` (a 0.8M-parameter Qwen3, fp32, CPU, one thread), 32 pro
 optimizer step per rollout step; completions of (i) 4 tokens, all of them, and (ii) uneven length, up to 256 tokens: as
 many as the model itself makes them, with weights that are the same for all (rl_inputs.py). Every contestant samples,
 rewards, updates, and gives the new weights to what samples. weft runs twice in its own process without Ray, with
-`rl.old_logprobs` rollout and recompute (the others take the current policy for the old one, which needs no forward, as
-rollout does), and once as `weft rl`, whose steps are timed by the lines of its metrics.jsonl. The reward is weft's
-built-in `length`; in (i) all samples are equal and gradients zero, which takes no less time. The learning rate is so
-small that lengths do not drift.
+`rl.old_logprobs` rollout and recompute, the default (all take the current policy for the old one, which it is where a
+rollout step is one optimizer step), and once as `weft rl`, whose steps are timed by the lines of its metrics.jsonl. The
+reward is weft's built-in `length`; in (i) all samples are equal and gradients zero, which takes no less time. The
+learning rate is so small that lengths do not drift.
 
 Each contestant runs once in every round, in a process of its own, and the order turns. Tables give medians over the
 rounds of the mean timed step (of (ii) per sampled token, too, since lengths differ); a ratio is the median of the
@@ -36,18 +36,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rl_inputs
-from sft import FOLDER, TRL_PYTHON, Watch, log, machine
+from sft import FOLDER, TRL_PYTHON, Answer, Round, Spec, Watch, log, machine
 
 PROMPTS, GROUP, LR, TARGET = 32, 8, 1e-6, 100
-
-Spec = dict[str, Any]
-Answer = dict[str, Any]
-Round = dict[str, Answer]
 
 
 @dataclass(frozen=True)
@@ -129,16 +124,16 @@ def arrivals(process: subprocess.Popen[bytes], path: Path) -> Iterator[float]:
 
 CONTESTANTS = [
     Contestant("weft, old logprobs from the rollout", "weft-rollout"),
-    Contestant("weft, recomputed", "weft-recompute"),
+    Contestant("weft, as it is by default", "weft-recompute"),
     Contestant("bare loop", "bare"),
     Contestant("TRL", "trl"),
-    Contestant("`weft rl`, from the rollout", "command", ("rl.old_logprobs=rollout",)),
+    Contestant("`weft rl`", "command"),
 ]
-OWN_CORE = ("rollout.engine=hf", "rl.old_logprobs=rollout")
+OWN_CORE = ("rollout.engine=hf",)
 ASYNCHRONOUS = [
     Contestant("in turns, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=0")),
     Contestant("asynchronous, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=1")),
-    Contestant("embedded, two ranks", "command", ("rl.old_logprobs=rollout",), ranks=2),
+    Contestant("embedded, two ranks", "command", ranks=2),
 ]
 
 

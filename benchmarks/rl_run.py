@@ -80,26 +80,29 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.config.rl_schema import RlConfig
     from weft.recipes import rl as recipe
     from weft.recipes.folder import Held
+    from weft.recipes.rl_actors import Actors
     from weft.recipes.rl_resume import FRESH
     from weft.rl.pool import EmbeddedPool
     from weft.rl.trainer import Trainer
+    from weft.rl.turns import Turns
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)
     trainers = cast(ActorGroup, InProcess(Trainer(config, "cpu")))
     plan = recipe.Plan.of(config, task.stream)
-    run = recipe.Run(config, cast(Held, None), task, trainers, None, plan, FRESH)  # nothing is written
-    engine = EmbeddedPool(trainers)
+    run = recipe.Run(config, cast(Held, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
+    turns = Turns(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))
     sampling = recipe.sampling_of(config, (await trainers.all("ends"))[0])
-    await engine.sync(0)
+    await turns.to_rollouts(0)
     for number in range(1, plan.rollouts + 1):
         began = time.perf_counter()
-        step = await recipe.roll_out(run, engine, sampling, number)
+        step = await recipe.roll_out(run, turns.engine, sampling, number)
+        await turns.to_training()
         await recipe.judge(run, step)
         await recipe.update(run, step)
         with step.phases("sync"):
-            await engine.sync(number)
+            await turns.to_rollouts(number)
         run.version = number
         answer.seconds.append(time.perf_counter() - began)
         answer.phases.append(step.phases.seconds)

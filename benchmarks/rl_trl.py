@@ -16,23 +16,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from sft_trl import Timer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-
-
-class Timer(TrainerCallback):
-    """Seconds from the end of one step to that of the next: with the data loader, without what comes before."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
 
 
 class Trainer(GRPOTrainer):

@@ -1,11 +1,12 @@
 """The rate of weight sync to an engine in another process, beside that of a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py                     # 1 GB of fp32 weights; about 6 GB of memory, a few minutes
-    python benchmarks/weight_sync.py --gigabytes 0.1 --syncs 3
+    python benchmarks/weight_sync.py --gigabytes 0.1 --syncs 4
+    python benchmarks/weight_sync.py --ranks 1 --transport shared --bucket-mb 24 48 96 128
 
 One and two trainer ranks and one standalone engine on CPU, one thread each, by each transport. The first sync also
-makes what stays, and reads values back. A plain copy is one thread's, between two buffers that were touched before,
-and is measured between the syncs by the first rank.
+makes what stays; the first and the last compare checksums at both ends. A plain copy is one thread's, between two
+buffers that were touched before, and is measured between the syncs by the first rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,7 +49,7 @@ def make_config(folder: Path, gigabytes: float) -> None:
 
 
 def train(rank: int, world: int, folder: str, options: SyncOptions, port: int, syncs: int, results: Any) -> None:
-    """A trainer rank: syncs, every one but the first without reading back, and the last one with."""
+    """A trainer rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{port}", world), rank=rank, world_size=world)
     config = EngineConfig(
@@ -103,24 +105,25 @@ def measure(folder: str, world: int, options: SyncOptions, syncs: int) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--syncs", type=int, default=9)
-    parser.add_argument("--bucket-mb", type=int, default=128)
+    parser.add_argument("--syncs", type=int, default=10, help="of each, at least 3")
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[128])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--transport", nargs="+", default=["shared", "group", "files"])
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; load {os.getloadavg()[0]:.1f}\n")
-    print("| ranks | transport | GB | first, proven, s | others, median, s | GB/s | plain copy, GB/s | share |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| ranks | transport | bucket_mb | GB | first, s | with checksums, s | median, s | GB/s | copy | share |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="weft-sync-bench-") as folder:
         make_config(Path(folder), options.gigabytes)
-        for world in (1, 2):
-            for transport in ("shared", "group", "files"):
-                kept = SyncOptions(transport, options.bucket_mb << 20, 0, 300.0, Path(folder) / "sync")  # type: ignore[arg-type]
-                total, seconds, copies = measure(folder, world, kept, options.syncs)
-                rate, copy = total / median(seconds[1:]), median(copies)
-                print(
-                    f"| {world} | {transport} | {total / GB:.2f} | {seconds[0]:.2f} | {median(seconds[1:]):.3f} "
-                    f"| {rate / GB:.2f} | {copy / GB:.2f} | {rate / copy:.2f} |",
-                    flush=True,
-                )
+        for world, transport, bucket in product(options.ranks, options.transport, options.bucket_mb):
+            kept = SyncOptions(transport, bucket * 10**6, options.syncs, 300.0, Path(folder) / "sync")
+            total, seconds, copies = measure(folder, world, kept, options.syncs)
+            rate, copy = total / median(seconds[1:-1]), median(copies)
+            print(
+                f"| {world} | {transport} | {bucket} | {total / GB:.2f} | {seconds[0]:.2f} | {seconds[-1]:.3f} "
+                f"| {median(seconds[1:-1]):.3f} | {rate / GB:.2f} | {copy / GB:.2f} | {rate / copy:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

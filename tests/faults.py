@@ -1,28 +1,21 @@
-"""Real runs of the command line with faults in them: `Run(words, folder, fault)` forks a process that has torch loaded.
-
-Everything of the product is real but the exec of ranks: the launcher's agent gets forks, for importing torch takes
-longer than all the rest. A fault strikes one rank when it comes to a phase of a step (weft.observe.flight).
-"""
+"""Real runs of the command line with faults in them. A fault strikes one rank when it comes to a phase of a step
+(weft.observe.flight)."""
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
+from tests import forked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,94 +33,16 @@ class Fault:
     once: str = ""
 
 
-class Run:
-    """A command line that runs in a folder of its own, with its output in files."""
+class Run(forked.Run):
+    """With a fault in it."""
 
     def __init__(self, words: Sequence[str], folder: Path, fault: Fault | None = None, **variables: str) -> None:
-        self.out, self.err = (folder / f"{os.urandom(4).hex()}.{name}" for name in ("out", "err"))
-        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        environment = {**kept, "OMP_NUM_THREADS": "1", **variables}
-        _context.set_forkserver_preload(["tests.preload"])
         self.struck = folder / "struck-at"
-        self.process = _context.Process(
-            target=_main, args=(list(words), str(folder), environment, str(self.out), str(self.err), fault)
-        )
-        self.process.start()
-
-    def wait_for(self, pattern: str, timeout: float = 60.0) -> None:
-        """Until the console shows this."""
-        end = time.monotonic() + timeout
-        while not (self.out.exists() and re.search(pattern, self.out.read_text())):
-            assert self.process.is_alive() and time.monotonic() < end, f"never showed {pattern}: {self.errors()}"
-            time.sleep(0.02)
-
-    def wait(self, timeout: float = 120.0) -> Run:
-        """Until it has ended; one that hangs is killed, and that fails."""
-        self.process.join(timeout)
-        if self.process.is_alive():
-            self.process.kill()
-            raise AssertionError(f"still running after {timeout:.0f} s: {self.errors()}")
-        self.ended = time.monotonic()
-        return self
+        super().__init__(words, folder, None if fault is None else partial(_prepare, fault), **variables)
 
     def seconds(self) -> float:
         """From the fault to the end of everything; 0 where it did not get so far."""
         return self.ended - float(self.struck.read_text()) if self.struck.exists() else 0.0
-
-    @property
-    def status(self) -> int | None:
-        return self.process.exitcode
-
-    def errors(self) -> str:
-        return self.err.read_text() if self.err.exists() else ""
-
-
-def _main(
-    words: list[str], folder: str, environment: Mapping[str, str], out: str, err: str, fault: Fault | None
-) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    for path, descriptor in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, descriptor)
-    os.chdir(folder)
-    subprocess_handler.Popen = _Fork
-    if fault is not None:
-        _prepare(fault)
-    _command(words, environment)
-
-
-def _command(words: list[str], environment: Mapping[str, str]) -> None:
-    """`weft words` in this process, which ends with it."""
-    from weft import cli
-
-    os.environ.clear()
-    os.environ.update(environment)
-    status: Any = 70
-    try:
-        status = cli.main(words)
-    except SystemExit as error:
-        status = error.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status if isinstance(status, int) else 1)
-
-
-class _Fork(subprocess.Popen[bytes]):
-    """What the agent starts for `python -m weft WORDS`: a fork of the launcher, as a session of its own."""
-
-    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
-        environment = next(value for value in rest if isinstance(value, dict))
-        self.pid = os.fork()
-        self._child_created = True
-        if self.pid == 0:
-            os.setsid()
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            _command(list(args[args.index("weft") + 1 :]), environment)
 
 
 # ---------------------------------------------------------------- what may go wrong

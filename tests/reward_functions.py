@@ -87,3 +87,25 @@ def needs_more(completions: list[str], difficulty: list[int]) -> list[float]:
 
 
 NO_FUNCTION = 3
+
+
+def of_some(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """Every other prompt that it is asked about has no reward."""
+    of_some.calls = getattr(of_some, "calls", 0) + 1  # type: ignore[attr-defined]
+    return [None if of_some.calls % 2 else float(len(text)) for text in completions]  # type: ignore[attr-defined]
+
+
+def of_none(completions: list[str], **_: Any) -> list[float | None]:
+    """Has nothing to say of any."""
+    return [None] * len(completions)
+
+
+def hold_the_lock(completions: list[str], **_: Any) -> list[float]:
+    """Starts something, and then looks for a needle until the end of time, in C."""
+    import re
+    import subprocess
+
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(os.environ["STARTED"], "w"):
+        pass
+    return [float(bool(re.match("(a+)+$", "a" * 60 + "b"))) for _ in completions]

@@ -1,12 +1,15 @@
-"""weft.sft: the command from Python."""
+"""weft.sft and weft.rl: the commands from Python."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -115,6 +118,47 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
         weft.sft(**given)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rl": {"promts": 3}}, "weft.rl: rl.promts is not a key of weft: did you mean rl.prompts?"),
+        ({"reward": None}, "rl.reward is empty: name at least one reward function"),
+        ({"reward": ["math", 3]}, "reward: 3 is of type int: give a function"),
+        ({"rl": {"reward": "math"}}, "reward and rl={'reward': ...} are both given"),
+        ({"rl": 3}, "rl is a section, not a int"),
+        ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
+        ({"config": 3}, "config is a int: give a YAML file, a dict of sections, or an RlConfig"),
+        ({"config": {"rl": {"clip": 3}}}, "weft.rl: rl.clip must be"),
+        ({"resume": "nowhere"}, "resume reads the data of its run: leave out data"),
+        ({"resume": "nowhere", "data": None}, "--resume nowhere: it does not exist"),
+        ({"resume": "nowhere", "config": {}}, "resume reads the config of its run: leave config out"),
+        ({"mesh": {"dp_shard": 3}, "cluster": {"trainer": 2}}, "mesh.dp_shard"),
+        ({"on_step": 3}, "on_step is of type int: give a function"),
+    ],
+)
+def test_what_is_wrong_with_reinforcement_learning_is_said(arguments: dict[str, Any], words: str) -> None:
+    given = {"model": "model", "data": [{"prompt": "a"}], "reward": "length", "run": {"dir": "wrong"}, **arguments}
+    with pytest.raises(UserError) as caught:
+        weft.rl(**given)
+    assert words in str(caught.value)
+
+
+def test_a_config_is_that_of_its_file_or_object(here: Path) -> None:
+    """weft.rl is a folder and a function, whatever has been imported."""
+    seen: list[Any] = []
+    (here / "rl.yaml").write_text(
+        "model: {path: model}\nrl: {reward: [length], prompts: 3}\ndata: {path: chats.jsonl}\n"
+    )
+    with mock.patch.object(api, "_run_rl", lambda config, *_: seen.append(config)):
+        weft.rl("rl.yaml", rl={"group_size": 2})
+        weft.rl(seen[0], rl={**to_dict(seen[0])["rl"], "group_size": 4})
+        weft.rl({"rl": {"prompts": 3, "group_size": 2}}, model="model", data="chats.jsonl", reward=["length"])
+    first, second, third = seen
+    assert (first.rl.prompts, first.rl.group_size, second.rl.group_size) == (3, 2, 4)
+    assert first == third and replace(second, rl=first.rl) == first
+    assert list(inspect.signature(weft.rl).parameters)[:4] == ["config", "model", "data", "reward"]
 
 
 def test_scalars_of_numpy_are_written_as_numbers() -> None:

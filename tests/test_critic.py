@@ -236,7 +236,7 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
             for index, values in collect(trainer.read(who, samples)).items():
                 setattr(samples[index], name, values)
         explained.append(advantages(groups, trainer.config.rl)["critic/explained_variance"])
-        line = trainer.update(samples, number, 12, 1, 1e-4)
+        line = trainer.update(samples, number, 12, 1, 1e-4).line
         losses.append(float(str(line["loss/value_avg"])))
     moved = not any(np.array_equal(first[i], member.old) for i, member in enumerate(samples))
     same = all(np.array_equal(first[i], member.reference) for i, member in enumerate(samples))

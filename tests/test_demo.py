@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests import forked
 from weft.config import SftConfig, load_config
 from weft.data.documents import load_documents
 from weft.data.tokenizer import load_tokenizer
@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_demo_inputs(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "examples/make_chat_demo.py"), str(tmp_path)], check=True)
+    words = [str(ROOT / "examples/make_chat_demo.py"), str(tmp_path)]
+    assert forked.run(partial(forked.script, words), tmp_path).returncode == 0
     chats = [json.loads(line)["messages"] for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     questions, answers = ([chat[i]["content"] for chat in chats] for i in (0, 1))
     assert len(chats) == len(set(questions)) == len(set(answers)) == 600

@@ -161,7 +161,7 @@ def test_another_mesh_goes_on_with_it(unbroken: Path, tmp_path: Path) -> None:
 def begun_anew(home: str, folder: str) -> None:
     """A process of the run in which the average begins at the weights that are loaded."""
     from tests.resuming import attempt
-    from weft.recipes import resume
+    from weft.checkpoint import resume
 
     original = resume.load_state
 

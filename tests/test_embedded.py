@@ -41,8 +41,10 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
             sampling = Sampling(12, temperature, ends=ENDS)
             asked = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
             found.append([completion for (completion,) in embedded.generate(asked)])
-    embedded.sleep()
-    return found, embedded.model is None and torch.equal(before, torch.get_rng_state())
+    copied = [] if embedded.model is None else [p.untyped_storage() for p in embedded.model.parameters()]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in copied}.values())
+    freed = embedded.sleep() == held and not any(storage.nbytes() for storage in copied)
+    return found, freed and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from weft.errors import UserError
 from weft.rl.chat import Chats
 from weft.rl.environments import Environment, Episodes, Reply, load_environment
 from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
-from weft.rl.rewards import Rewards, completion_texts
+from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rollout_group
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, Sampling, seed_of
@@ -226,7 +226,8 @@ def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
         assert "<tool_response>\nerror: `open(1)` is no arithmetic\n</tool_response>" in given
         assert sample.turns == 3 and sample.notes["calls"] == 2 and sample.trained
     rewards = Rewards(config.rl)
-    asyncio.run(rewards.score(group.samples, completion_texts(group.samples, TOKENIZER)))
+    decode(group.samples, TOKENIZER)
+    asyncio.run(rewards.score(group.samples, Failures()))
     assert [sample.reward for sample in group.samples] == [1.0, 1.0]  # of what was said last
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,8 @@ from weft.ops import exact
 from weft.ops.attention import Bounds, Call, per_document
 from weft.ops.exact_attention import attend_exactly
 from weft.parallel.mesh import own_part
-from weft.rl.exact import Proof, prove_exact, require_exact
+from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
+from weft.rl.types import Prompt, Sample
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 from weft.verification.adapter import stir
@@ -161,6 +165,35 @@ def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     first, second = run(2, proofs, saved_model("llama"), True)
     assert first == second
     assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
+
+
+class Elsewhere:
+    """An engine of its own."""
+
+    async def generate(self, request: Request) -> list[Completion]:
+        assert request.sampling.max_new_tokens == 64
+        return [Completion((5, 6), (-1.0, -2.0), "end", ((0, 2),)) for _ in request.seeds]
+
+
+async def tried(difference: float) -> str:
+    async def read(samples: Sequence[Sample]) -> None:
+        for one in samples:
+            one.old = one.rollout.copy()
+            one.old[-1] += difference
+
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="vllm"), train=SimpleNamespace(seed=0))
+    prompts = [Prompt(number, 0, (3, 4), "") for number in range(9)]
+    engine: Any = Elsewhere()
+    return await try_engine(config, engine, read, prompts, Sampling(100))
+
+
+def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> None:
+    assert asyncio.run(tried(0.0)).startswith("exact    64 tokens sampled by vllm")
+    with pytest.raises(UserError) as refused:
+        asyncio.run(tried(2.0**-20))
+    assert "32 of 64 tokens that it sampled for 8 of this run's prompts have another logprob" in str(refused.value)
+    assert "by 4.8e-07 in the mean and 9.5e-07 at most" in str(refused.value)
+    assert "VLLM_BATCH_INVARIANT" in str(refused.value) and "rollout.engine=embedded" in str(refused.value)
 
 
 def test_a_sample_that_differs_in_one_bit_is_named() -> None:

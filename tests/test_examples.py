@@ -38,8 +38,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for model in ("model", "adder", "warm/checkpoints/latest"):
         byte_tokenizer().save_pretrained(tmp_path / ".demo" / model)
         tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / model)
-    for data in ("chat", "additions", "held-out"):
-        (tmp_path / ".demo" / f"{data}.jsonl").write_text("")
+    (tmp_path / ".demo" / "chat.jsonl").write_text("")
+    for data in ("additions", "held-out"):
+        (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
     return tmp_path
 
 
@@ -55,6 +56,34 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert f"{PARAMETERS[name]:,} parameters" in out or _frozen(out) == PARAMETERS[name]
         assert f"weights  there are none in examples/models/{name} yet" in out
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
+    if words[0] == "rl":
+        assert "reward   " in out and "memory of a rank" in out
+        assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rl.reward=[tests.reward_functions:needs_more]",
+            "additions.jsonl:1: rl.reward: needs_more asks for `difficulty`",
+        ),
+        ("rl.reward=[tests.reward_functions:absent]", "rl.reward: tests.reward_functions has no absent"),
+        ("rl.environment=nowhere:Calculator", "there is no module nowhere for nowhere:Calculator"),
+        ("rl.advantage=nowhere:advantage", "there is no module nowhere for nowhere:advantage"),
+        ("rollout.max_new_tokens=251", "= 257 tokens, but the model has 256 positions"),
+        (
+            "rollout.max_prompt_tokens=5",
+            "additions.jsonl:1: 1 of 1 prompts are longer than rollout.max_prompt_tokens = 5",
+        ),
+        ("data.columns={prompt: question}", "prompt is to be `question`, but there is no `question` among `prompt`"),
+    ],
+)
+def test_a_dry_run_tells_what_a_run_would_be_refused_for(
+    override: str, message: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["rl", "examples/rl_arithmetic_cpu.yaml", "--dry-run", override]) == 2
+    assert message in capsys.readouterr().err
 
 
 def _frozen(out: str) -> int:

@@ -329,7 +329,7 @@ def test_a_restarted_run_is_bit_for_bit_the_unbroken_one(do: str, unbroken: list
     run = Run(["sft", "c.yaml", "--nproc", "2", "--restarts", "1", *QUICK], folder, fault).wait()
     assert run.status == 0, run.errors()
     assert "restart 1 of 1: the attempt failed at step 4" in run.errors()
-    assert "resumed  step 3 of 6" in run.out.read_text()
+    assert "resumed  step 3 of 6" in run.output()
     assert [line["loss"] for line in metrics(folder / "run")] == unbroken
     assert last_whole(folder / "run") == STEPS
 
@@ -396,8 +396,8 @@ def test_a_run_whose_last_state_was_tampered_with_goes_on_from_the_one_before(sh
     state.write_text(state.read_text().replace('"step": 3', '"step": 2'))
     run = Run(["sft", "--resume", "run"], folder).wait()
     assert run.status == 0, run.errors()
-    assert "step-000003: state.json is not what was written" in run.out.read_text()
-    assert "resumed  step 2 of 6" in run.out.read_text()
+    assert "step-000003: state.json is not what was written" in run.output()
+    assert "resumed  step 2 of 6" in run.output()
 
 
 def test_ranks_without_a_launcher_of_weft_find_out_that_they_differ(shared: Path) -> None:

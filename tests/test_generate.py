@@ -328,6 +328,30 @@ def test_weights_that_change_are_told_apart_and_abort_returns_what_there_is() ->
     assert found[0].tokens == generator.generate(requests(Sampling(20))[:1])[0][0].tokens[:6]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])  # with a cache, and without
+@pytest.mark.parametrize("keep", [True, False])
+def test_samples_that_go_on_under_new_weights_draw_on_and_those_that_begin_again_draw_the_same(
+    family: str, keep: bool
+) -> None:
+    """The new weights are the old ones here, so that nothing but the versions may change."""
+    asked = requests(Sampling(12, ends=ENDS), samples=2)
+    whole = Generator(build(family), routes=True).generate(asked)
+    generator, found = Generator(build(family), routes=True, max_tokens=200), dict[str, list[Completion]]()
+    for request in asked:
+        generator.add(request)
+    for count in range(200):
+        if count == 5:
+            generator.renew(1, keep)
+        found |= {request.id: completions for request, completions in generator.step()}
+    assert not generator.busy
+    for before, after in zip(whole, (found[request.id] for request in asked), strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert one.tokens == other.tokens and np.array_equal(one.routes, other.routes)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    versions = {version for completions in found.values() for c in completions for version in c.versions}
+    assert ((0, 5) in versions) == keep and any(v == 1 for v, _ in versions)
+
+
 def test_proceed_is_asked_before_every_step() -> None:
     answers = iter([True, True, False])
     found = Generator(build("llama")).generate(requests(Sampling(20)), lambda: next(answers))

@@ -42,3 +42,36 @@ def test_only_one_file_imports_internals_of_transformers() -> None:
             if any(name.startswith("transformers.") for name in names):
                 importing.add(str(path.relative_to(ROOT)))
     assert importing <= {"weft/models/hf.py", "weft/models/hf_template.py"}
+
+
+# Folders at the top of the house: who may import each. What is below them is imported by all.
+IMPORTED_BY = {
+    "cli": {"__main__"},
+    "api": {"__init__", "cli", "rl"},  # weft.rl is a function, too
+    "recipes": {"cli", "api"},
+    "verification": {"recipes", "cli"},
+    "rl": {"recipes", "observe", "verification", "api"},
+    "rollout": {"rl", "recipes", "cli", "verification"},
+}
+# What the config may import: it is read before anything large is.
+CONFIG = {"config", "errors"}
+
+
+def imports() -> set[tuple[str, str]]:
+    """(importer, imported), by folder or file under weft/."""
+    found = set()
+    for path in FILES:
+        ours = path.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"weft.{alias.name}" for alias in node.names] if node.module == "weft" else [str(node.module)]
+            found |= {(ours, name.split(".")[1]) for name in names if name.startswith("weft.")}
+    return {(importer, imported) for importer, imported in found if importer != imported}
+
+
+def test_nothing_imports_upwards() -> None:
+    """As docs/architecture.md has the folders."""
+    upwards = {(by, of) for by, of in imports() if of in IMPORTED_BY and by not in IMPORTED_BY[of]}
+    assert upwards == set()
+    assert {of for by, of in imports() if by == "config"} <= CONFIG

@@ -22,7 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.cases import open_engine, saved_model
+from tests.machine import business
 from tests.resuming import inputs, lines, process
 from weft.checkpoint.retention import step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
@@ -130,7 +132,7 @@ def test_twenty_kills_at_seeded_moments(tmp_path: Path) -> None:
     """Each process goes on from what the one before has left."""
     moments, newest = random.Random(7), 0
     for _ in range(20):
-        one_process(tmp_path, kill_after=moments.uniform(0.0, 0.4))
+        one_process(tmp_path, kill_after=moments.uniform(0.0, 0.4) * business())
         newest = check_whole(tmp_path, at_least=newest)
     assert newest > 5
 
@@ -148,25 +150,6 @@ def test_a_kill_before_each_change_of_a_name(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a real run
 
 
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def started(folder: Path, *words: str, until: str) -> Iterator[subprocess.Popen[str]]:
-    """`weft sft ...`, from the moment that its output has a line that begins so."""
-    command = [sys.executable, "-m", "weft", "sft", *words]
-    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, cwd=folder, env=environment(), **pipes) as run:
-        try:
-            assert run.stdout is not None
-            next(line for line in run.stdout if line.startswith(until))
-            yield run
-        finally:
-            run.kill()
-
-
 def words_for(folder: Path, steps: int) -> list[str]:
     home = inputs()
     return [
@@ -181,10 +164,12 @@ def words_for(folder: Path, steps: int) -> list[str]:
 def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     nproc = "1" if number == signal.SIGUSR1 else "2"  # on one rank there is no launcher between
     run_folder = tmp_path / "run"
-    with started(tmp_path, *words_for(run_folder, 5000), "--nproc", nproc, until="step 4/") as run:
-        run.send_signal(number)
-        out, err = run.communicate(timeout=60)
-    assert run.returncode == 128 + number, err
+    run = forked.Run(["sft", *words_for(run_folder, 5000), "--nproc", nproc], tmp_path)
+    run.wait_for("^step 4/")
+    os.kill(run.pid, number)
+    run.wait(60)
+    out, err = run.output(), run.errors()
+    assert run.status == 128 + number, err
     said = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
     assert said is not None and said[2] == str(run_folder)
     step = int(said[1])
@@ -193,7 +178,7 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
     assert summary["stopped"] == number.name and summary["steps"] == step
     assert not (run_folder / "lock").exists()
     words = ["sft", "--resume", str(run_folder), f"train.steps={step + 2}", "--device", "cpu", "--nproc", nproc]
-    done = subprocess.run([sys.executable, "-m", "weft", *words], env=environment(), capture_output=True, text=True)
+    done = forked.run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"resumed  step {step} of {step + 2}" in done.stdout
     assert [line["step"] for line in lines(run_folder)] == list(range(1, step + 3))
@@ -201,18 +186,20 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
 
 @pytest.mark.slow
 def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Path) -> None:
-    """The real command on two ranks, launcher and ranks killed with -9 at some step."""
+    """Launcher and ranks killed with -9 at some step, and gone on with by programs that share nothing with them."""
     folder = tmp_path / "killed"
     sections = {"schedule": {"name": "constant"}, "checkpoint": {"every": 3, "async_": True}, "train": {"steps": 40}}
     process(tmp_path / "whole", "2", sections=sections)
-    with started(tmp_path, *words_for(folder, 40), "--nproc", "2", until="step 10/") as run:
-        os.kill(run.pid, signal.SIGKILL)  # its ranks end with it
+    run = forked.Run(["sft", *words_for(folder, 40), "--nproc", "2"], tmp_path)
+    run.wait_for("^step 10/")
+    os.kill(run.pid, signal.SIGKILL)  # its ranks end with it
     deadline = time.monotonic() + 30
     while _is_locked(folder):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     words = ["sft", "--resume", str(folder), "--device", "cpu", "--nproc", "2"]
-    done = subprocess.run([sys.executable, "-m", "weft", *words], env=environment(), capture_output=True, text=True)
+    command = [sys.executable, "-m", "weft", *words]
+    done = subprocess.run(command, env=forked.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert lines(folder) == lines(tmp_path / "whole")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forked
 from tests.machine import business
 from weft.cluster.failures import diagnose
 from weft.cluster.guard import guarded
@@ -36,16 +38,19 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def start(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """start(mode, ...) runs two ranks of rank_script.py: (exit status, stdout, stderr). It must end within 30 s."""
+def launched(mode: str) -> int:
+    return launch([sys.executable, SCRIPT, mode], 2)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """start(mode) runs two ranks of rank_script.py: (exit status, stdout, stderr). It must end within 30 s."""
+
+    def run(mode: str) -> tuple[int, str, str]:
         began = time.monotonic()
-        status = launch([sys.executable, SCRIPT, *arguments], 2, debug="--debug" in arguments)
+        done = forked.run(partial(launched, mode), tmp_path)
         assert time.monotonic() - began < 30 * business()
-        captured = capfd.readouterr()
-        return status, captured.out, captured.err
+        return done.returncode, done.stdout, done.stderr
 
     return run
 
@@ -53,9 +58,11 @@ def start(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 Start = Callable[..., tuple[int, str, str]]
 
 
-def test_ranks_join_and_share_the_cores(start: Start) -> None:
+def test_ranks_join_and_share_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that are programs of their own, as they are outside of tests."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    status, out, err = start("fine")
+    status = launched("fine")
+    out, err = capfd.readouterr()
     threads = max(1, cpu_cores() // 2)
     assert status == 0
     assert err == ""

@@ -119,13 +119,16 @@ def test_losses_at_the_end_are_means_where_there_are_enough() -> None:
     ]
 
 
-def test_reinforcement_learning_ends_with_its_accuracy() -> None:
+def test_reinforcement_learning_ends_with_its_reward_and_accuracy() -> None:
     evaluations = {
         name: {"step": step, "eval/accuracy": share} for name, step, share in (("first", 0, 0.4), ("last", 9, 0.85))
     }
     summary = {
         "steps": 9, "skipped_steps": 0, "documents": 1, "tokens": 1, "loss_tokens": 1, "saved": None,
-        "first_losses": [], "last_losses": [], "peak_memory_gib": 1.0, "seconds": {"total": 1.0}, "stopped": None,
+        "first_losses": [0.1], "last_losses": [-0.1], "peak_memory_gib": 1.0, "seconds": {"total": 1.0},
+        "stopped": None, "first_rewards": [0.25, 0.5], "last_rewards": [0.25, 0.5],
         "evaluation": {**evaluations, "best": None},
     }  # fmt: skip
-    assert "held out accuracy 40.0% (step 0) -> accuracy 85.0% (step 9)" in closing(summary, Path("run"))
+    lines = closing(summary, Path("run"))
+    assert "held out accuracy 40.0% (step 0) -> accuracy 85.0% (step 9)" in lines
+    assert "reward   0.2500 -> 0.5000" in lines and not any(line.startswith("loss") for line in lines)

@@ -39,7 +39,7 @@ def check(plan: StepPlan, multiple: int = 1) -> None:
         for rank in range(plan.ranks):
             row, length = plan.rows[k][rank], plan.row_length(k, rank)
             lengths = [plan.documents[i].length for i in row]
-            assert list(row) == sorted(row)
+            assert list(row) == sorted(row, key=lambda i: (-plan.documents[i].length, i))
             assert 2 <= length <= plan.budget and length % multiple == 0
             if plan.layout == "packed":
                 assert sum(lengths) <= length

@@ -24,7 +24,7 @@ from weft.config import schema
 from weft.data.documents import DataReport
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, EngineConfig
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
@@ -128,7 +128,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     ]
     report = DataReport(config.data.path, len(documents), tokens=0, loss_tokens=0, longest=61, digest="")
     with planted(plant):
-        engine = Engine(sft.engine_config(config), join("cpu"))
+        engine = Engine(EngineConfig.of(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):
             sft.train(config, engine, reading.RunData(documents, report), Path(folder), Phases())
 
@@ -338,15 +338,22 @@ TESTS: dict[str, Check] = {
 }
 
 
+@cache
+def passes_without(caught_by: str) -> bool:
+    """Once for all bugs that this check catches."""
+    return TESTS[caught_by](None)
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_bug_is_caught(name: str) -> None:
     caught_by = PLANTS[name].caught_by
 
-    def passes(plant: str | None) -> bool:
-        return TESTS[caught_by](plant) if caught_by in TESTS else figure_passes(name, caught_by, plant)
-
-    assert passes(None), f"{caught_by} fails without the bug"
-    assert not passes(name), f"{caught_by} does not catch it"
+    if caught_by in TESTS:
+        without, with_it = passes_without(caught_by), TESTS[caught_by](name)
+    else:
+        without, with_it = (figure_passes(name, caught_by, plant) for plant in (None, name))
+    assert without, f"{caught_by} fails without the bug"
+    assert not with_it, f"{caught_by} does not catch it"
 
 
 def test_a_bug_that_is_not_reached_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,8 @@ from weft.engine.engine import Engine
 from weft.objectives.policy import PolicyLoss
 from weft.recipes.verify import EPSILON
 from weft.rl import advantages
-from weft.rl.corrections import correct
-from weft.rl.documents import documents_of
+from weft.rl.corrections import correct, old_is_current
+from weft.rl.documents import documents_of, is_trained
 from weft.rl.types import Group, Prompt, Sample
 from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors
@@ -123,6 +124,36 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
     return loss
 
 
+def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> tuple[float, dict[int, Tensor]]:
+    """The same where no step lies between rollout and update; and what it says of the old policy, by place."""
+    groups = groups_of(rows)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample in samples:
+        sample.old = None
+    advantages.advantages(groups, config.rl)
+    documents = dict(enumerate(documents_of(samples, config)))
+    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    objective = PolicyLoss(config.rl, old_is_current=True)
+    loss = engine.accumulate(plan, documents, objective)["loss"]
+    assert loss is not None
+    places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
+    return loss, {places[index]: found for index, found in objective.old_logprobs().items()}
+
+
+FRESH = [name for name, rl in CONFIGS.items() if old_is_current(rl_config(rl))]
+
+
+def ours_fresh(path: str, mesh: str, rows: list[Row]) -> tuple[dict[str, tuple[float, Tensors]], dict[int, Tensor]]:
+    """(loss, gradients) of each algorithm, and what this rank says of the old policy, by place."""
+    engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": 40})
+    found, read = {}, dict[int, Tensor]()
+    for name in FRESH:
+        loss, read = accumulate_fresh(engine, rows, rl_config(CONFIGS[name], max_new_tokens=LONGEST))
+        found[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
+        engine.drop_gradients()
+    return found, read
+
+
 def ours(path: str, mesh: str, rows: list[Row], budget: int) -> tuple[dict[str, tuple[float, Tensors]], Tensors]:
     """(loss, gradients) of each algorithm, and the weights after one step of each in turn."""
     engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": budget})
@@ -190,3 +221,28 @@ def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
     for name, weight in after.items():
         moved, apart = (weight - start[name]).norm(), (weights[name] - weight).norm()
         assert apart <= ADAMW * moved, (name, float(apart / moved))
+
+
+def test_an_update_that_reads_the_old_policy_itself() -> None:
+    """Where no step lies between rollout and update, old is current: without a forward of its own, all is the same."""
+    assert {"grpo", "dr_grpo", "gspo", "cispo", "reinforce"} <= set(FRESH)
+    assert not {"reinforce++", "kl k1"} & set(FRESH)  # the reward asks for it; the rollout's is taken
+    path, rows = saved_model("llama"), []
+    model = plain_model(path)
+    for row in rollouts(path):
+        with torch.no_grad():
+            now = plain_rl.current(model, row, TEMPERATURE)[0]
+        rows.append(replace(row, old=now, rollout=now + (row.rollout - row.old)))
+    parts = run(4, ours_fresh, path, "2x2", rows)
+    found, read = parts[0][0], {place: own for _, part in parts for place, own in part.items()}
+    assert len(read) == sum(row.reward is not None for row in rows)
+    assert max(float((rows[place].old - own).abs().max()) for place, own in read.items()) <= 1e-5
+    # The ratio of a whole sample multiplies what its tokens round: from here on both have the same old policy.
+    rows = [replace(row, old=read.get(place, row.old)) for place, row in enumerate(rows)]
+    for name in FRESH:
+        model.zero_grad(set_to_none=True)
+        loss = plain_rl.update(model, rows, name, TEMPERATURE)
+        assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        worst = max(compare_gradients(found[name][1], gradients, {}), key=lambda figure: figure.value)
+        assert worst.value <= GRADIENT, (name, worst)

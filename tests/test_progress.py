@@ -79,4 +79,6 @@ def test_duration(seconds: float, text: str) -> None:
 
 
 def test_missing_numbers_are_dashes() -> None:
-    assert describe({}) == ["loss -", "grad_norm -", "lr -", "- tokens/s"]
+    assert describe({"loss": None}) == ["loss -", "grad_norm -", "lr -", "- tokens/s"]
+    assert describe({"reward": 0.25}, extra=("reward",)) == ["reward 0.25"]  # nothing was trained
+    assert describe({"loss": -1e-9, "lr": 1e-9}, extra=("reward",))[0::2] == ["loss 0.0000", "lr 1.00e-09"]

@@ -213,7 +213,7 @@ def drawn_and_trained(path: str) -> tuple[float, list[float]]:
     for index, old in trainer.read("policy", samples).items():
         samples[index].old = old
         worst = max(worst, float(np.abs(old - samples[index].rollout).max()))
-    lines = [trainer.update(samples, number, 2, 1, 0.05) for number in (1, 2)]
+    lines = [trainer.update(samples, number, 2, 1, 0.05).line for number in (1, 2)]
     return worst, [float(str(line["routing/differing"])) for line in lines]
 
 

@@ -19,7 +19,7 @@ from weft.observe.report import charts as charts_of
 from weft.observe.report import page, read_run
 from weft.observe.report_rl import extremes
 from weft.rl.records import write_rollouts
-from weft.rl.types import Group, Prompt, Sample
+from weft.rl.types import Group, Prompt, Sample, samples_of
 
 STEPS = 120
 
@@ -160,12 +160,15 @@ def sample_of(prompt: Prompt, number: int, reward: float | None) -> Sample:
     )  # fmt: skip
 
 
-def groups_of(rewards: list[list[float | None]]) -> list[Group]:
+def groups_of(rewards: list[list[float | None]], texts: list[str]) -> list[Group]:
     prompts = [Prompt(index, 0, (1,), f"<i>question</i> {index}") for index in range(len(rewards))]
-    return [
+    groups = [
         Group(prompt, [sample_of(prompt, number, reward) for number, reward in enumerate(group)])
         for prompt, group in zip(prompts, rewards, strict=True)
     ]
+    for sample, text in zip(samples_of(groups), texts, strict=True):
+        sample.text = text
+    return groups
 
 
 def make_rl_run(folder: Path) -> Path:
@@ -184,8 +187,8 @@ def make_rl_run(folder: Path) -> Path:
     lines[-1] |= {"eval/accuracy": 0.75, "eval/pass@1": 0.5, "eval/pass@4": 1.0, "eval/reward": 0.75}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "some/model"}, "rl": {"algorithm": "grpo"}}))
-    write_rollouts(folder, 1, groups_of([[9.0]]), ["an earlier one"])
-    write_rollouts(folder, 2, groups_of([[1.0, 0.0], [None, 0.5]]), ["<b>right</b>", "wrong", "failed", "half"])
+    write_rollouts(folder, 1, groups_of([[9.0]], ["an earlier one"]))
+    write_rollouts(folder, 2, groups_of([[1.0, 0.0], [None, 0.5]], ["<b>right</b>", "wrong", "failed", "half"]))
     return folder
 
 
@@ -234,7 +237,7 @@ def test_metrics_that_have_a_chart_are_documented() -> None:
 
 
 def test_the_best_and_the_worst_are_of_other_prompts() -> None:
-    best, worst = extremes(groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]]), 2)
+    best, worst = extremes(groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]], list("abcdefg")), 2)
     assert [sample.id for sample in best] == ["0.0/0", "2.0/0"]
     assert [sample.id for sample in worst] == ["2.0/1", "0.0/2"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,7 @@ from tests.pool import run
 from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, process, state_of, whole_state
 from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
-from weft.engine.engine import Engine, whole
-from weft.recipes import sft
+from weft.engine.engine import Engine, EngineConfig, whole
 
 CASES: dict[str, tuple[str, Sections]] = {
     "1 rank, sync": ("1", {}),
@@ -48,12 +49,14 @@ CASES: dict[str, tuple[str, Sections]] = {
     ),
 }
 
+EACH_STEP = ("1 rank, sync", "2 ranks, async, a row for each document")
 
-def chain(folder: Path, mesh: str, sections: Sections, plant: str | None = None) -> list[list[float]]:
-    """Ten processes: each goes on from the last checkpoint, takes one step, and is killed in the next."""
+
+def chain(folder: Path, mesh: str, sections: Sections, kills: Sequence[int]) -> list[list[float]]:
+    """Processes that go on from the last checkpoint; all but the last are killed in the step after one of `kills`."""
     drawn: list[list[float]] = [[] for _ in range(world_of(mesh))]
-    for number in range(1, STEPS + 1):
-        part = process(folder, mesh, resume=number > 1, steps=1, sections=sections, plant=plant)
+    for done, end in pairwise((0, *kills, STEPS)):
+        part = process(folder, mesh, resume=done > 0, steps=end - done, sections=sections)
         drawn = [before + now for before, now in zip(drawn, part, strict=True)]
     return drawn
 
@@ -70,10 +73,12 @@ def same_run(one: Path, other: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_after_each_step_it_is_the_unbroken_run_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_killed_and_gone_on_with_it_is_the_unbroken_run_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """After each step of the two simplest; of the others after the first, at the end of an epoch and in one."""
     mesh, sections = CASES[name]
+    kills = range(1, STEPS) if name in EACH_STEP else (1, 4, 7)
     expected = process(tmp_path / "whole", mesh, sections=sections)
-    drawn = chain(tmp_path / "killed", mesh, sections)
+    drawn = chain(tmp_path / "killed", mesh, sections, kills)
     assert same_run(tmp_path / "whole", tmp_path / "killed") == []
     assert drawn == expected
     assert len({tuple(rank) for rank in drawn}) == world_of(mesh)  # no two ranks draw the same
@@ -162,7 +167,7 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(name: str, 
 def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Tensor], int]:
     """Masters and moments as an engine on this mesh has them after loading, gathered; the bytes that this rank read."""
     config = config_of(Path(home), Path(folder), mesh, {})
-    engine = Engine(sft.engine_config(config), join("cpu"))
+    engine = Engine(EngineConfig.of(config), join("cpu"))
     state = read_state(Path(folder) / "checkpoints" / "step-000005")
     read = load_state(engine, state)
     assert engine.optimizer is not None

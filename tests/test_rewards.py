@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
+from tests import reward_functions
 from weft.config.load import load_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.rl.builtin_rewards import BUILT_IN
+from weft.rl.given_rewards import name_rewards
 from weft.rl.reward_calls import Batch, Named, RewardFunction
-from weft.rl.rewards import Rewards
+from weft.rl.rewards import Failures, Rewards
 from weft.rl.types import Prompt, Sample
 
 OURS = "tests.reward_functions:"
@@ -28,29 +31,32 @@ def sample_of(prompt: Prompt, number: int, text: str) -> Sample:
     n = len(prompt.tokens)
     tokens = np.array([*prompt.tokens, *map(ord, text)], np.int64)
     sampled = np.arange(len(tokens)) >= n
-    return Sample(
-        prompt, number, tokens, sampled, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "end"
-    )
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(prompt, number, tokens, sampled, zeros, np.zeros(len(tokens), np.int32), "end", text=text)
 
 
 def scored(
-    texts: Sequence[str], *names: str, columns: Mapping[str, Any] | None = None, chat: bool = False, **keys: Any
-) -> tuple[list[Sample], Rewards]:
+    texts: Sequence[str],
+    *names: str,
+    columns: Mapping[str, Any] | None = None,
+    chat: bool = False,
+    code: Mapping[str, bytes] | None = None,
+    **keys: Any,
+) -> tuple[list[Sample], Failures]:
     """Samples of one prompt, scored by a pool of one process that is ended."""
     messages = ({"role": "user", "content": "?"},) if chat else None
     prompt = Prompt(4, 0, (1, 2), "?", messages, columns or {}, "data.jsonl:5")
     samples = [sample_of(prompt, i, text) for i, text in enumerate(texts)]
-    rewards = Rewards(RlAlgorithm(reward=names, **{"reward_workers": 1, "reward_timeout": 20.0, **keys}))
+    rewards = Rewards(RlAlgorithm(reward=names, **{"reward_workers": 1, "reward_timeout": 20.0, **keys}), code)
+    failures = Failures()
 
     async def run() -> None:
-        try:
+        async with rewards:
             await rewards.start([prompt])
-            await rewards.score(samples, texts)
-        finally:
-            await rewards.close()
+            await rewards.score(samples, failures)
 
     asyncio.run(run())
-    return samples, rewards
+    return samples, failures
 
 
 def given(samples: Sequence[Sample]) -> list[float | None]:
@@ -60,7 +66,7 @@ def given(samples: Sequence[Sample]) -> list[float | None]:
 def test_what_fails_costs_its_sample() -> None:
     """One call with all: the function raises, ends, crashes or hangs, or gives what is no number; others are scored."""
     texts = ["1", "raise", "2.5", "exit", "crash", "none", "nan", "hang", "inf", "print"]
-    samples, rewards = scored(texts, OURS + "as_number", reward_timeout=1.5)
+    samples, failures = scored(texts, OURS + "as_number", reward_timeout=1.5)
     assert given(samples) == [1.0, None, 2.5, None, None, None, None, None, None, 1.0]
     errors = [sample.notes.get("reward_errors", {}).get("as_number", "") for sample in samples]
     for i, text in {
@@ -74,19 +80,19 @@ def test_what_fails_costs_its_sample() -> None:
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
     assert not [p for p in psutil.Process().children() if "weft.rl.reward_worker" in p.cmdline()]
-    news = rewards.take_news()
+    news = failures.take_news()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"
     )
-    assert rewards.metrics() == {"rewards/failed": 6.0, "rewards/as_number/failed": 6.0}
-    assert rewards.metrics() == {"rewards/failed": 0.0}
+    assert failures.metrics() == {"rewards/failed": 6.0, "rewards/as_number/failed": 6.0}
+    assert failures.metrics() == {"rewards/failed": 0.0}
 
 
 def test_a_function_that_fails_for_all_ends_the_run() -> None:
-    samples, rewards = scored(["1", "2"], OURS + "too_few", "length")
+    samples, failures = scored(["1", "2"], OURS + "too_few", "length")
     assert given(samples) == [None, None] and samples[0].rewards == {"too_few": None, "length": -0.99}
     with pytest.raises(UserError, match=r"too_few failed for every one of the 2 samples .* returned 0 values for 1"):
-        rewards.metrics()
+        failures.metrics()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -126,7 +132,7 @@ def test_so_many_processes_work_side_by_side(workers: int) -> None:
 
     async def run() -> None:
         async with rewards:
-            await rewards.score(samples, ["a"] * 3)
+            await rewards.score(samples, Failures())
 
     asyncio.run(run())
     assert len({sample.reward for sample in samples}) == workers
@@ -146,7 +152,7 @@ def test_a_column_says_which_functions_are_asked() -> None:
 
     async def run() -> None:
         await rewards.start(prompts)
-        await rewards.score(samples, ["5", "5"])
+        await rewards.score(samples, Failures())
         with pytest.raises(UserError, match="d:9: rl.reward_column: `by` is 'math', which is none of rl.reward"):
             await rewards.start([Prompt(9, 0, (1,), "?", None, {"by": "math"}, "d:9")])
         await rewards.close()
@@ -161,12 +167,13 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
     good, bad = sample_of(prompt, 0, "ab"), sample_of(prompt, 1, "ab")
     good.rewards["environment"], bad.notes["error"] = 0.5, "Env.step: boom"
     rewards = Rewards(RlAlgorithm(reward=("length",), reward_options={"length.target": 4}))
-    asyncio.run(rewards.score([good, bad], ["ab", "ab"]))
+    failures = Failures()
+    asyncio.run(rewards.score([good, bad], failures))
     assert (good.reward, bad.reward, bad.rewards) == (0.0, None, {})
-    assert rewards.metrics()["rewards/environment/failed"] == 1
-    asyncio.run(rewards.score([bad], ["ab"]))
+    assert failures.metrics()["rewards/environment/failed"] == 1
+    asyncio.run(rewards.score([bad], failures))
     with pytest.raises(UserError, match="rl.environment failed for every one of the 1 samples"):
-        rewards.metrics()
+        failures.metrics()
 
 
 @pytest.mark.parametrize(
@@ -261,8 +268,9 @@ def test_built_in(name: str, text: str, columns: dict[str, Any], expected: float
 
 
 def test_a_built_in_function_without_a_process_starts_none() -> None:
-    samples, rewards = scored(["ab"], "length", "format", "exact_match", columns={"answer": "ab"})
-    assert samples[0].reward == pytest.approx(-0.98 + 0 + 1) and not rewards._outside
+    samples, _ = scored(["ab"], "length", "format", "exact_match", columns={"answer": "ab"})
+    assert samples[0].reward == pytest.approx(-0.98 + 0 + 1)
+    assert not Rewards(RlAlgorithm(reward=("length", "format", "exact_match")))._outside
     assert set(BUILT_IN) == {"math", "exact_match", "regex", "format", "length"}
 
 
@@ -271,3 +279,50 @@ def test_processes_import_no_torch_and_end_with_the_run() -> None:
     assert sample.rewards["has_torch"] == 0.0
     assert sample.rewards["process"] not in (None, os.getpid())
     assert not os.path.exists(f"/proc/{int(sample.rewards['process'] or 0)}")
+
+
+# ---------------------------------------------------------------- functions that a program gives
+
+
+BONUS = 0.5
+
+
+class Judge:
+    """An object that can be called."""
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [float(text) + self.bonus for text in completions]
+
+
+def in_a_program(code: str) -> dict[str, Any]:
+    """The names of a program of its own, as of a script or a notebook."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    return names
+
+
+def test_functions_of_a_program_are_sent_and_others_named() -> None:
+    program = in_a_program("LESS = 1\n\ndef less(completions, **_):\n    return [float(t) - LESS for t in completions]")
+    own = lambda completions, **_: [BONUS * float(text) for text in completions]  # noqa: E731
+    given = [program["less"], reward_functions.as_number, own, Judge(2.0), "length"]
+    names, code = name_rewards(given)
+    assert names == ["__main__:less", OURS + "as_number", "__main__:reward_3", "__main__:Judge", "length"]
+    assert list(code) == ["__main__:less", "__main__:reward_3", "__main__:Judge"]
+    (sample,), _ = scored(["3"], *names, code=code, reward_options={"length.target": 1})
+    assert sample.rewards == {"less": 2.0, "as_number": 3.0, "reward_3": 1.5, "Judge": 5.0, "length": 0.0}
+    assert name_rewards("math") == (["math"], {}) and name_rewards([program["less"]] * 2)[0][1] == "__main__:reward_2"
+
+
+def test_what_cannot_be_sent_is_said() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UserError, match=r"reward: held cannot be sent to the processes that run rewards: .*lock"):
+        name_rewards(
+            in_a_program("def hold(lock):\n    def held(completions):\n        lock\n    return held")["hold"](lock)
+        )
+    with pytest.raises(UserError, match="reward: 3 is of type int: give a function, the name of a built-in one"):
+        name_rewards(3)
+    with pytest.raises(UserError, match="__main__:less belongs to the program that started the run"):
+        scored([], "__main__:less")

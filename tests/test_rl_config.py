@@ -22,6 +22,7 @@ RUN = "test_rl_run.py::test_a_run_and_what_it_leaves"
 SIGNAL = "test_environments.py::test_groups_without_signal_are_replaced_in_the_order_of_the_data"
 ALGORITHMS = "test_policy_parity.py::test_every_algorithm"
 SERVER = "test_vllm_client.py::test_keys_reach_the_server"
+APART = "test_rl_run.py::test_a_reference_and_a_critic_with_ranks_of_their_own"
 BESIDE = "test_critic.py::test_what_is_said_is_the_engines_own"
 SYNC = "test_sync.py::test_after_each_sync_an_engine_is_one_loaded_from_the_export"
 # key -> the test that shows its effect. Those that `weft sft` has, too, are in test_config_effects.py.
@@ -41,7 +42,7 @@ EFFECTS: dict[str, str] = {
     "rl.updates": RUN,
     "rl.chat": "test_rl_prompts.py::test_keys_of_the_config",
     "rl.instruction": "test_rl_prompts.py::test_files_of_other_trainers",
-    "rl.epochs": "test_rl_run.py::test_samples_may_be_trained_more_than_once",
+    "rl.epochs": "test_rl_run.py::test_samples_may_be_trained_more_than_once_and_from_python",
     "rl.advantage": "test_rl_math.py::test_rewards_are_compared_within_a_group",
     "rl.scale": "test_rl_math.py::test_rewards_are_compared_within_a_group",
     "rl.gamma": "test_rl_math.py::test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step",
@@ -72,6 +73,7 @@ EFFECTS: dict[str, str] = {
     "rollout.top_k": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.min_p": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.stop": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.unfinished": "test_turns.py::test_completions_that_are_unfinished_when_weights_change",
     "rollout.transport": SYNC,
     "rollout.bucket_mb": SYNC,
     "rollout.verify_every": "test_sync.py::test_values_are_compared_at_an_engines_first_sync_and_every_so_often",
@@ -85,6 +87,7 @@ EFFECTS: dict[str, str] = {
     "rollout.timeout": SERVER,
     "reference.path": "test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
     "reference.param_dtype": BESIDE,
+    "reference.ranks": APART,
     "reference.dp_replicate": BESIDE,
     "reference.dp_shard": BESIDE,
     "reference.cpu_offload": BESIDE,
@@ -93,12 +96,15 @@ EFFECTS: dict[str, str] = {
     "critic.head": "test_critic.py::test_values_loss_and_gradients",
     "critic.lr": "test_critic.py::test_a_critic_learns_returns_beside_a_policy_and_its_reference",
     "critic.clip": "test_critic.py::test_values_loss_and_gradients",
+    "critic.ranks": APART,
     "critic.dp_replicate": BESIDE,
     "critic.dp_shard": BESIDE,
     "critic.cpu_offload": BESIDE,
     "critic.max_tokens_per_device": BESIDE,
     "cluster.address": "test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
     "cluster.trainer": "test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
+    "cluster.placement": "test_placement.py::test_what_needs_no_trial",
+    "cluster.sleep": "test_turns.py::test_which_parts_sleep",
     "cluster.max_staleness": "test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
     "eval.samples": "test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
     "eval.pass_at": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
@@ -154,6 +160,17 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     [
         (["step.documents=8"], "step.documents would have no effect: a rollout step has rl.prompts x rl.group_size"),
         (["cluster.max_staleness=1"], "the embedded engine takes turns with training: set rollout.engine=hf or vllm"),
+        (
+            ["cluster.max_staleness=1", "rollout.engine=hf", "cluster.placement=colocated"],
+            "with cluster.placement=colocated engines take turns with training: set cluster.max_staleness=0, or",
+        ),
+        (["cluster.placement=colocated"], "cluster.placement would have no effect: rollout.engine=embedded is in"),
+        (
+            ["rollout.engine=hf", "rollout.unfinished=drop"],
+            "rollout.unfinished would have no effect: nothing is unfinis",
+        ),
+        (["rollout.engine=hf", "cluster.placement=disaggregated", "cluster.sleep=[optimizer]"], "trainers stay awake"),
+        (["cluster.sleep=[weights]"], "cluster.sleep"),
         (["rollout.max_new_tokens=9000"], "set step.max_tokens_per_device="),
         (["rl.prompts=3", "rl.updates=2"], "rl.updates is 2, which does not divide rl.prompts = 3"),
         (["data.long_documents=truncate"], "a prompt without its end asks something else"),

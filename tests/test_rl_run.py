@@ -1,14 +1,20 @@
-"""`weft rl` as a user runs it: a controller, trainer ranks and engines on a Ray of their own, on additions."""
+"""`weft rl` as a user runs it: a controller, trainer ranks and engines on Ray, on additions. Runs that are killed are
+programs on a Ray of their own; the others are forks, and share one."""
 
 from __future__ import annotations
 
+import atexit
 import json
-import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.machine import business
 from weft.rl.records import FOLDER, read_rollouts, rollout_files
 
 ROOT = Path(__file__).parent.parent
+WEFT = [sys.executable, "-m", "weft"]
+# A Ray that a program starts asks others of the same user for the token that it keeps.
+VARIABLES = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 KEYS = [
     "model.init=random", "rl.prompts=4", "rl.group_size=4", "rl.updates=2", "rollout.max_prompt_tokens=6",
     "rollout.max_new_tokens=4", "step.max_tokens_per_device=256", "optimizer.lr=1e-3", "schedule.name=constant",
@@ -33,10 +50,19 @@ CLOCKS = ("seconds", "tokens_per_second", "memory_gib", "mfu", "sync/seconds", "
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@cache
+def cluster() -> str:
+    """The address of a Ray for all runs of these tests that do not ask for one of their own."""
+    process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=forked.environment(**VARIABLES), **PIPES)
+    atexit.register(process.communicate)  # what it reads ends, and it too
+    return str(process.stdout.readline().strip())
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("additions")
-    subprocess.run([sys.executable, ROOT / "examples/make_arithmetic_demo.py", folder], check=True)
+    words = [str(ROOT / "examples/make_arithmetic_demo.py"), str(folder)]
+    assert forked.run(partial(forked.script, words), folder).returncode == 0
     config = json.loads((folder / "adder/config.json").read_text())
     config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64}
     (folder / "adder/config.json").write_text(json.dumps(config))
@@ -48,15 +74,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(task: Path, run: Path, *more: str) -> list[str]:
     paths = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", f"run.dir={run}"]
-    return [sys.executable, "-m", "weft", "rl", *paths, *KEYS, *more]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return [*WEFT, "rl", *paths, *KEYS, *more]
 
 
 def weft(words: Sequence[str], status: int = 0) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=240 * business())
+    """What is printed by `python -m weft ...`, which is a fork and, unless it says otherwise, joins the tests' Ray."""
+    words = list(words[len(WEFT) :])
+    if words[0] == "rl" and not any(word.startswith("cluster.address=") for word in words):
+        words.append(f"cluster.address={cluster()}")
+    with tempfile.TemporaryDirectory() as folder:
+        done = forked.run(words, Path(folder), **VARIABLES)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -99,13 +126,18 @@ def test_a_run_and_what_it_leaves(whole: Path) -> None:
     assert "rl       grpo: 3 rollout steps of 4 prompts x 4 samples, 2 optimizer steps each" in printed
 
 
-def test_a_resumed_run_is_the_unbroken_one(task: Path, whole: Path) -> None:
-    """Ended after two rollout steps, and gone on with: the same prompts, rollouts, losses and weights, to the bit."""
+def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path, whole: Path) -> None:
+    """All that it has started ends with it; then the same prompts, rollouts, losses and weights, to the bit."""
     run = task / "broken"
     keys = ["checkpoint.every=2", f"eval.path={task}/held-out.jsonl", "eval.at_start=true", "eval.every=2"]
-    weft(command(task, run, *keys, "train.steps=4", "--nproc", "2"))
-    words = [sys.executable, "-m", "weft", "rl", "--resume", str(run), "train.steps=6", "--nproc", "2"]
-    assert "resumed  step 4 of 6" in weft(words)
+    words = command(task, run, *keys, "train.steps=6", "--nproc", "2")
+    with begun(words, run) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert still_there(children) == []
+    words = [*WEFT, "rl", "--resume", str(run), "--nproc", "2"]
+    assert "the learning rate of update 1 was 0.001" in weft([*words, "schedule.name=linear"], status=2)
+    assert re.search("resumed  step [24] of 6", weft(words))
     assert lines_of(run) == lines_of(whole)
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(whole).items())
 
@@ -133,29 +165,50 @@ def test_rollouts_alone(task: Path) -> None:
     run = task / "only"
     weft(command(task, run, "train.steps=4", "--rollout-only"))
     assert sorted(rollout_files(run / FOLDER)) == [1, 2] and not (run / "checkpoints").exists()
-    shown = weft([sys.executable, "-m", "weft", "rollouts", str(run), "--groups", "1"])
+    shown = weft([*WEFT, "rollouts", str(run), "--groups", "1"])
     assert "step 2: 4 prompts, 16 samples" in shown and "reward" in shown
 
 
-def test_a_trainer_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(task: Path) -> None:
+def test_a_trainer_rank_that_is_killed_is_named(task: Path) -> None:
     run = task / "killed"
     words = command(task, run, "train.steps=400", "checkpoint.every=2", "--nproc", "2")
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, text=True, env=environment(), **both) as process:  # type: ignore[call-overload]
-        end = time.monotonic() + 120 * business()
-        while not (run / "checkpoints/latest").exists():
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.1)
+    with begun(words, run) as process:
         actors = [child for child in psutil.Process(process.pid).children(recursive=True) if _is_rank(child, "1")]
         assert len(actors) == 1
         actors[0].send_signal(signal.SIGKILL)
         out, _ = process.communicate(timeout=60 * business())
     assert process.returncode == 10, out
     assert "trainer rank 1 died" in out
-    done = int(os.readlink(run / "checkpoints/latest").removeprefix("step-"))
-    words = [sys.executable, "-m", "weft", "rl", "--resume", str(run), "--nproc", "2", f"train.steps={done + 2}"]
-    assert f"resumed  step {done} of {done + 2}" in weft(words)
-    assert [line["step"] for line in lines_of(run)] == list(range(1, done + 3))
+    assert f"The last whole checkpoint is {run}/checkpoints/step-" in out and f"is in {run}/flight" in out
+
+
+@contextmanager
+def begun(words: Sequence[str], run: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of the command line, from its first checkpoint on. What is left of it is killed."""
+    both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    env = forked.environment(**VARIABLES)
+    with subprocess.Popen(words, text=True, env=env, start_new_session=True, **both) as process:
+        try:
+            end = time.monotonic() + 120 * business()
+            while not (run / "checkpoints/latest").exists():
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.01)
+            yield process
+        finally:
+            process.kill()
+
+
+def still_there(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended within seconds. Ray's agents take up to a minute: they want to tell a store of it."""
+    _, alive = psutil.wait_procs([process for process in processes if not _is_agent(process)], timeout=20 * business())
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    try:
+        return "agent" in " ".join(process.cmdline()).lower()
+    except psutil.Error:
+        return False
 
 
 def _is_rank(process: psutil.Process, rank: str) -> bool:
@@ -165,13 +218,72 @@ def _is_rank(process: psutil.Process, rank: str) -> bool:
         return False
 
 
-def test_samples_may_be_trained_more_than_once(task: Path) -> None:
-    """Two epochs over a rollout step: ratios leave 1 in the second."""
+# A cell of a notebook, where a loop runs already, with a reward of its own; there is no `if __name__ == "__main__"`.
+CELL = """
+import asyncio, json, weft
+
+SHARE = 0.5
+
+def digits(completions, completion, **columns):
+    return [SHARE * (text[:1] == right[0]) for text, right in zip(completions, completion)]
+
+async def cell():
+    rows, seen = [json.loads(line) for line in open("additions.jsonl")], []
+    run = weft.rl(
+        "keys.yaml", model="adder", data={"rows": rows, "columns": {}}, reward=[digits, "length"],
+        on_step=lambda line: seen.append(line["step"]), run={"dir": "epochs"}, rl={"epochs": 2}, train={"steps": 4},
+    )
+    assert seen == [line["step"] for line in run.metrics] == [1, 2, 3, 4] and len(run.rollouts) == 1
+
+asyncio.run(cell())
+"""
+
+
+def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> None:
+    """Two epochs over a rollout step: ratios leave 1 in the second. The engine takes turns with the trainer, all of
+    whose parts sleep meanwhile."""
     run = task / "epochs"
-    weft(command(task, run, "train.steps=4", "rl.epochs=2"))
+    shared = ["rollout.engine=hf", "cluster.sleep=[parameters, optimizer, gradients]"]
+    keys = [word.replace("=", ": ", 1) for word in [*KEYS, *shared]]
+    (task / "keys.yaml").write_text("\n".join(["model.path: adder", f"cluster.address: {cluster()}", *keys]) + "\n")
+    (task / "cell.py").write_text(CELL)
+    done = subprocess.run(
+        [sys.executable, "cell.py"],
+        capture_output=True,
+        text=True,
+        cwd=task,
+        env=forked.environment(**VARIABLES),
+        timeout=240 * business(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = [sample for group in read_rollouts(rollout_files(run / FOLDER)[1]) for sample in group.samples]
+    assert {sample.rewards["digits"] for sample in samples} <= {0.0, 0.5}
     lines = lines_of(run)
+    assert "rewards/digits/mean" in lines[-1]
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2] and {line["rollout"] for line in lines} == {1}
     assert lines[0]["policy/kl_old"] == 0 and lines[3]["policy/kl_old"] > 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"seconds/sleep", "seconds/wake", "seconds/sync"} <= last.keys()
+    assert "\n  placement: colocated\n" in (run / "config.yaml").read_text()
+
+
+def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
+    """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
+    keys = ["rl.algorithm=ppo", "rl.updates=1", "rl.epochs=1", "rl.kl=0.1", "critic.lr=1e-3", "train.steps=3"]
+    keys += ["checkpoint.every=1", "checkpoint.keep=1", "cluster.address=null"]
+    together, own = task / "together", task / "own"
+    weft(command(task, together, *keys))
+    printed = weft(command(task, own, *keys, "reference.ranks=1", "critic.ranks=1"))
+    assert printed.count("on 1 rank of its own") == 2
+    for ours, theirs in zip(lines_of(own), lines_of(together), strict=True):
+        for name in ("loss", "grad_norm", "loss/value_avg", "critic/grad_norm"):
+            assert ours[name] == theirs[name], name
+    critic = load_file(own / "critic/checkpoints/latest/model.safetensors")
+    for name, value in load_file(together / "checkpoints/latest/critic/model.safetensors").items():
+        assert torch.equal(value, critic[name])
+    shutil.rmtree(own / "critic/checkpoints/step-000003")  # as if it had been killed in between
+    assert "resumed  step 2 of 3" in weft([*WEFT, "rl", "--resume", str(own), "critic.ranks=null"])
+    assert all(torch.equal(value, weights(own)[name]) for name, value in weights(together).items())
 
 
 def test_a_cluster_that_is_not_there_is_named(task: Path) -> None:

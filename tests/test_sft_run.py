@@ -20,6 +20,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests import forked
 from tests.machine import business
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
@@ -29,6 +30,7 @@ from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.models import hf
 from weft.observe.metrics import CORE_KEYS
+from weft.recipes import sft
 
 EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4
 CONFIG = f"""\
@@ -58,20 +60,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Ours without a launcher's variables, each rank on one thread."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
-
-
 @pytest.fixture(scope="module")
 def weft(folder: Path) -> Weft:
-    """Runs `weft ...` in a process of its own."""
+    """Runs `weft ...` in a process of its own, which is a fork unless it is said what starts it."""
 
-    def start(*words: str, starter: tuple[str, ...] = ("-m", "weft"), **env: str) -> subprocess.CompletedProcess[str]:
+    def start(*words: str, starter: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        if not starter:
+            return forked.run(words, folder)
         command = [sys.executable, *starter, *words]
         return subprocess.run(
-            command, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120, check=False
+            command, cwd=folder, env=forked.environment(), capture_output=True, text=True, timeout=120
         )
 
     return start
@@ -190,7 +188,7 @@ def test_a_folder_with_a_run_in_it_is_refused(
 
 @pytest.mark.slow
 def test_two_ranks_train_alike(one: tuple[Path, str], weft: Weft, folder: Path) -> None:
-    done = weft("sft", "c.yaml", "run.dir=two", "--nproc", "2")
+    done = weft("sft", "c.yaml", "run.dir=two", "--nproc", "2", starter=("-m", "weft"))
     assert done.returncode == 0, done.stderr
     assert losses(folder / "two")[0] == pytest.approx(losses(one[0])[0], rel=1e-4)
     assert losses(folder / "two") == pytest.approx(losses(one[0]), rel=1e-3)
@@ -308,26 +306,23 @@ def test_an_impossible_kernel_is_refused_before_training(here: Path, capsys: pyt
 
 # ---------------------------------------------------------------- ranks that fail or stop
 
-SPOILT = """\
-import os
-if os.environ.get("RANK") == "1":
-    from weft.engine import schedule
-    original = schedule.learning_rate
-    def spoilt(step, *rest):
-        if step == 2:
+
+def spoil() -> None:
+    """Rank 1 fails in its second step."""
+    original = sft.learning_rate
+
+    def spoilt(step: int, *rest: Any) -> float:
+        if step == 2 and os.environ.get("RANK") == "1":
             raise OSError("no paper in tray 1")
         return original(step, *rest)
-    schedule.learning_rate = spoilt
-"""
+
+    sft.learning_rate = spoilt
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) -> None:
-    (folder / "spoilt").mkdir()
-    (folder / "spoilt" / "sitecustomize.py").write_text(SPOILT)
-    path = os.pathsep.join([str(folder / "spoilt"), *filter(None, [os.environ.get("PYTHONPATH")])])
+def test_a_rank_that_fails_in_training_names_itself(folder: Path) -> None:
     began = time.monotonic()
-    done = weft("sft", "c.yaml", "run.dir=failed", "--nproc", "2", PYTHONPATH=path)
+    done = forked.run(["sft", "c.yaml", "run.dir=failed", "--nproc", "2"], folder, spoil)
     assert time.monotonic() - began < 60 * business()
     assert done.returncode == 1
     assert done.stderr.startswith("rank 1 failed: OSError: no paper in tray 1\nin step 2 of 6, planning the step")
@@ -339,20 +334,14 @@ def test_a_rank_that_fails_in_training_names_itself(weft: Weft, folder: Path) ->
 def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
     timeout = 4
     words = ["sft", "c.yaml", "run.dir=stopped", "train.epochs=100000", f"train.timeout={timeout}", "--nproc", "2"]
-    command = [sys.executable, "-m", "weft", *words]
-    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, cwd=folder, env=environment(), **pipes) as launcher:
-        try:
-            assert launcher.stdout is not None
-            next(line for line in launcher.stdout if line.startswith("step 3/"))
-            (victim,) = [p for p in psutil.Process(launcher.pid).children() if p.environ().get("RANK") == "1"]
-            victim.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
-            _, err = launcher.communicate(timeout=60)
-            took = time.monotonic() - began
-        finally:
-            launcher.kill()
-    assert launcher.returncode == 11
+    run = forked.Run(words, folder)
+    run.wait_for("^step 3/")
+    victim = sorted(psutil.Process(run.pid).children(), key=lambda child: child.pid)[1]
+    victim.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    run.wait()
+    took, err = time.monotonic() - began, run.errors()
+    assert run.status == 11, err
     assert took < timeout + 20 * business()  # five seconds until the stopped rank is killed
     assert err.startswith("rank 1 is stuck: it did not come within train.timeout seconds; it is stopped (SIGSTOP)\n")
     assert re.search(r"^waiting: rank 0 \(in step \d+ of \d+, ", err, re.MULTILINE)

@@ -84,7 +84,7 @@ class Attempt:
         self.run()
 
     def run(self) -> None:
-        slots, desk = Slots("test", 0, 4096, True), Desk("127.0.0.1", 0, 20.0)
+        slots, desk = Slots("test", 0, 4096, 4096, True), Desk("127.0.0.1", 0, 20.0)
         ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 20.0)
         thread = threading.Thread(target=self.receive, args=(ticket,))
         thread.start()
@@ -200,14 +200,14 @@ def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(planes, "SHARED_MEMORY", tmp_path)
     left = tmp_path / "weft-sync-dead-0-0"
     left.touch()
-    ours = Slots("ours", 0, 4096, True)
-    assert not left.exists() and len(list(tmp_path.iterdir())) == 2
-    Slots("others", 0, 4096, True)
-    assert len(list(tmp_path.iterdir())) == 4  # those of living processes stay
+    ours = Slots("ours", 0, 4096, 4096, True)
+    assert not left.exists() and len(list(tmp_path.iterdir())) == planes.SLOTS
+    Slots("others", 0, 4096, 4096, True)
+    assert len(list(tmp_path.iterdir())) == 2 * planes.SLOTS  # those of living processes stay
     ours.close()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == planes.SLOTS
     with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
-        Slots("vast", 0, 1 << 60, True)
+        Slots("vast", 0, 1 << 60, 4096, True)
 
 
 # ---------------------------------------------------------------- what a standalone engine has of it

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,28 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.machine import business
+from tests.stand_in_vllm import environment as stand_in
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.rl.served_pool import ServedPool
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served
-from weft.rollout.servers import ServerPool, server_names
+from weft.rollout.servers import HostedServer, server_names
 from weft.rollout.sglang import SglangEngine
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
 from weft.rollout.vllm.mapping import body_of, completion_of
 from weft.rollout.vllm.server import Settings, command, environment, place_parts, settings_of
 
 CPU = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=True)
 
-# A server that answers GET /health, /slow never, /broken with status 500, and all others with what they were sent.
+# A server that answers GET /health, /slow never, /broken with status 500, and all others with what they were sent;
+# after /deaf, which it never answers, it listens no more.
 SERVER = """
 import asyncio, json, os, sys
 async def answer(reader, writer):
@@ -46,7 +52,9 @@ async def answer(reader, writer):
     method, path, _ = head.split("\\r\\n")[0].split()
     size = int(head.lower().split("content-length:")[1].split()[0])
     body = await reader.readexactly(size)
-    if path == "/slow":
+    if path == "/deaf":
+        server.close()
+    if path in ("/slow", "/deaf"):
         await asyncio.sleep(1000)
     if path == "/die":
         print("ValueError: this is why", flush=True)
@@ -60,8 +68,9 @@ async def answer(reader, writer):
     await writer.drain()
     writer.close()
 async def main():
-    async with await asyncio.start_unix_server(answer, sys.argv[1]) as server:
-        await server.serve_forever()
+    global server
+    server = await asyncio.start_unix_server(answer, sys.argv[1])
+    await asyncio.sleep(1000)
 asyncio.run(main())
 """
 
@@ -184,6 +193,19 @@ def test_a_server_that_ends_ends_all_calls_and_is_named_with_its_log(tmp_path: P
     ]
 
 
+def test_a_server_that_listens_no_more_ends_what_it_would_never_answer(tmp_path: Path) -> None:
+    """vLLM's, whose engine was killed, waits for the requests that it has."""
+
+    async def body(fake: Fake) -> float:
+        began = time.monotonic()
+        with pytest.raises(EngineDiedError, match="fake-0 listens no more while pausing") as found:
+            await fake.served.order("/deaf", {}, "pausing")
+        assert found.value.kind == "killed"
+        return time.monotonic() - began
+
+    assert with_fake(tmp_path, body) < 5 * business()
+
+
 def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path: Path) -> None:
     async def body(fake: Fake) -> None:
         fake.served._silence = 1.0  # it was given longer to start
@@ -222,7 +244,7 @@ time.sleep(600)
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 3  # guard, engine, what that started
+    assert len(family) == 4  # guard and its child, engine, what that started
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=10)
@@ -322,6 +344,15 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
     assert told["--gpu-memory-utilization"] == "0.5" and found.silence == 99
     assert found.folder == tmp_path / "engines"
     assert server_names(config_of(tmp_path, *words, "rollout.engines=2")) == ["vllm-0", "vllm-1"]
+    exact = settings_of(config_of(tmp_path, *words, "rl.on_policy=exact"), cuda, "e", tmp_path, "fp32")
+    assert environment(exact, tmp_path)["VLLM_BATCH_INVARIANT"] == "1"
+    for other in (found, replace(exact, interpreter=CPU)):
+        assert "VLLM_BATCH_INVARIANT" not in environment(other, tmp_path)
+    assert not found.sleeps and not found.drops and "--enable-sleep-mode" not in line
+    sleeping = settings_of(config_of(tmp_path, *words, "cluster.placement=colocated"), cuda, "e", tmp_path, "fp32")
+    assert "--enable-sleep-mode" in command(sleeping, Path("/s"))
+    dropping = config_of(tmp_path, *words, "cluster.max_staleness=1", "rollout.unfinished=drop")
+    assert settings_of(dropping, cuda, "e", tmp_path, "fp32").drops
     plain = settings_of(config_of(tmp_path, *words, "model.init=random"), CPU, "e", tmp_path, "bf16")
     line = command(plain, Path("/s"))
     assert line[line.index("--dtype") + 1] == "bfloat16"  # the trainer's
@@ -336,8 +367,33 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         config_of(tmp_path, "rollout.engine=vllm", "rollout.options={max-model-len: 9}")
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")
+    for key, value, whole in (("top_p", "0.9", 1), ("top_k", "20", 0), ("min_p", "0.1", 0)):
+        kept = rf"rollout.{key} is {value}, but vllm does not say how much .*: set rollout.{key}={whole} \(evaluation"
+        with pytest.raises(UserError, match=kept):
+            config_of(tmp_path, "rollout.engine=vllm", f"rollout.{key}={value}")
+        config_of(tmp_path, "rollout.engine=hf", f"rollout.{key}={value}")
+    held_out = [f"eval.path={tmp_path}/data.jsonl", "eval.samples=2", "eval.top_p=0.9", "eval.top_k=20"]
+    assert config_of(tmp_path, "rollout.engine=vllm", *held_out).eval.top_p == 0.9
     with pytest.raises(UserError, match=r"rollout.python is not set: weft installs no SGLang"):
         config_of(tmp_path, "rollout.engine=sglang")
+
+
+def test_what_a_host_lacks_is_told_by_its_actor(tmp_path: Path) -> None:
+    def check(*words: str) -> None:
+        asyncio.run(HostedServer(config_of(tmp_path, *words), 0).check(model_is_local=True))
+
+    vllm = ["rollout.engine=vllm", f"rollout.python={stand_in(tmp_path / 'env')}"]
+    check(*vllm, "rollout.memory=2")
+    with pytest.raises(UserError, match=r"rollout.memory is 2.5: on CPU vLLM takes whole GiB"):
+        check(*vllm, "rollout.memory=2.5")
+    with pytest.raises(UserError, match=r"there is no Python at .*none/bin/python|there is no Python at .*none"):
+        check("rollout.engine=sglang", f"rollout.python={tmp_path}/none")
+    config = config_of(tmp_path, *vllm)
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"model.path: there is no .*model where vllm-0 is to run"):
+        asyncio.run(HostedServer(config, 0).check(model_is_local=True))
+    with pytest.raises(UserError, match=r"run.dir: .*version-1, which vllm-0 is to read weights from, is not there"):
+        asyncio.run(HostedServer(config, 0).reload(tmp_path / "version-1", 1))
 
 
 # ---------------------------------------------------------------- SGLang, by its documents
@@ -422,6 +478,42 @@ def test_what_sglang_was_doing_during_an_update_it_goes_on_with_under_the_new_we
     with_sglang(tmp_path, body)
 
 
+def test_what_sglang_drops_begins_again_under_the_new_weights(tmp_path: Path) -> None:
+    async def body(engine: SglangEngine, server: Sglang) -> None:
+        engine.settings = replace(engine.settings, drops=True)
+        server.slow = True
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.05)
+        server.slow = False
+        await engine.reload(Path("/new"), 2)
+        await running
+        assert server.asked[-1][1]["input_ids"] == [8, 9]
+        assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 6
+
+    with_sglang(tmp_path, body)
+
+
+def test_a_sleeping_sglang_takes_its_weights_before_its_cache(tmp_path: Path) -> None:
+    async def body(engine: SglangEngine, server: Sglang) -> None:
+        await engine.sleep()
+        await engine.wake("weights")
+        await engine.reload(Path("/new"), 2)
+        await engine.wake("cache")
+        asked = [
+            (path, body.get("tags")) for path, body in server.asked if path.endswith(("occupation", "disk", "ration"))
+        ]
+        assert asked[:3] == [
+            ("/pause_generation", None), ("/release_memory_occupation", None),
+            ("/resume_memory_occupation", ["weights"]),
+        ]  # fmt: skip
+        assert asked[-3:] == [
+            ("/update_weights_from_disk", None), ("/resume_memory_occupation", ["kv_cache"]),
+            ("/continue_generation", None),
+        ]  # fmt: skip
+
+    with_sglang(tmp_path, body)
+
+
 def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_not_go_on(tmp_path: Path) -> None:
     async def body(engine: SglangEngine, server: Sglang) -> None:
         server.slow = True
@@ -440,12 +532,16 @@ def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_no
 
 
 def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path) -> None:
-    class Engine:
+    class Actors:
         def __init__(self) -> None:
-            self.got: list[str] = []
+            self.got: list[list[str]] = [[], []]
 
-        async def generate(self, request: Request) -> list[Completion]:
-            self.got.append(request.id)
+        def __len__(self) -> int:
+            return len(self.got)
+
+        async def one(self, number: int, ask: str, method: str, request: Request) -> list[Completion]:
+            assert (ask, method) == ("ask", "generate")
+            self.got[number].append(request.id)
             await asyncio.sleep(0.01)
             return []
 
@@ -453,11 +549,90 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
         return Request(name, (1, 2), tuple(range(seeds)), Sampling(longest))
 
     async def run() -> list[list[str]]:
-        engines: Any = [Engine(), Engine()]
-        pool = ServerPool(engines)
+        actors: Any = Actors()
+        pool = ServedPool(actors, actors, {}, tmp_path)
         requests = [asked("long", 4, 100), asked("a", 4, 10), asked("b", 4, 10), asked("c", 8, 40), asked("d", 1, 1)]
         await asyncio.gather(*(pool.generate(request) for request in requests))
         await pool.generate(asked("later", 1, 1))
-        return [engine.got for engine in engines]
+        return list(actors.got)
 
     assert asyncio.run(run()) == [["long", "d", "later"], ["a", "b", "c"]]
+
+
+# ---------------------------------------------------------------- vLLM that shares devices, and that drops
+
+
+class Vllm:
+    """What VllmEngine asks of its server, noted; completions wait for an abort, or until it goes on."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.going = asyncio.Event()
+
+    async def order(self, path: str, body: Any, what: str) -> Any:
+        self.asked.append(path)
+        if path == "/abort_requests":
+            self.going.set()
+        return {"results": [{"adapter": False, "verify": False}]}
+
+    async def work(self, path: str, body: Any, what: str) -> Any:
+        asked = self.asked.count("/abort_requests")
+        await self.going.wait()
+        version = "3" if asked < self.asked.count("/abort_requests") else "4"
+        return {
+            "choices": [{
+                "finish_reason": "abort" if version == "3" else "stop", "token_ids": [7], "routed_experts": None,
+                "weight_versions": [{"version": version, "start": 0, "end": 1}],
+                "logprobs": {"content": [{"logprob": -0.5}]},
+            }]
+        }  # fmt: skip
+
+    def hold(self, held: bool) -> None:
+        pass
+
+
+def vllm(tmp_path: Path, **settings: Any) -> tuple[VllmEngine, Vllm]:
+    gpu = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=False)
+    served = Vllm()
+    made = Settings(interpreter=gpu, model="m", name="vllm-0", folder=tmp_path, max_tokens=9, **settings)
+    return VllmEngine(made, served, tmp_path, 3), served  # type: ignore[arg-type]
+
+
+TICKET = Ticket("127.0.0.1", 1, "key", "vllm-0", 0, 5.0)
+
+
+@pytest.mark.parametrize(("lora_rank", "level"), [(None, 2), (4, 1)])
+def test_vllm_wakes_its_weights_takes_a_sync_and_wakes_its_cache(
+    tmp_path: Path, lora_rank: int | None, level: int
+) -> None:
+    """Level 1 keeps the base of an adapter, which is sent alone, in the host's memory. Not run on a GPU."""
+
+    async def body() -> list[str]:
+        engine, served = vllm(tmp_path, lora_rank=lora_rank)
+        await engine.sleep()
+        assert engine.version is None
+        await engine.wake("weights")
+        await engine.receive(TICKET, 4)
+        await engine.wake("cache")
+        assert engine.version == 4
+        return served.asked
+
+    assert asyncio.run(body()) == [
+        "/pause?mode=keep&clear_cache=false", f"/sleep?level={level}&mode=keep", "/wake_up?tags=weights",
+        "/pause?mode=keep&clear_cache=false", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true",
+        "/update_weight_version", "/wake_up?tags=kv_cache", "/resume",
+    ]  # fmt: skip
+
+
+def test_what_vllm_drops_begins_again_under_the_new_weights(tmp_path: Path) -> None:
+    async def body() -> tuple[Completion, list[str]]:
+        engine, served = vllm(tmp_path, drops=True)
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        await engine.receive(TICKET, 4)
+        (completion,) = await running
+        return completion, served.asked
+
+    completion, asked = asyncio.run(body())
+    assert completion == Completion((7,), (-0.5,), "end", ((4, 1),))
+    assert asked[:3] == ["/abort_requests", "/pause?mode=keep&clear_cache=false", "/collective_rpc"]

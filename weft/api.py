@@ -1,19 +1,28 @@
-"""weft from Python: `weft.sft(...)` is the command `weft sft`, in this process. Imports torch when it is called."""
+"""weft from Python: `weft.sft(...)` is the command `weft sft`, in this process; `weft.rl(...)` is `weft rl`, with this
+process as its controller. Imports torch when they are called."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cluster.options import Device, SftOptions
-from weft.config.load import load_values
+from weft.cluster.guard import joined
+from weft.cluster.machine import accelerator_count
+from weft.cluster.options import Device, RlOptions, SftOptions
+from weft.config import check_reshard, resolve_mesh, to_dict
+from weft.config.load import load_values, written_config
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
-from weft.recipes.hooks import Hooks, OnStep
+from weft.recipes.hooks import Hooks, OnStep, RlHooks
 
 if TYPE_CHECKING:
     from weft.objectives.base import Objective
@@ -43,6 +52,11 @@ class Run:
         """The lines of metrics.jsonl, one for each optimizer step."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
+    @property
+    def rollouts(self) -> list[Path]:
+        """Of weft.rl: the Parquet files of what was sampled, one for each rollout step."""
+        return sorted((self.folder / "rollouts").glob("step-*.parquet"))
+
 
 def sft(
     model: str | Path | Mapping[str, Any],
@@ -66,10 +80,7 @@ def sft(
     """
     values: dict[str, Any] = dict(sections)
     values["model"] = _model(model)
-    if on_step is not None and not callable(on_step):
-        raise UserError(
-            f"on_step is of type {type(on_step).__name__}: give a function of one argument, the step's line."
-        )
+    _check_on_step(on_step)
     section, rows = _split(data)
     if rows is not None:
         if "path" in section or "sources" in section:
@@ -78,10 +89,159 @@ def sft(
         values["run"] = {**values.get("run", {}), "dir": str(folder)}
         section["path"] = str(_write(rows, folder / ROWS))
     values["data"] = section
-    config = load_values(values)
+    config = load_values(values, "weft.sft", SftConfig)
     if isinstance(objective, type):
         objective = objective()
     return _run(config, Hooks(objective=objective, on_step=on_step), device)
+
+
+def rl(
+    config: RlConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    reward: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+    on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    replay: str | Path | None = None,
+    rollout_only: bool = False,
+    device: Device = "auto",
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Reinforcement learning, with this process as the controller of trainers and engines on Ray.
+
+    config: what all else is set over: a YAML file, its sections as a dict, or a config that was loaded. model, data: as
+    for weft.sft; rows in memory are written to RUN/data.jsonl. reward: as rl.reward, where functions may stand for
+    their import paths (docs/how-to/write-a-reward.md): one of this program or notebook is sent, with what it uses, to
+    the processes that run it. on_step: called in this process after each optimizer step with its line of metrics.jsonl.
+    sections: those of docs/config.md, as in rl={"prompts": 32}; cluster={"trainer": 2} has two trainer ranks.
+
+    resume: the folder of a run that goes on, with its config; what else is given is set over it. Its reward, if that
+    was a function of a program, has to be given again. replay, rollout_only: as the options of `weft rl`.
+
+    Raises UserError for what the command line would refuse, StoppedError where a signal ended the run early, and
+    ActorError where a trainer or an engine failed.
+    """
+    if joined():
+        raise UserError("weft.rl is one process, which starts trainers and engines itself: start it without torchrun.")
+    _check_on_step(on_step)
+    values = _base(config, resume) | dict(sections)
+    if model is not None:
+        values["model"] = _model(model)
+    pickled = _take_rewards(values, reward)
+    section, rows = ({}, None) if data is None else _split(data)
+    if rows is not None and ("path" in section or "sources" in section):
+        raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
+    if rows is not None and resume is not None:
+        raise UserError("resume reads the data of its run: leave out data.")
+    files = [written_config(str(resume))] if resume is not None else [str(config)] * isinstance(config, str | Path)
+    with tempfile.TemporaryDirectory() as scratch:
+        if data is not None:
+            values["data"] = section if rows is None else {**section, "path": str(_write(rows, Path(scratch) / ROWS))}
+        if resume is not None:
+            values["run"] = {"dir": str(resume)}
+        loaded = load_values(values, "weft.rl", RlConfig, files)
+        if rows is not None:
+            loaded = _with_rows(loaded, Path(scratch) / ROWS)
+    options = rl_options(loaded, device)
+    options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
+    return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))
+
+
+def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
+    """Device and trainer ranks of a config. nproc: ranks where it says nothing. UserError where the mesh does not fit
+    them."""
+    accelerators = accelerator_count(device)
+    world = config.cluster.trainer or nproc or accelerators or 1
+    check_reshard(config, resolve_mesh(config.mesh, world))
+    return RlOptions(device="cuda" if accelerators or device == "cuda" else "cpu", world=world)
+
+
+def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
+    """Sections that others are set over, but for those of files."""
+    if resume is not None and config is not None:
+        raise UserError("resume reads the config of its run: leave config out, and set sections as keywords.")
+    if isinstance(config, RlConfig):
+        return to_dict(config)
+    if config is None or isinstance(config, str | Path):
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise UserError(f"config is a {type(config).__name__}: give a YAML file, a dict of sections, or an RlConfig.")
+
+
+def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
+    """Put the names of reward functions into section rl; those that have to be sent, pickled, by name."""
+    from weft.rl.given_rewards import name_rewards
+
+    section = values.get("rl", {})
+    if not isinstance(section, Mapping):
+        raise UserError(f'rl is a section, not a {type(section).__name__}: say rl={{"prompts": 32}}.')
+    if reward is not None and "reward" in section:
+        raise UserError("reward and rl={'reward': ...} are both given: keep one.")
+    given = section.get("reward") if reward is None else reward
+    if given is None:
+        return {}
+    names, pickled = name_rewards(given)
+    values["rl"] = {**section, "reward": names}
+    return pickled
+
+
+def _with_rows(config: RlConfig, written: Path) -> RlConfig:
+    """The config of a run that has its rows in its folder."""
+    from weft.recipes.folder import make_folder
+
+    folder = make_folder(config.run.dir, config.model.path)
+    shutil.move(written, folder / ROWS)
+    data = replace(config.data, path=str(folder / ROWS))
+    return replace(config, data=data, run=replace(config.run, dir=str(folder)))
+
+
+def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
+    from weft.cluster.rays import import_ray
+    from weft.observe import flight
+    from weft.recipes import rl as recipe
+    from weft.recipes.folder import default_folder
+
+    if import_ray().is_initialized():
+        raise UserError("this process has a Ray of its own already: call ray.shutdown() before weft.rl.")
+    if config.run.dir is None:
+        config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))
+    try:
+        _beside_loops(lambda: recipe.run(config, options, hooks))
+    finally:
+        flight.own.close()
+    return Run(Path(str(config.run.dir)))
+
+
+def _beside_loops(body: Callable[[], None]) -> None:
+    """Run it here, or where an event loop runs, as in a notebook, in another thread, to which signals are passed on."""
+    from weft.cluster.stopping import StopSignals
+
+    if not _in_a_loop():
+        body()
+        return
+    with StopSignals(), ThreadPoolExecutor(1) as thread:
+        thread.submit(body).result()
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _check_on_step(on_step: Any) -> None:
+    if on_step is not None and not callable(on_step):
+        raise UserError(
+            f"on_step is of type {type(on_step).__name__}: give a function of one argument, the step's line."
+        )
 
 
 def _model(model: Any) -> dict[str, Any]:

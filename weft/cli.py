@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from weft import __version__, parsers
+from weft.api import rl_options
 from weft.cluster.guard import Body, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
@@ -27,7 +28,6 @@ from weft.cluster.options import (
     MergeOptions,
     PreviewOptions,
     ReportOptions,
-    RlOptions,
     RolloutsOptions,
     SftOptions,
     VerifyOptions,
@@ -36,6 +36,7 @@ from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.config.load import read_config_file, written_config
 from weft.config.migrate import migrate
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
@@ -44,6 +45,7 @@ from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
 
 Schema = TypeVar("Schema")
+AnyConfig = SftConfig | RlConfig
 
 # Commands of the design that exist when they work.
 NOT_YET = ("plan", "bench")
@@ -152,12 +154,8 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     config = _load(arguments, RlConfig) if arguments.resume is None else _load_resumed(arguments, RlConfig)
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
-    accelerators = accelerator_count(arguments.device)
-    world = config.cluster.trainer or arguments.nproc or accelerators or 1
-    check_reshard(config, resolve_mesh(config.mesh, world))
-    options = RlOptions(
-        device="cuda" if accelerators or arguments.device == "cuda" else "cpu",
-        world=world,
+    options = replace(
+        rl_options(config, arguments.device, arguments.nproc),
         resume=arguments.resume,
         replay=arguments.replay,
         rollout_only=arguments.rollout_only,
@@ -167,9 +165,9 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     )
 
     def body() -> None:
-        from weft.recipes import rl
+        from weft.recipes import rl, rl_preview
 
-        rl.run(config, options)
+        (rl_preview.dry_run if options.dry_run else rl.run)(config, options)
 
     return Job(body, 1, words)
 
@@ -190,7 +188,9 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments, SftConfig)
+    config = _load(arguments, RlConfig) if _names_rl(arguments) else _load(arguments, SftConfig)
+    if arguments.rollouts is not None and not isinstance(config, RlConfig):
+        raise UserError("--rollouts is for configs of weft rl: this one has no section rl.")
     if arguments.layers is not None and arguments.layers < 1:
         raise UserError(f"--layers is {arguments.layers}; it must be 1 or more.")
     if not joined() and arguments.nproc is None:
@@ -201,6 +201,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         world=world,
         layers=arguments.layers,
         plant=arguments.plant,
+        rollouts=arguments.rollouts,
         debug=arguments.debug,
     )
 
@@ -339,23 +340,29 @@ def _load(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
 
 def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
     """The config that RUN was started with, and the overrides."""
-    run, written = Path(arguments.resume), Path(arguments.resume) / "config.yaml"
+    run = arguments.resume
     files = [word for word in arguments.config if not _is_override(word)]
     if files:
-        raise UserError(f"--resume {run} reads {written}: leave out {files[0]}, and set keys as section.key=value.")
+        raise UserError(
+            f"--resume {run} reads {run}/config.yaml: leave out {files[0]}, and set keys as section.key=value."
+        )
     if any(word.startswith("run.dir=") for word in arguments.config):
         raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
-    if not written.is_file():
-        what = "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
-        raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
-    return load_config([str(written)], [*arguments.config, f"run.dir={json.dumps(arguments.resume)}"], schema)
+    return load_config([written_config(run)], [*arguments.config, f"run.dir={json.dumps(run)}"], schema)
+
+
+def _names_rl(arguments: argparse.Namespace) -> bool:
+    """Whether the files and overrides are those of `weft rl`."""
+    words = arguments.config
+    sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
+    return "rl" in sections.union(*(read_config_file(word).value for word in words if not _is_override(word)))
 
 
 def _is_override(word: str) -> bool:
     return "=" in word and not Path(word).is_file()
 
 
-def _world(arguments: argparse.Namespace, config: SftConfig) -> int:
+def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
     """Ranks of the whole run, after checking that the mesh fits them and they fit the machine."""
     if joined():
         world = int(os.environ["WORLD_SIZE"])
@@ -374,8 +381,8 @@ def _world(arguments: argparse.Namespace, config: SftConfig) -> int:
 
 
 def _fit_to_machine(
-    config: SftConfig, arguments: argparse.Namespace, words: Sequence[str]
-) -> tuple[SftConfig, Sequence[str]]:
+    config: AnyConfig, arguments: argparse.Namespace, words: Sequence[str]
+) -> tuple[AnyConfig, Sequence[str]]:
     """`weft verify` without --nproc: as many ranks as the mesh needs, its axes shrunk where the machine is small."""
     accelerators = accelerator_count(arguments.device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)

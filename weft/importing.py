@@ -30,6 +30,12 @@ def import_named(path: str, key: str) -> Any:
             f"and in {os.getcwd()}: install it, or mend the path."
         ) from error
     for part in name.split("."):
+        if not hasattr(found, part) and module_name == "__main__":
+            raise UserError(
+                f"{key}: {path} belongs to the program that started the run, and this is another process: put it into "
+                f"a module, and set {key} to its import path. A run that began with it goes on from a program that has "
+                "it, too: weft.rl(resume=RUN, reward=...)."
+            )
         if not hasattr(found, part):
             raise UserError(f"{key}: {module_name} has no {name}.")
         found = getattr(found, part)

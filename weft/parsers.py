@@ -132,6 +132,9 @@ def verify_parser() -> argparse.ArgumentParser:
     parser = _parser("verify", SUMMARIES["verify"])
     parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
     parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
+    parser.add_argument(
+        "--rollouts", metavar="RUN/rollouts", help="of a config of weft rl: updates of these (default: of awkward ones)"
+    )
     return parser
 
 

@@ -26,6 +26,7 @@ SAMPLING = Sampling(16, temperature=0)
 LARGE = {"head_dim": 32, "hidden_size": 64}
 EXPERTS = {**LARGE, "num_experts": 8, "moe_intermediate_size": 64}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "dense": ("llama", LARGE, {}, "files"),
     "tied": ("qwen3", LARGE, {}, "shared"),
     "experts": ("qwen3_moe", EXPERTS, {}, "group"),
     "adapters": ("qwen3", LARGE, {"rank": 4}, "files"),
@@ -56,12 +57,13 @@ async def follow(path: str, folder: Path, port: int, lora: dict[str, Any], send:
     return found
 
 
-async def fresh(path: Path, folder: Path) -> list[Completion]:
-    engine = await VllmEngine.start(
-        settings(path, folder, name="fresh", options={"skip_tokenizer_init": True}, max_tokens=128),
-        version=VERSIONS[-1],
-    )
+async def fresh(path: Path, folder: Path, adapter: Path | None = None, rank: int | None = None) -> list[Completion]:
+    """What an engine that is started from an export says; adapter: its export, over the base at `path`."""
+    more = {"options": {"skip_tokenizer_init": True}, "max_tokens": 128, "lora_rank": rank}
+    engine = await VllmEngine.start(settings(path, folder, name="fresh", **more), version=VERSIONS[-1])
     try:
+        if adapter is not None:
+            await engine.load_adapter(adapter, VERSIONS[-1])
         return await sample(engine)
     finally:
         await engine.close()
@@ -89,5 +91,6 @@ def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: 
         for prompt, completion in zip(PROMPTS, completions, strict=False):
             assert completion.versions == ((version, 16),)
             assert is_of(model, prompt, completion)
-    if not lora:
-        assert found[-1] == asyncio.run(fresh(tmp_path / str(VERSIONS[-1]), tmp_path / "engines"))
+    last, logs = tmp_path / str(VERSIONS[-1]), tmp_path / "engines"
+    other = fresh(Path(path), logs, last, lora["rank"]) if lora else fresh(last, logs)
+    assert found[-1] == asyncio.run(other)

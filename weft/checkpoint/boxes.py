@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -50,16 +51,22 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     """The box that this rank holds of a tensor, and its elements; a plain tensor is held whole."""
+    local = local_values(tensor)
     if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), _awake(tensor.detach())
+        return Box.whole(tuple(tensor.shape)), local
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
     assert tuple(local.shape) == tuple(size), (local.shape, size)
-    return Box(tuple(start), tuple(size)), _awake(local)
+    return Box(tuple(start), tuple(size)), local
 
 
-def _awake(local: Tensor) -> Tensor:
-    """The tensor; RuntimeError where its storage has been given up for a while."""
+@torch.no_grad()  # where it costs no dispatch
+def _local(tensor: DTensor) -> Tensor:
+    return tensor.to_local()
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds; RuntimeError where their storage has been given up for a while."""
+    local = (_local(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if local.numel() and not local.untyped_storage().nbytes():
         raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
     return local

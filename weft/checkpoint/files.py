@@ -6,6 +6,7 @@ few byte ranges: ranks that share a file system fill one file together, and read
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -16,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box
@@ -81,7 +84,8 @@ class TensorFile:
         entry = self.entries[name]
         assert tuple(tensor.shape) == box.size and tensor.dtype == entry.dtype, (name, tensor.shape, tensor.dtype)
         place = 0
-        view = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        tensor = tensor.contiguous()
+        view = bytes_of(tensor).data
         for begin, length in _runs(entry, box):
             _write_all(self._descriptor, view[place : place + length], begin)
             place += length
@@ -124,6 +128,14 @@ def create(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + place)
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Those of a contiguous tensor on the CPU, in place, for as long as it lives. After Tensor.numpy() nobody could
+    shrink its storage, which sleeping does."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    size = tensor.numel() * tensor.element_size()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
 
 
 def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[str, str]]:

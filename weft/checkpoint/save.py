@@ -76,7 +76,7 @@ class Saver:
 
     constants: what state.json says of the run as a whole (config, data, model). texts: files that every checkpoint has
     in place of the model's own, such as a chat template. others: folder -> an engine that is trained beside it, and
-    saved there (a critic); all of a checkpoint is committed at once.
+    saved there (a critic); all of a checkpoint is committed at once. command: of weft, for messages.
     """
 
     engine: Engine
@@ -87,6 +87,7 @@ class Saver:
     news: list[str] = field(default_factory=list)
     texts: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, Engine] = field(default_factory=dict)
+    command: str = "sft"
 
     def __post_init__(self) -> None:
         self._contents = [
@@ -189,7 +190,7 @@ class Saver:
         return (
             f"rank {self.engine.ranks.rank} could not save step {self.last} to {where}: {reason}. Whole checkpoints in "
             f"{self.checkpoints} stand. Mend that (free space, or set checkpoint.keep), then go on from the newest: "
-            f"weft sft --resume {self.run}"
+            f"weft {self.command} --resume {self.run}"
         )
 
     def __enter__(self) -> Saver:

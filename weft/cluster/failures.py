@@ -88,7 +88,7 @@ def diagnose(
         stopped = 0 if same else nproc - 1
         text = explain(first, title, debug)
         if kind == "hang":
-            rank, text = _hang(errors, seen, debug)
+            rank, text = explain_hang(errors, seen, debug)
     if unlike and kind in ("hang", "peer", "killed", "failed"):
         kind, text = "disagree", f"{unlike}\n{text}"
     if stopped:
@@ -109,7 +109,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
         lines.append(_STORAGE)
     elif report.waited:
         lines.append("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
-    if debug or report.kind == "failed":
+    if debug or (report.kind == "failed" and not report.plain):
         lines.append(report.traceback)
     elif report.kind == "hang" and not report.waited:
         lines += report.traceback.rstrip().splitlines()[-2 * _SHOWN_CALLS :]
@@ -203,20 +203,20 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
 # ---------------------------------------------------------------- a rank that did not come
 
 
-def _hang(errors: Sequence[RankReport], seen: Evidence, debug: bool) -> tuple[int, str]:
-    """Name the rank that is stuck, not the one that waited for it."""
+def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
+    """Name the rank that is stuck, not the one that waited for it. name: what a rank is called."""
     suspects = stuck_ranks(errors, seen)
     first = errors[0]
     if not suspects or not any(report.waited for report in errors):
-        return first.rank, explain(first, f"rank {first.rank} failed: ", debug)
+        return first.rank, explain(first, f"{name} {first.rank} failed: ", debug)
     lines = []
     for rank in suspects:
         record, state = seen.records[rank], seen.states.get(rank)
         because = f"; it is {state}" if state else ""
-        lines.append(f"rank {rank} is stuck: it did not come within train.timeout seconds{because}")
+        lines.append(f"{name} {rank} is stuck: it did not come within train.timeout seconds{because}")
         lines.append(record.where() + _calls(seen.stacks.get(rank, [])))
     waiting = ", ".join(f"{r.rank} ({r.where})" for r in errors if r.rank not in suspects)
-    lines.append(f"waiting: rank {waiting}")
+    lines.append(f"waiting: {name} {waiting}")
     if debug:
         lines.append(first.traceback)
     return suspects[0], "\n".join(lines).rstrip()

@@ -105,6 +105,7 @@ def settle_actor(number: int) -> Path:
     write_stacks_to(into / STACKS / str(number))
     flight.own.open(into / flight.FOLDER / flight.live_name(number))
     flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
+    _end_with_parent(signal.SIGKILL)
     watch_for_ever(partial(_end_hung, debug=False))
     return into
 
@@ -132,7 +133,7 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
     """From the watchdog's thread: report for the main one, which is stuck, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
-        _rank(), time.monotonic(), f"{what} (train.timeout)", stack, "hang", flight.own.record().where(),
+        _rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
         waited=waits(calls[::-1]), collectives=collectives.last(),
     )  # fmt: skip
     _report(report, debug)
@@ -204,11 +205,11 @@ def _end_rank(status: int) -> int:
     os._exit(status)
 
 
-def _end_with_parent() -> None:
-    """Ask Linux to end this rank when the launcher dies, even by SIGKILL: no orphans on the accelerators."""
+def _end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
     if sys.platform != "linux":
         return
     import ctypes
 
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)

@@ -46,12 +46,16 @@ class RlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """`weft verify`. layers: verify a copy of the model cut to so many layers. plant: name of a bug to plant."""
+    """`weft verify`. layers: verify a copy of the model cut to so many layers. plant: name of a bug to plant.
+
+    rollouts: of a config of `weft rl`, RUN/rollouts to train from, in place of those that are drawn.
+    """
 
     device: Device = "auto"
     world: int = 1
     layers: int | None = None
     plant: str | None = None
+    rollouts: str | None = None
     debug: bool = False
 
 

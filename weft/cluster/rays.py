@@ -10,27 +10,34 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from weft.cluster import reports
-from weft.cluster.failures import explain, keep_evidence, what_stands
+from weft.cluster.failures import explain, explain_hang, keep_evidence
 from weft.cluster.machine import ADDRESS, cpu_cores
+from weft.cluster.pulse import Pulse, looked_after
 from weft.cluster.reports import RankReport
 from weft.cluster.status import Kind
-from weft.cluster.watch import Evidence
+from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
 from weft.observe import flight
 from weft.observe.flight import Record
 
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
+_STACKS_SECONDS = 0.5  # in which a process writes its stacks
+_ENDING_SECONDS = 1.0  # that Ray has to end an actor
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
 
@@ -62,21 +69,20 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     if own:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
         options |= {"num_cpus": cpus, "include_dashboard": False}
+    asked_to_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of no type of its own where a busy machine takes too long
         what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
-        raise UserError(f"{what}: {error}.") from error
+        token = "" if own or "RAY_AUTH_MODE" in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
+        raise UserError(f"{what}: {first_line(error)}.{token}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler ends with status 15, which says something else
     try:
-        _check_room(bundles)
+        check_room(bundles)
         yield
     finally:
         ray.shutdown()
-
-
-def controller_address(cluster: str | None) -> str:
-    """Of the controller's machine, as own_address() says in actors there. cluster: as in ray_session."""
-    return "127.0.0.1" if cluster is None else str(import_ray().util.get_node_ip_address())
 
 
 def _require_listener(address: str) -> None:
@@ -102,7 +108,7 @@ def import_ray() -> Any:
     return ray
 
 
-def _check_room(bundles: Sequence[Bundle]) -> None:
+def check_room(bundles: Sequence[Bundle]) -> None:
     """A placement that does not fit would wait for ever without a word."""
     there = import_ray().cluster_resources()
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
@@ -111,20 +117,30 @@ def _check_room(bundles: Sequence[Bundle]) -> None:
                 f"the Ray cluster has {there.get(name, 0):g} {name}s, and trainers and engines ask for {needed:g}: set "
                 "cluster.trainer (or rollout.engines) to fewer, or join a larger cluster (cluster.address)."
             )
+        most = max((node["Resources"].get(name, 0) for node in import_ray().nodes() if node["Alive"]), default=0)
+        one = max(bundle.resources().get(name, 0) for bundle in bundles)
+        if one > most:
+            raise UserError(
+                f"one actor asks for {one:g} {name}s, and no host of the Ray cluster has more than {most:g}: an engine "
+                f"is on one host, so set rollout.tp to {most:g} or less."
+            )
 
 
-@dataclass
+@dataclass(eq=False)
 class ActorGroup:
     """Actors of one kind, numbered from 0. Every wait for them ends: they end themselves where they make no progress.
 
-    name: what messages call one of them. scratch: where their flight records are, if they run on this machine.
+    name: what messages call one of them. pulse: looks after those of this machine, and knows where their records are.
     """
 
     name: str
     handles: list[Any]
-    scratch: Path
-    run: str = ""
-    _failed: bool = field(default=False, init=False)
+    pulse: Pulse
+    placed: Any = None  # its placement group
+
+    @property
+    def scratch(self) -> Path:
+        return self.pulse.scratch
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -134,22 +150,25 @@ class ActorGroup:
         ray = import_ray()
         stored = [ray.put(arg) if isinstance(arg, list | dict) and len(self) > 1 else arg for arg in args]
         calls = [self.one(number, method, *stored) for number in range(len(self))]
-        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            return list(await asyncio.gather(*tasks))
+            return await together(calls)
         except ActorError as error:
-            raise await self._first_failure(tasks, error) from error
+            found = await asyncio.to_thread(self._stuck) if error.report is not None and error.report.waited else None
+            self.end()
+            raise found or error from error
 
     async def one(self, number: int, method: str, *args: Any) -> Any:
         """The result of one actor. ActorError where it failed or died."""
         ray = import_ray()
         handle = self.handles[number]
         try:
-            answer = await handle.call.remote(method, *args)
+            with self.pulse.waiting_for(number):
+                answer = await handle.call.remote(method, *args)
         except ray.exceptions.RayActorError as error:
             raise self._died(number, str(error)) from error
         if isinstance(answer, RankReport):
-            raise ActorError(explain(answer, f"{self.name} {number} failed: ", debug=False), answer.kind, answer)
+            title = "" if answer.message.startswith(self.name) else f"{self.name} {number} failed: "
+            raise ActorError(explain(answer, title, debug=False), answer.kind, answer)
         return answer
 
     def _died(self, number: int, reason: str) -> ActorError:
@@ -162,21 +181,20 @@ class ActorGroup:
         last = next((line.strip() for line in reason.splitlines() if "exit" in line.lower()), "")
         return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), kind, None)
 
-    async def _first_failure(self, tasks: Sequence[asyncio.Future[Any]], error: ActorError) -> ActorError:
-        """Of several failures, the one that is not another's consequence; the group is ended then."""
-        await asyncio.wait(tasks, timeout=_LINGER_SECONDS)
-        errors = [task.exception() for task in tasks if task.done() and not task.cancelled() and task.exception()]
-        for task in tasks:
-            task.cancel()
-        self.end()
-        found = [other for other in errors if isinstance(other, ActorError)] or [error]
-        found.sort(key=lambda e: (e.report is not None and e.report.is_consequence, 0 if e.report is None else 1))
-        return found[0]
+    def _stuck(self) -> ActorError:
+        """Which of them the others waited for in vain: asked for its stack, and looked at."""
+        watch = Watch(self.scratch)
+        watch.look(0.0)
+        time.sleep(_STACKS_SECONDS)
+        found = [report for report in reports.read_all(self.scratch) if report.waited]
+        number, text = explain_hang(found, watch.evidence(), False, self.name)
+        report = next((report for report in found if report.rank == number), found[0])
+        return ActorError(text, "hang", report)
 
     def keep_evidence(self, run: Path) -> None:
         """RUN/flight: what each was doing."""
         records = flight.read_all(self.scratch / flight.FOLDER)
-        seen = Evidence({rank: _in_run(record, run) for rank, record in records.items()})
+        seen = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
         keep_evidence(reports.read_all(self.scratch), {}, seen)
 
     def end(self) -> None:
@@ -185,27 +203,61 @@ class ActorGroup:
         for handle in self.handles:
             with suppress(Exception):
                 ray.kill(handle)
+        _, left = psutil.wait_procs([process for _, _, process in self._here()], timeout=_ENDING_SECONDS)
+        for process in left:  # Ray cannot end one that is stopped
+            with suppress(psutil.Error):
+                process.kill()
+
+    def blamed(self, error: ActorError) -> ActorError:
+        """The failure of others who waited for one of these, with its name, if that is stopped; else as it is."""
+        if error.kind == "hang":
+            for number, record, process in self._here():
+                with suppress(psutil.Error):
+                    if process.status() in FROZEN:
+                        text = f"{self.name} {number} is {FROZEN[process.status()]}\n{record.where()}\n{error}"
+                        return ActorError(text, "hang", error.report)
+        return error
+
+    def _here(self) -> list[tuple[int, Record, psutil.Process]]:
+        """Those of this machine that run."""
+        records = flight.read_all(self.scratch / flight.FOLDER)
+        found = [(number, record, process_of(record, self.scratch)) for number, record in records.items()]
+        return [(number, record, process) for number, record, process in found if process is not None]
 
 
-def _in_run(record: Record, run: Path) -> Record:
-    return replace(record, run=str(run))
-
-
-def what_is_left(run: Path) -> str:
-    """Lines on what a failed run has left."""
-    return what_stands(str(run))
+async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Their results, in order. Of several failures the one that is not another's consequence is raised: an actor that
+    died before what it said itself, and what it said before what others say who waited for it."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except ActorError as error:
+        await asyncio.wait(tasks, timeout=_LINGER_SECONDS)
+        errors = [task.exception() for task in tasks if task.done() and not task.cancelled() and task.exception()]
+        for task in tasks:
+            task.cancel()
+        found = [other for other in errors if isinstance(other, ActorError)] or [error]
+        found.sort(key=lambda e: (e.report is not None and e.report.is_consequence, 0 if e.report is None else 1))
+        raise found[0] from error
 
 
 @contextmanager
 def actor_group(
-    name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], env: Sequence[Mapping[str, str]]
-) -> Iterator[ActorGroup]:
+    name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], env: Sequence[Mapping[str, str]], *,
+    rooms: Sequence[Bundle] | None = None, beside: tuple[ActorGroup, Sequence[int]] | None = None, at_once: int = 1,
+    timeout: float = 600.0, key: str = "train.timeout",
+) -> Iterator[ActorGroup]:  # fmt: skip
     """One actor for each bundle, placed together; ended with the context. make(number) runs in the actor, and what it
-    returns is the object whose methods are called there. env: variables of each."""
+    returns is the object whose methods are called there. env: variables of each.
+
+    rooms: what is kept for each, if others are to come beside it; beside: a group, and in whose room each of these is.
+    at_once: how many calls run at once in each. With more than one the methods are coroutines, and the actors do not
+    know each other; with one they may make a process group. timeout, key: as Pulse has them."""
     ray = import_ray()
     scratch = Path(tempfile.mkdtemp(prefix="weft-"))
-    placed = _place(bundles)
-    group = ActorGroup(name, [], scratch)
+    placed = _place(rooms or bundles) if beside is None else beside[0].placed
+    places = range(len(bundles)) if beside is None else beside[1]
+    group = ActorGroup(name, [], Pulse(scratch, timeout, key), placed)
     try:
         for number, bundle in enumerate(bundles):
             options: dict[str, Any] = {
@@ -214,25 +266,31 @@ def actor_group(
             }  # fmt: skip
             if placed is not None:
                 options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placed, placement_group_bundle_index=number
+                    placed, placement_group_bundle_index=places[number]
                 )
-            group.handles.append(ray.remote(_Host).options(**options).remote(make, number))
-        _introduce(group.handles)
-        yield group
+            if at_once > 1:
+                options["max_concurrency"] = at_once
+            host = _Host if at_once == 1 else _BusyHost
+            group.handles.append(ray.remote(host).options(**options).remote(make, number))
+        _introduce(group.handles, meet=at_once == 1)
+        with looked_after(group.pulse):
+            yield group
     finally:
         group.end()
-        if placed is not None:
+        if placed is not None and beside is None:
             ray.util.remove_placement_group(placed)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _introduce(handles: Sequence[Any]) -> None:
-    """Tell all of them where the first waits for the others."""
-    ray = import_ray()
+def _introduce(handles: Sequence[Any], meet: bool) -> None:
+    """Tell all of them where this process works, and, if they are to meet, where the first waits for the others."""
+    ray, variables = import_ray(), dict[str, str]()
     try:
-        address, port = ray.get(handles[0].address.remote(), timeout=_PLACED_SECONDS)
-        variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        ray.get([handle.prepare.remote(variables) for handle in handles], timeout=_PLACED_SECONDS)
+        if meet:
+            address, port = ray.get(handles[0].address.remote(), timeout=_PLACED_SECONDS)
+            variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        told = [handle.prepare.remote(variables, os.getcwd()) for handle in handles]
+        ray.get(told, timeout=_PLACED_SECONDS)
     except ray.exceptions.RayError as error:
         raise ActorError(f"the actors could not be started: {first_line(error)}", "failed") from error
 
@@ -255,8 +313,8 @@ def _place(bundles: Sequence[Bundle]) -> Any:
     return placed
 
 
-class _Host:
-    """The process of an actor: makes the object, calls its methods, and answers with a report where one raises."""
+class _Process:
+    """The process of an actor, in which an object is made at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
         from weft.cluster.guard import settle_actor
@@ -274,17 +332,27 @@ class _Host:
             server.bind(("", 0))
             return address, int(server.getsockname()[1])
 
-    def prepare(self, variables: Mapping[str, str]) -> None:
-        """Set variables of the environment, before anything is made."""
+    def prepare(self, variables: Mapping[str, str], folder: str) -> None:
+        """Before anything is made: set variables of the environment, and enter the folder in which the controller is,
+        if this machine has it, so that relative paths mean the same."""
         os.environ.update(variables)
+        with suppress(OSError):
+            os.chdir(folder)
         os.environ[ADDRESS], _ = self.address()
+
+    def _method(self, name: str) -> Any:
+        if self._make is not None:
+            self._object, self._make = self._make(self._number), None
+        return getattr(self._object, name)
+
+
+class _Host(_Process):
+    """Calls the object's methods, one after the other, and answers with a report where one raises."""
 
     def call(self, method: str, *args: Any) -> Any:
         """What the object's method returns, or the report of its exception."""
         try:
-            if self._make is not None:
-                self._object, self._make = self._make(self._number), None
-            return getattr(self._object, method)(*args)
+            return self._method(method)(*args)
         except BaseException as error:
             report = reports.of_exception(self._number, error)
             with suppress(OSError):
@@ -294,11 +362,12 @@ class _Host:
             flight.at(flight.ENDLESS)
 
 
-async def within(awaitable: Awaitable[Any], seconds: float, what: str) -> Any:
-    """Its result; ActorError, of the kind `hang`, where it takes longer."""
-    began = time.monotonic()
-    try:
-        return await asyncio.wait_for(awaitable, seconds)
-    except TimeoutError as error:
-        waited = time.monotonic() - began
-        raise ActorError(f"{what}: no answer for {waited:.0f} seconds (train.timeout)", "hang", None) from error
+class _BusyHost(_Process):
+    """The same of methods that are coroutines: a call begins while others wait."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the object's method returns, or the report of its exception."""
+        try:
+            return await self._method(method)(*args)
+        except Exception as error:
+            return reports.of_exception(self._number, error)

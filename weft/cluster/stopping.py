@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -53,7 +53,26 @@ class Handlers:
 
 
 class StopSignals(Handlers):
-    """In a rank: the loop looks at `number` between steps."""
+    """In a rank: the loop looks at `number` between steps.
+
+    Python lets the main thread alone listen. In another one it is what the main thread has entered, if anything.
+    """
+
+    _listening: ClassVar[StopSignals | None] = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is not threading.main_thread():
+            return StopSignals._listening or self
+        StopSignals._listening = self
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if StopSignals._listening is self:
+            StopSignals._listening = None
+        super().__exit__(kind, error, trace)
 
 
 class Forwarder(Handlers):

@@ -23,7 +23,7 @@ STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not e
 # By how much the launcher stays behind the ranks' own watchdogs, which a rank that holds Python's lock cannot run.
 _BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
 _TICK = 0.2
-_FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
            psutil.STATUS_DISK_SLEEP: "waiting for a disk or a driver (state D)"}  # fmt: skip
 
 
@@ -39,6 +39,35 @@ class Evidence:
     oom_kills: int | None = None
 
 
+class Silence:
+    """How long ranks show no progress, by their records. Time in which this process did not run is left out."""
+
+    def __init__(self) -> None:
+        self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
+
+    def seconds(self, rank: int, record: Record, frozen_seconds: float) -> float:
+        """Since the record of a rank changed last."""
+        changes, excused = self._excused.get(rank, (-1, 0.0))
+        if record.changes != changes:
+            self._excused[rank] = (record.changes, frozen_seconds)
+            return 0.0
+        return time.monotonic() - record.since - (frozen_seconds - excused)
+
+    @staticmethod
+    def most(limit: float) -> float:
+        """What may go by before somebody else speaks for a rank that has so many seconds."""
+        return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
+
+
+def process_of(record: Record, scratch: Path) -> psutil.Process | None:
+    """The process of a record, where it is on this machine, runs, and names the folder of the record."""
+    with suppress(psutil.Error):
+        process = psutil.Process(record.pid)
+        if process.environ().get(reports.FOLDER_VARIABLE) == str(scratch):
+            return process
+    return None
+
+
 class Watch:
     """Looks after the ranks whose environment names the folder `scratch`."""
 
@@ -46,7 +75,7 @@ class Watch:
         self._scratch, self._kills = scratch, oom_kills()
         self._states: dict[int, str] = {}
         self._asked = self._killed = False
-        self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
+        self._silence = Silence()
 
     def evidence(self) -> Evidence:
         """Everything known now."""
@@ -80,20 +109,23 @@ class Watch:
         return [child for _, child in self._ranks()]
 
     def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
-        """Children of this process that have a record; and those that do not yet, by their environment."""
-        known = {record.pid: rank for rank, record in flight.read_all(self._scratch / flight.FOLDER).items()}
-        for child in psutil.Process().children():
+        """Those that have a record; and children of this process that do not yet, by their environment."""
+        records = flight.read_all(self._scratch / flight.FOLDER)
+        children = {child.pid: child for child in psutil.Process().children()}
+        for rank, record in records.items():
+            process = children.pop(record.pid, None) or process_of(record, self._scratch)
+            if process is not None:
+                yield rank, process
+        for child in children.values():
             with suppress(psutil.Error):
-                environment = {} if child.pid in known else child.environ()
-                if child.pid in known:
-                    yield known[child.pid], child
-                elif environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
+                environment = child.environ()
+                if environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
                     yield int(environment["RANK"]), child
 
     def _ask_for_stacks(self) -> None:
         for rank, child in self._ranks():
             with suppress(psutil.Error):
-                state = _FROZEN.get(child.status())
+                state = FROZEN.get(child.status())
                 if state is not None:
                     self._states[rank] = state
                 if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
@@ -101,18 +133,12 @@ class Watch:
 
     def _report_silent(self, frozen_seconds: float) -> None:
         """Report on behalf of a rank that makes no progress and cannot say so."""
-        now = time.monotonic()
         for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
-            changes, excused = self._excused.get(rank, (-1, 0.0))
-            if record.changes != changes:
-                self._excused[rank] = (record.changes, frozen_seconds)
-                continue
-            if record.limit is None:
-                continue
-            silence = now - record.since - (frozen_seconds - excused)
-            if silence > record.limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS:
+            silence = self._silence.seconds(rank, record, frozen_seconds)
+            if record.limit is not None and silence > Silence.most(record.limit):
                 message = f"no progress for {silence:.0f} seconds"
-                reports.write(RankReport(rank, now, message, kind="hang", where=record.where()), self._scratch)
+                report = RankReport(rank, time.monotonic(), message, kind="hang", where=record.where())
+                reports.write(report, self._scratch)
                 return
 
 

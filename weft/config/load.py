@@ -49,9 +49,28 @@ def load_config(
     return _finish(tree, schema, weights)
 
 
-def load_values(values: Mapping[str, Any], where: str = "weft.sft") -> SftConfig:
-    """The config that a program describes: section -> key -> value. where: what messages call its place."""
-    return _finish(node_of(values, where), SftConfig, weights=True)
+def load_values(
+    values: Mapping[str, Any],
+    where: str,
+    schema: type[Schema],
+    files: Sequence[str] = (),
+) -> Schema:
+    """The config that a program describes: section -> key -> value, over what `files` say. where: what messages call
+    the program's place."""
+    tree = Node({}, where)
+    for path in files:
+        _merge(tree, read_config_file(path))
+    _merge(tree, node_of(values, where))
+    return _finish(tree, schema, weights=True)
+
+
+def written_config(run: str) -> str:
+    """RUN/config.yaml, for `--resume RUN`. UserError where there is none."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
+        raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
+    return str(path)
 
 
 def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from weft.config.aliases import NOT_YET
-from weft.config.checks import RANGES
+from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
+from weft.config.rl_checks import RANGES as RL_RANGES
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
 _INTRODUCTION = """\
@@ -23,27 +27,39 @@ number, `yes` is a string. An unknown key, a value of another type, and a key th
 `weft sft --dry-run` prints the resolved config. Paths are relative to where the command is run.
 """
 
+_REINFORCEMENT = """\
+# Keys of `weft rl`
+
+Beside the sections above, of which `eval` is another one here, and `profile` is none.
+"""
+
 
 def reference() -> str:
     """The page, as Markdown."""
-    parts = [_INTRODUCTION]
-    for section, section_type in sections(SftConfig).items():
-        keys = [key for key in schema_keys(SftConfig).values() if key.name.startswith(section + ".")]
-        rows = "\n".join(_row(key) for key in keys)
-        parts.append(
-            f"## {section}\n\n{section_type.__doc__}\n\n| key | type | default | meaning |\n"
-            f"| --- | --- | --- | --- |\n{rows}\n"
-        )
+    parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig), RANGES), _REINFORCEMENT]
+    shared = sections(SftConfig).values()
+    own = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
+    parts += _tables(RlConfig, own, RL_RANGES)
     planned = ", ".join(f"`{name}`" for name in NOT_YET)
     parts.append(f"## Not in this version yet\n\nThese are refused by name: {planned}.\n")
     return "\n".join(parts)
 
 
-def _row(key: Key) -> str:
+def _tables(config: type, own: Mapping[str, type], ranges: Mapping[str, tuple[Test, str]]) -> Iterator[str]:
+    """One for each of these sections of a config."""
+    for section, kind in own.items():
+        keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
+        rows = "\n".join(_row(key, ranges) for key in keys)
+        yield (
+            f"## {section}\n\n{kind.__doc__}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n"
+        )
+
+
+def _row(key: Key, ranges: Mapping[str, tuple[Test, str]]) -> str:
     default = "required" if key.required else f"`{show_default(key)}`"
     kind = describe(key.type)
-    if key.name in RANGES:
-        kind += f"; {RANGES[key.name][1]}"
+    if key.name in ranges:
+        kind += f"; {ranges[key.name][1]}"
     return f"| `{key.name}` | {kind} | {default} | {key.help} |"
 
 

@@ -51,6 +51,12 @@ def _reads_base(config: RlConfig) -> bool:
     return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
 
 
+def _apart(config: RlConfig) -> bool:
+    """Whether it is certain that engines and trainers share no devices."""
+    cluster = config.cluster
+    return config.rollout.engine != "embedded" and (cluster.placement == "disaggregated" or cluster.max_staleness > 0)
+
+
 def _leaves(section: type[ReferenceConfig | CriticConfig]) -> list[str]:
     return [spec.name for spec in fields(section)]
 
@@ -144,6 +150,13 @@ INERT = (
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
         for leaf in ("engines", "dtype", "timeout", *_SYNC_KEYS)
     ),
+    Inert(
+        "cluster.placement",
+        lambda c: c.rollout.engine == "embedded",
+        "rollout.engine=embedded is in the trainers' ranks",
+    ),
+    Inert("cluster.sleep", _apart, "engines have devices of their own: trainers stay awake"),
+    Inert("rollout.unfinished", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
         for leaf in _SYNC_KEYS
@@ -183,6 +196,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.dynamic_sampling": NOT_NEGATIVE,
     "rl.overlong_buffer": AT_LEAST_1,
     "rl.overlong_penalty": POSITIVE,
+    "reference.ranks": AT_LEAST_1,
+    "critic.ranks": AT_LEAST_1,
     "reference.dp_replicate": AXIS,
     "reference.dp_shard": AXIS,
     "reference.max_tokens_per_device": AT_LEAST_2,
@@ -227,6 +242,12 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "cluster.max_staleness",
             f"cluster.max_staleness is {config.cluster.max_staleness}, but the embedded engine takes turns with "
             "training: set rollout.engine=hf or vllm, or cluster.max_staleness=0.",
+        )
+    elif config.cluster.max_staleness and config.cluster.placement == "colocated":
+        yield (
+            "cluster.max_staleness",
+            f"cluster.max_staleness is {config.cluster.max_staleness}, but with cluster.placement=colocated engines "
+            "take turns with training: set cluster.max_staleness=0, or cluster.placement=disaggregated.",
         )
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)

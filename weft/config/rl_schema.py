@@ -118,8 +118,9 @@ class RlAlgorithm:
     )
     entropy: float = key("Weight of the entropy of the policy, which is taken off the loss.", 0.0)
     old_logprobs: Literal["recompute", "rollout"] = key(
-        "Where logprobs of the old policy come from: `recompute` reads them with the trainer, one more forward; "
-        "`rollout` takes those of the engine, so that ratios correct its mismatch, too.",
+        "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
+        "without it where a rollout step is one optimizer step (rl.updates x rl.epochs = 1); `rollout` takes those of "
+        "the engine, so that ratios correct its mismatch, too.",
         "recompute",
     )
     on_policy: Literal["measured", "exact"] = key(
@@ -182,6 +183,12 @@ class RolloutConfig:
     top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0)
     min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    unfinished: Literal["continue", "drop"] = key(
+        "What becomes of completions that are being written when weights change (cluster.max_staleness): `continue`: "
+        "they go on under the new weights, each token with the version that drew it; `drop`: they begin again, with "
+        "the same seeds.",
+        "continue",
+    )
     transport: Literal["auto", "shared", "group", "files"] = key(
         "How weights get to engines of their own: `shared` memory of their host, a process `group` (NCCL, or gloo on "
         "CPU), or `files` in RUN/sync, on a file system that all see; `auto`: shared memory where a trainer rank is on "
@@ -190,8 +197,8 @@ class RolloutConfig:
     )
     bucket_mb: int = key(
         "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
-        "tensor that is larger than half of it goes alone.",
-        128,
+        "tensor that is larger than a quarter of it goes alone.",
+        192,
     )
     verify_every: int = key(
         "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
@@ -208,11 +215,15 @@ class RolloutConfig:
         "`weft engine install vllm` made.",
         None,
     )
-    engines: int = key("Engines of their own; prompts are spread over them.", 1)
+    engines: int | None = key(
+        "Engines of their own; prompts are spread over them. null: 1, or as many as the devices of colocated trainers "
+        "take.",
+        None,
+    )
     tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
     memory: float | None = key(
-        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: GiB of KV cache. "
-        "null: as the engine does by itself, on CPU 1.",
+        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: whole GiB of KV "
+        "cache. null: as the engine does by itself, on CPU 1.",
         None,
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
@@ -229,6 +240,11 @@ class RolloutConfig:
         600.0,
     )
 
+    @property
+    def count(self) -> int:
+        """Engines of their own, once cluster.placement is settled."""
+        return self.engines or 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -238,6 +254,17 @@ class ClusterConfig:
         "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
     )
     trainer: int | None = key("Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.", None)
+    placement: Literal["auto", "colocated", "disaggregated"] = key(
+        "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
+        "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
+        "faster is taken (docs/rollout-engines.md).",
+        "auto",
+    )
+    sleep: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
+        "What of the trainers (policy, reference, critic) waits in the host's memory while engines on their devices "
+        "generate; null: all three on accelerators, nothing on CPU, where it would be copied from memory to memory.",
+        None,
+    )
     max_staleness: int = key(
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
         "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",
@@ -257,8 +284,15 @@ class ReferenceConfig:
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
-    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
-    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None)
+    ranks: int | None = key(
+        "Ranks of its own, each with a device that nobody else has; null: the trainer's ranks, which take turns.", None
+    )
+    dp_replicate: int | None = key(
+        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None
+    )
+    dp_shard: int | None = key(
+        "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reference.ranks.", None
+    )
     cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
@@ -286,8 +320,15 @@ class CriticConfig:
         "null: never.",
         0.2,
     )
-    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None)
-    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard.", None)
+    ranks: int | None = key(
+        "Ranks of its own, each with a device that nobody else has: it then trains while the policy does; null: the "
+        "trainer's ranks, which take turns.",
+        None,
+    )
+    dp_replicate: int | None = key(
+        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None
+    )
+    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard, or all with critic.ranks.", None)
     cpu_offload: bool | None = key(
         "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
     )

@@ -349,7 +349,11 @@ class TrainConfig:
         "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
         None,
     )
-    max_nonfinite: int = key("End the run after this many steps in a row whose loss or gradient is not finite.", 3)
+    max_nonfinite: int = key(
+        "End the run after this many steps in a row whose loss or gradient is not finite; in RL also after so many "
+        "rollout steps in a row of which no sample is to be trained.",
+        3,
+    )
     deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
 
 

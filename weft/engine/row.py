@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -68,26 +69,46 @@ def build_row(
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], apart=True)
+    places = _Places.of(starts, lengths)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
-    for start, document in zip(starts, chosen, strict=True):
-        ids[start : start + len(document)] = document.tokens
+    ids[places.row_K] = _joined([document.tokens for document in chosen], torch.int64)
     positions = _positions(chosen, starts, shape, layout)
     return Row(
         documents=tuple(indices),
         input_ids_BT=_to(ids.view(shape), device),
         position_ids_BT=_to(positions, device),
         bounds=bounds,
-        owner_M=_to(_owners(starts, lengths, ids.numel()), device) if owners else None,
+        owner_M=_to(_owners(places, ids.numel()), device) if owners else None,
         routes=_routes(chosen, starts, ids.numel(), device),
         real_tokens=sum(lengths),
         **_predictions(chosen, starts, every_token, device),
     )
 
 
-def _owners(starts: Sequence[int], lengths: Sequence[int], tokens: int) -> Tensor:
+@dataclass(frozen=True)
+class _Places:
+    """Of each of the K tokens of a row's documents, one document after the other: the place of its document, its own in
+    the document, and its own in the flattened row. Short documents are many, so that nothing is done for each."""
+
+    document_K: Tensor
+    token_K: Tensor
+    row_K: Tensor
+
+    @staticmethod
+    def of(starts: Sequence[int], lengths: Sequence[int]) -> _Places:
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        document = torch.arange(len(lengths)).repeat_interleave(counts)
+        token = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
+        return _Places(document, token, torch.tensor(starts, dtype=torch.int64)[document] + token)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _owners(places: _Places, tokens: int) -> Tensor:
     owner = torch.full((tokens,), -1)
-    for place, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        owner[start : start + length] = place
+    owner[places.row_K] = places.document_K
     return owner
 
 
@@ -106,11 +127,7 @@ def _starts(documents: Sequence[Document], length: int, layout: Layout) -> list[
     """Where each document begins in the flattened row."""
     if layout == "apart":
         return [place * length for place in range(len(documents))]
-    starts, at = [], 0
-    for document in documents:
-        starts.append(at)
-        at += len(document)
-    return starts
+    return list(accumulate((len(document) for document in documents), initial=0))[:-1]
 
 
 def _positions(documents: Sequence[Document], starts: Sequence[int], shape: tuple[int, int], layout: Layout) -> Tensor:
@@ -118,13 +135,15 @@ def _positions(documents: Sequence[Document], starts: Sequence[int], shape: tupl
     if layout == "apart":
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
-        used = sum(len(d) for d in documents)
         # Padding never reaches a position that no document has: some rotary tables depend on the longest of the row.
         highest = max([2, *(len(d) for d in documents)])
+        used = sum(len(d) for d in documents)
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
+    places = _Places.of(starts, [len(d) for d in documents])
+    positions[places.row_K] = places.token_K
     for start, document in zip(starts, documents, strict=True):
-        own = torch.arange(len(document)) if document.positions is None else document.positions
-        positions[start : start + len(document)] = own
+        if document.positions is not None:
+            positions[start : start + len(document)] = document.positions
     return positions.view(shape)
 
 
@@ -132,29 +151,27 @@ def _predictions(
     documents: Sequence[Document], starts: Sequence[int], every_token: bool, device: torch.device
 ) -> dict[str, Any]:
     """Shift within each document: position t predicts token t + 1, and the last position nothing."""
-    columns: dict[str, list[Tensor]] = {
-        n: [] for n in ("selected_N", "targets_N", "weights_N", "document_N", "token_N")
+    places = _Places.of(starts, [len(d) for d in documents])
+    weights = _joined([d.weights for d in documents], torch.float32)
+    predicted = places.token_K > 0
+    wanted = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
+    found: dict[str, Any] = {
+        "selected_N": places.row_K[wanted] - 1,
+        "targets_N": _joined([d.tokens for d in documents], torch.int64)[wanted],
+        "weights_N": weights[wanted],
+        "document_N": places.document_K[wanted],
+        "token_N": places.token_K[wanted],
     }
-    arrays: dict[str, list[Tensor]] = {name: [] for name in documents[0].arrays} if documents else {}
-    for place, (start, document) in enumerate(zip(starts, documents, strict=True)):
-        weights = document.weights[1:]
-        wanted = torch.arange(len(document) - 1) if every_token else weights.nonzero().flatten()
-        columns["selected_N"].append(wanted + start)
-        columns["targets_N"].append(document.tokens[1:][wanted])
-        columns["weights_N"].append(weights[wanted].float())
-        columns["document_N"].append(torch.full_like(wanted, place))
-        columns["token_N"].append(wanted + 1)
-        for name in arrays:
-            arrays[name].append(document.arrays[name][1:][wanted])
-    empty = {"weights_N": torch.zeros(0)}
-    joined: dict[str, Any] = {
-        name: _to(torch.cat(parts) if parts else empty.get(name, torch.zeros(0, dtype=torch.int64)), device)
-        for name, parts in columns.items()
-    }
-    joined["arrays"] = {name: _to(torch.cat(parts), device) for name, parts in arrays.items()}
+    arrays = {name: torch.cat([d.arrays[name] for d in documents])[wanted] for name in _array_names(documents)}
+    joined = {name: _to(tensor, device) for name, tensor in found.items()}
+    joined["arrays"] = {name: _to(tensor, device) for name, tensor in arrays.items()}
     if not documents:  # nobody here knows the arrays' names, and objectives ask for them all the same
         joined["arrays"] = defaultdict(lambda: torch.zeros(0, device=device))
     return joined
+
+
+def _array_names(documents: Sequence[Document]) -> list[str]:
+    return list(documents[0].arrays) if documents else []
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -92,6 +92,34 @@ class Sleeper:
             torch.cuda.synchronize(self.device)
 
 
+@dataclass(frozen=True)
+class Emptied:
+    """Storages whose memory is given up with what they held: something fills them anew after `restore`."""
+
+    storages: list[torch.UntypedStorage]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Emptied:
+        """Those of these tensors on the device; the tensors stay what they are, without elements."""
+        storages = _storages(tensors, device)
+        emptied = cls(storages, [storage.nbytes() for storage in storages])
+        for storage in storages:
+            storage.resize_(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return emptied
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    def restore(self) -> None:
+        """Memory again, with anything in it."""
+        for storage, size in zip(self.storages, self.sizes, strict=True):
+            storage.resize_(size)
+
+
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
     """(bytes of a storage, their place in a chunk), as long as both go."""
     place = 0

@@ -45,11 +45,15 @@ class Piece:
 
     def to_disk(self, values: Tensor) -> Tensor:
         """Elements of a part of the box, as the checkpoint lays them out; a view."""
+        if self.dims == tuple(range(values.ndim)):
+            return values
         dropped = [dim for dim in range(values.ndim) if dim not in self.dims]
         return values.permute(*self.dims, *dropped).reshape([values.shape[dim] for dim in self.dims])
 
     def to_runtime(self, values: Tensor, box: Box) -> Tensor:
         """Elements of `disk_box(box)` as the model lays out `box`; a view."""
+        if self.dims == tuple(range(len(box.size))):
+            return values
         dropped = [dim for dim in range(len(box.size)) if dim not in self.dims]
         order = [*self.dims, *dropped]
         return values.reshape([*values.shape, *(1 for _ in dropped)]).permute(

@@ -2,7 +2,8 @@
 
 Three policies: `current`, whose gradient this is; `old`, the trainer's when the rollout began; `rollout`, which drew
 the tokens. Documents bring old_logprob, advantage and what the difference between old and rollout multiplies a token's
-loss by, correction (weft/rl); all logprobs are of logits / temperature. N predictions of a row.
+loss by, correction (weft/rl); all logprobs are of logits / temperature. N predictions of a row. Where nothing has moved
+since the rollout, old is what current is in value, and documents bring rollout_logprob instead.
 
 A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
 
@@ -23,12 +24,11 @@ from torch import Tensor
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.objectives.base import Batch, Terms
+from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
 
 if TYPE_CHECKING:
     from weft.config.rl_schema import RlAlgorithm
     from weft.engine.plan import StepPlan
-
-_LARGEST = 20.0  # of |log ratio|, so that no ratio is infinite
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        return (self.logprob - self.old_logprob).clamp(-_LARGEST, _LARGEST)
+        return (self.logprob - self.old_logprob).clamp(-LARGEST, LARGEST)
 
     @property
     def ratio(self) -> Tensor:
@@ -135,7 +135,7 @@ def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm
     elif config.kl_estimator == "k2":
         estimate = d.square() / 2
     else:
-        estimate = torch.expm1((-d).clamp(max=_LARGEST)) + d
+        estimate = torch.expm1((-d).clamp(max=LARGEST)) + d
     if not config.kl_unbiased:
         return estimate
     return estimate * (tokens.ratio.detach() if config.kl_estimator == "k2" else tokens.ratio)
@@ -147,9 +147,18 @@ class PolicyLoss:
     readouts = frozenset({"logprob", "entropy"})  # without a gradient of its own entropy costs next to nothing
     every_token = False
 
-    def __init__(self, config: RlAlgorithm) -> None:
-        self.config = config
+    def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False) -> None:
+        self.config, self.old_is_current = config, old_is_current
         self.loss = choose_policy_loss(config.policy_loss)
+        self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
+
+    def old_logprobs(self) -> dict[int, Tensor]:
+        """Where old is current: the logprobs of each document's trained tokens, by its index in the step."""
+        found: dict[int, Tensor] = {}
+        for documents, document_N, logprob in self._read:
+            counts = document_N.bincount(minlength=len(documents)).tolist()
+            found |= zip(documents, logprob.float().cpu().split(counts), strict=True)
+        return found
 
     def normaliser(self, plan: StepPlan) -> float:
         if self.config.aggregation == "token_mean":
@@ -161,10 +170,13 @@ class PolicyLoss:
 
     def __call__(self, batch: Batch) -> Terms:
         config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
-        tokens = PolicyTokens(logprob, batch.arrays["old_logprob"], batch.arrays["advantage"], batch)
+        if self.old_is_current:
+            self._read.append((batch.documents, batch.document_N, logprob.detach()))
+        old = logprob.detach() if self.old_is_current else batch.arrays["old_logprob"]
+        tokens = PolicyTokens(logprob, old, batch.arrays["advantage"], batch)
         loss = self._policy_loss(tokens)
         if config.corrects:
-            loss = loss * batch.arrays["correction"]
+            loss = loss * self._correction(batch, old)
         means = {"entropy": entropy, **self._ratio_metrics(tokens)}
         if config.kl > 0:
             reference = batch.arrays["reference_logprob"]
@@ -185,6 +197,14 @@ class PolicyLoss:
                 f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
             )
         return loss
+
+    def _correction(self, batch: Batch, old: Tensor) -> Tensor:
+        """[N] what tokens' losses are multiplied by."""
+        if not self.old_is_current:
+            return batch.arrays["correction"]
+        difference = old.double() - batch.arrays["rollout_logprob"].double()
+        ratios = importance_ratios(difference, batch.document_N, len(batch.documents), self.config)
+        return of_tokens(bounded(ratios, self.config), batch.document_N, self.config).to(old.dtype)
 
     def _share(self, batch: Batch) -> Tensor:
         """This row's part of the normaliser."""
@@ -213,5 +233,5 @@ class PolicyLoss:
 
 def _k3(p: Tensor, q: Tensor) -> Tensor:
     """[N] KL(p || q) of each token drawn from p, as a value: the mean of exp(-d) - 1 + d, d = log p - log q."""
-    d = (p - q).detach().clamp(-_LARGEST, _LARGEST)
+    d = (p - q).detach().clamp(-LARGEST, LARGEST)
     return torch.expm1(-d) + d

@@ -24,8 +24,14 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
     lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
-    if summary["last_losses"]:
-        lines.append(f"loss     {_losses(summary['first_losses'], summary['last_losses'], summary['steps'])}")
+    rewards = summary.get("last_rewards")
+    if rewards:
+        several = summary["first_rewards"] != rewards
+        lines.append(f"reward   {_from_to(summary['first_rewards'], rewards, several, 'rollout steps')}")
+    elif summary["last_losses"]:
+        first, last = summary["first_losses"], summary["last_losses"]
+        several = summary["steps"] >= len(first) + len(last) and len(last) > 1
+        lines.append(f"loss     {_from_to(first, last, several, 'steps')}")
     if summary["evaluation"] is not None:
         lines.append(f"held out {_evaluation(summary['evaluation'])}")
     train = seconds.get("train", 0.0)
@@ -41,6 +47,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
             lines.append(f"         weft merge {folder}     a model of base and adapter")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
+        if rewards:
+            lines.append(f"         weft rollouts {folder}  what was sampled, and how it was rewarded")
     return lines
 
 
@@ -63,9 +71,9 @@ def _figure(found: Mapping[str, Any]) -> str:
     return number(found.get("eval/loss"), ".4f")
 
 
-def _losses(first: Sequence[float], last: Sequence[float], steps: int) -> str:
-    """From the first to the last, as means where there are enough steps for two."""
-    if steps >= len(first) + len(last) and len(last) > 1:
-        means = sum(first) / len(first), sum(last) / len(last)
-        return f"{means[0]:.4f} -> {means[1]:.4f} (means of the first and the last {len(last)} steps)"
-    return f"{first[0]:.4f} -> {last[-1]:.4f}"
+def _from_to(first: Sequence[float], last: Sequence[float], several: bool, steps: str) -> str:
+    """From the first to the last, as means where there are enough steps for two (several)."""
+    if several:
+        means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
+        return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"
+    return f"{number(first[0], '.4f')} -> {number(last[-1], '.4f')}"

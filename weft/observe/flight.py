@@ -50,6 +50,7 @@ _WORDS = {
     "idle": "waiting for the controller",
     "sync": "syncing weights",
     "generate": "generating",
+    "serve": "serving completions",
     "logprobs": "computing logprobs, forward of micro-batch {micro_batch}",
 }
 _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "evaluate")
@@ -108,6 +109,7 @@ class Flight:
         self._head = ""  # what changes with the step only, as JSON
         self._trail: deque[str] = deque(maxlen=_TRAIL)
         self._timeout: float | None = None
+        self.key = "train.timeout"  # that says so
         self._first_step = 0
         self._written, self._turn = 0.0, False
         self.phase, self.micro_batch, self.changes = "start", 0, 0
@@ -123,9 +125,9 @@ class Flight:
         self._head = ""
         self.at(self.phase)
 
-    def watch(self, timeout: float) -> None:
-        """From now on a phase without progress for so many seconds, or its multiple, is a hang."""
-        self._timeout = timeout
+    def watch(self, timeout: float, key: str = "train.timeout") -> None:
+        """From now on a phase without progress for so many seconds, or its multiple, is a hang. key: that says so."""
+        self._timeout, self.key = timeout, key
         self.at(self.phase)
 
     def in_run(self, run: Path) -> None:

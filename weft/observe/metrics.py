@@ -115,8 +115,12 @@ class MetricsFile:
     def write(self, line: Mapping[str, object]) -> None:
         """Append one step's line."""
         ordered = {key: line.get(key) for key in CORE_KEYS} | dict(line)
-        self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = error.filename or self._file.name
+            raise
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
 

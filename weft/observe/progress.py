@@ -113,6 +113,8 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
     """The few words on a step that fit a line."""
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
+    if "loss" not in line:  # nothing was trained
+        return [f"{key} {number(line.get(key), '.4g')}" for key in extra]
     words = [
         f"loss {number(line.get('loss'), '.4f')}",
         f"grad_norm {number(line.get('grad_norm'), '.3g')}",
@@ -123,7 +125,7 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
         words.append(f"mfu {number(line.get('mfu'), '.1%')}")
     if line.get("memory_gib") is not None:
         words.append(f"{number(line.get('memory_gib'), '.2f')} GiB")
-    return words + [f"{key} {number(line.get(key), '.4g')}" for key in extra]
+    return words + [f"{key} {number(line.get(key), '.4g')}" for key in extra if key in line]
 
 
 def duration(seconds: float) -> str:
@@ -138,5 +140,8 @@ def duration(seconds: float) -> str:
 
 
 def number(value: object, form: str) -> str:
-    """A number in this form, `-` where there is none."""
-    return format(value, form) if isinstance(value, int | float) else "-"
+    """A number in this form, `-` where there is none. What rounds to zero has no sign."""
+    if not isinstance(value, int | float):
+        return "-"
+    text = format(value, form)
+    return text if any(digit in text for digit in "123456789") else text.removeprefix("-")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.observe.charts import Chart, Series
 from weft.observe.rollouts import ending, reward_text
-from weft.rl.records import FOLDER, read_rollouts, rollout_files, texts_of
+from weft.rl.records import FOLDER, read_rollouts, rollout_files
 from weft.rl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -148,15 +148,12 @@ def last_samples(folder: Path) -> dict[str, Any] | None:
     if not files:
         return None
     step = max(files)
-    groups, texts = read_rollouts(files[step]), texts_of(files[step])
-    best, worst = extremes(groups, _MOST_SAMPLES)
+    best, worst = extremes(read_rollouts(files[step]), _MOST_SAMPLES)
     parts = [("best", best), ("worst", worst)]
     return {
         "step": step,
         "parts": [
-            {"name": name, "samples": [_shown(sample, texts[sample.id]) for sample in samples]}
-            for name, samples in parts
-            if samples
+            {"name": name, "samples": [_shown(sample) for sample in samples]} for name, samples in parts if samples
         ],
     }
 
@@ -178,9 +175,9 @@ def _of_other_prompts(samples: Sequence[Sample], most: int) -> list[Sample]:
     return list(found.values())[:most]
 
 
-def _shown(sample: Sample, text: str) -> dict[str, str]:
+def _shown(sample: Sample) -> dict[str, str]:
     about = f"reward {reward_text(sample)}; {sample.length} tokens, {ending(sample)}"
-    return {"prompt": _shortened(sample.prompt.text), "text": _shortened(text), "about": about}
+    return {"prompt": _shortened(sample.prompt.text), "text": _shortened(sample.text), "about": about}
 
 
 def _shortened(text: str) -> str:

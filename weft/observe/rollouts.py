@@ -10,8 +10,8 @@ from rich.text import Text
 
 from weft.cluster.options import RolloutsOptions
 from weft.errors import UserError
-from weft.rl.records import FOLDER, read_rollouts, rollout_files, texts_of
-from weft.rl.types import Group, Sample
+from weft.rl.records import FOLDER, read_rollouts, rollout_files
+from weft.rl.types import Group, Sample, samples_of
 
 _WIDTH = 4  # spaces before what was said
 
@@ -24,16 +24,16 @@ def run(options: RolloutsOptions) -> None:
     step = max(files) if options.step is None else options.step
     if step not in files:
         raise UserError(f"{options.run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
-    groups, texts = read_rollouts(files[step]), texts_of(files[step])
+    groups = read_rollouts(files[step])
     console = Console(highlight=False)
     console.print(summary(step, groups), markup=False)
     for group in chosen(groups, options.order)[: options.groups]:
-        console.print(described(group, texts, options.samples))
+        console.print(described(group, options.samples))
 
 
 def summary(step: int, groups: Sequence[Group]) -> str:
     """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens (4 cut short)`."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_of(groups)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
     length = sum(sample.length for sample in samples) / len(samples)
@@ -57,14 +57,14 @@ def _mean(group: Group) -> float:
     return sum(rewards) / len(rewards)
 
 
-def described(group: Group, texts: dict[str, str], most: int) -> Text:
+def described(group: Group, most: int) -> Text:
     """A prompt and its samples, the best first."""
     out = Text(f"\n{group.prompt.source or group.prompt.id}\n", style="dim")
     out.append(_indented(group.prompt.text), style="bold")
     samples = sorted(group.samples, key=lambda s: -1e30 if s.reward is None else s.reward, reverse=True)
     for sample in samples[:most]:
         out.append(f"\n  reward {reward_text(sample)}  {sample.length} tokens, {ending(sample)}\n", style="cyan")
-        out.append(_indented(texts[sample.id]))
+        out.append(_indented(sample.text))
     if len(samples) > most:
         out.append(f"\n  and {len(samples) - most} more", style="dim")
     return out

@@ -56,6 +56,8 @@ class RunSummary:
     peak_memory_gib: float = 0.0
     first_losses: list[float] = field(default_factory=list)
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_evaluation: dict[str, Any] | None = None
     last_evaluation: dict[str, Any] | None = None
 
@@ -67,11 +69,12 @@ class RunSummary:
         self.tokens += int(_number(line.get("tokens")))
         self.loss_tokens += int(_number(line.get("loss_tokens")))
         self.peak_memory_gib = max(self.peak_memory_gib, _number(line.get("memory_gib")))
-        loss = line.get("loss")
-        if isinstance(loss, int | float):
-            if len(self.first_losses) < _KEPT:
-                self.first_losses.append(float(loss))
-            self.last_losses.append(float(loss))
+        kept = {"loss": (self.first_losses, self.last_losses), "reward": (self.first_rewards, self.last_rewards)}
+        for name, (first, last) in kept.items():
+            value = line.get(name)
+            if isinstance(value, int | float):
+                first += [float(value)] * (len(first) < _KEPT)
+                last.append(float(value))
         self.add_evaluation(line)
 
     def add_evaluation(self, line: Mapping[str, object]) -> None:
@@ -90,7 +93,7 @@ class RunSummary:
     def go_on(self, counts: Mapping[str, Any]) -> None:
         """Count on from what another process has gathered."""
         for name, value in counts.items():
-            setattr(self, name, deque(value, maxlen=_KEPT) if name == "last_losses" else value)
+            setattr(self, name, deque(value, maxlen=_KEPT) if isinstance(getattr(self, name), deque) else value)
 
     def write(
         self,
@@ -131,12 +134,19 @@ class RunSummary:
             "loss_tokens": self.loss_tokens,
             "first_losses": self.first_losses,
             "last_losses": list(self.last_losses),
+            **self._rewards(),
             "evaluation": self._evaluation(best),
             "seconds": {**phases.seconds, "total": sum(phases.seconds.values())},
             "peak_memory_gib": self.peak_memory_gib,
             "versions": versions(),
         }
         return dict(plain(content))
+
+    def _rewards(self) -> dict[str, list[float]]:
+        """Of reinforcement learning."""
+        if not self.first_rewards:
+            return {}
+        return {"first_rewards": self.first_rewards, "last_rewards": list(self.last_rewards)}
 
     def _evaluation(self, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if self.last_evaluation is None:

@@ -77,6 +77,34 @@ class ParameterRow:
     itemsize: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """What an engine takes of a rank, in bytes; None where it has none of it. gathered: at most at once."""
+
+    name: str
+    weights: int | None = None
+    gradients: int | None = None
+    optimizer: int | None = None
+    gathered: int | None = None
+    note: str = ""
+
+    @property
+    def resident(self) -> int:
+        """What is there all the time."""
+        return sum(part or 0 for part in (self.weights, self.gradients, self.optimizer))
+
+
+def engine_table(rows: Sequence[EngineRow]) -> Table:
+    """Engines side by side, and what they take together."""
+    table = _table("memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", "")
+    for row in rows:
+        parts = (row.weights, row.gradients, row.optimizer, row.resident or None, row.gathered)
+        table.add_row(row.name, *(byte_count(part) if part else "" for part in parts), row.note)
+    table.add_section()
+    table.add_row("all", "", "", "", byte_count(sum(row.resident for row in rows)), "", "side by side")
+    return table
+
+
 def mesh_table(axes: Iterable[AxisRow]) -> Table:
     """Axes, their sizes, and which ranks share them."""
     table = _table("mesh", "axis", ">size", "ranks", "meaning")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -80,19 +81,20 @@ class Call:
 
 
 def per_document(call: Call) -> Tensor:
-    """Each document by itself: the truth in fp32, and on CPU the fastest, because no work crosses documents."""
+    """Each document by itself: the truth in fp32, and on CPU the fastest, because no work crosses documents.
+
+    Neighbours of one length are one batch, which rows have many of, because their documents are sorted (plan_step).
+    """
     if call.bounds.apart:
         return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
-    lengths = list(call.bounds.lengths)
-    split = [x.split(lengths, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
-    places_of: dict[int, list[int]] = {}
-    for place, length in enumerate(lengths):
-        places_of.setdefault(length, []).append(place)
-    found: dict[int, Tensor] = {}
-    for places in places_of.values():  # documents of one length are one batch: short ones would be all overhead
-        q, k, v = (torch.cat([parts[place] for place in places]) for parts in split)
-        found |= zip(places, _one(call, q, k, v).split(1), strict=True)
-    return torch.cat([found[place] for place in range(len(lengths))], dim=2)
+    runs = [(length, len(list(same))) for length, same in groupby(call.bounds.lengths)]
+    tokens = [length * count for length, count in runs]
+    split = [x.split(tokens, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
+    found = []
+    for (_, count), parts in zip(runs, zip(*split, strict=True), strict=True):
+        out = _one(call, *(part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in parts))
+        found.append(out.transpose(1, 2).flatten(0, 1))
+    return (found[0] if len(found) == 1 else torch.cat(found))[None].transpose(1, 2)
 
 
 def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

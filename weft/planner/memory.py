@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
@@ -131,6 +132,14 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
     if optimizer.ema_decay is not None:
         found.append("optimizer.ema_decay=null (no average)")
     return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
+
+
+def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
+    """At most, of what a model remembers of one token when it generates: keys and values of every layer."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width * itemsize)
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> int:

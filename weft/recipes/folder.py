@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from weft.checkpoint.retention import sweep
 from weft.cluster.process import Ranks
+from weft.cluster.shared import LOCK, check_shared
 from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
 
-LOCK = "lock"
 AnyConfig = SftConfig | RlConfig
 
 
@@ -79,8 +79,9 @@ def hold_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[Held]:
 
 
 def _hold(config: AnyConfig, resume: bool) -> Held:
+    command = "rl" if isinstance(config, RlConfig) else "sft"
     try:
-        folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path)
+        folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path, command)
         token = uuid.uuid4().hex
         lock = _lock(folder, token)
         if resume:
@@ -134,13 +135,13 @@ def default_folder(model: str) -> Path:
     return Path("runs") / f"{Path(model).name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def make_folder(directory: str | None, model: str) -> Path:
+def make_folder(directory: str | None, model: str, command: str = "sft") -> Path:
     """run.dir, or runs/NAME-DATE for null; UserError where it holds a run already."""
     folder = default_folder(model) if directory is None else Path(directory)
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
         raise UserError(
             f"run.dir: {folder} holds a run already. Set run.dir to another folder, or move that one away; or go on "
-            f"with it: weft sft --resume {folder}"
+            f"with it: weft {command} --resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -177,20 +178,3 @@ def _holder(text: str) -> str:
         return f"process {fields['pid']} on {fields['host']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
-    """Every rank must see the first rank's lock: shards and weights are written by all of them into one folder."""
-    try:
-        seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
-    except (OSError, ValueError, KeyError):
-        seen = False
-    hosts: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(hosts, None if seen else socket.gethostname())
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
-    if blind:
-        raise UserError(
-            f"run.dir: {folder.absolute()} is not the same folder for all ranks: {', '.join(blind[:4])}"
-            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir to a folder on a "
-            "file system that all ranks share."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,3 +22,15 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
+
+
+@dataclass(frozen=True)
+class RlHooks:
+    """rewards: functions that no import path leads to, pickled, by what rl.reward calls them. on_step: called after
+    each optimizer step with its line of metrics.jsonl, in the controller."""
+
+    rewards: Mapping[str, bytes] = field(default_factory=dict)
+    on_step: OnStep | None = None
+
+
+NO_RL_HOOKS = RlHooks()

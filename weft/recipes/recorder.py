@@ -13,17 +13,18 @@ from rich.console import Console
 from weft.config import to_dict
 from weft.config.schema import SftConfig, TrackConfig
 from weft.data.order import Step
-from weft.engine.engine import Engine, StepResult
+from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe.closing import print_closing
 from weft.observe.flops import Throughput
 from weft.observe.metrics import MetricsFile
+from weft.observe.step_line import Taken, step_line
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.timing import StepTimes
 from weft.observe.trackers import Trackers
 from weft.parallel.timed import time_collectives
+from weft.recipes.hopeless import BadSteps
 from weft.recipes.resume import Start
-from weft.recipes.step_line import Taken, step_line
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl") if self.engine.ranks.is_first else None
         self.throughput = Throughput.of(self.engine)
-        self.bad_in_a_row = self.start.bad_in_a_row
+        self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.summary.go_on(self.start.summary)
         self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
         track = self.config.track if self.engine.ranks.is_first else TrackConfig()
@@ -98,16 +99,11 @@ class Recorder:
             self.trackers.log(line)
         self.summary.add_evaluation(line)
 
-    def stop_if_hopeless(self, result: StepResult, sources: list[str]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them. A step
-        that was skipped because its loss scale was too large is none of them."""
-        if not result.overflow:
-            self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
-        if self.bad_in_a_row >= self.config.train.max_nonfinite:
-            raise FloatingPointError(
-                f"{self.bad_in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {result.reason}. "
-                f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
-            )
+    def stop_if_hopeless(self, line: Mapping[str, object], sources: list[str]) -> None:
+        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them."""
+        self.bad.count(
+            line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
+        )
 
     def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
         """What a checkpoint after this step says of the run; its lines of metrics.jsonl are on the disk afterwards."""
@@ -116,7 +112,7 @@ class Recorder:
         return {
             "epoch": step.epoch,
             "updates": updates,
-            "bad_in_a_row": self.bad_in_a_row,
+            "bad_in_a_row": self.bad.in_a_row,
             "summary": self.summary.counts(),
             "seconds": dict(phases.seconds),
         }

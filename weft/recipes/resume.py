@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.checkpoint import rng
+from weft.checkpoint.resume import agreed, fill_from, newest, nothing_whole, other_training, resumed_notes, whole
 from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
-from weft.checkpoint.state import DamagedError, TrainerState, check_contents, load_state, read_rng, read_state
+from weft.checkpoint.state import TrainerState
 from weft.cluster.process import Ranks
 from weft.config import to_dict
 from weft.config.keys import schema_keys
 from weft.config.load import show_default
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import ScheduleConfig, SftConfig
 from weft.config.yaml12 import show
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
-from weft.models.adapter_files import CONFIG as ADAPTER
-from weft.observe.summary import versions
 from weft.recipes.folder import cut_lines, dropped_of, write_config
 from weft.recipes.identity import model_fingerprint
 from weft.recipes.sampling import SAMPLES
-
-T = TypeVar("T")
 
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (
@@ -65,24 +63,18 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
-            raise UserError(_nothing_whole(folder, skipped))
+            raise UserError(nothing_whole(folder, skipped))
         return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
     content = state.content
     changed = dict(changes(content["config"], to_dict(config), SftConfig))
     problems = [
         *refused(changed),
-        *_rates_changed(content, config, steps),
+        *rates_changed(content, config, steps, content["updates"]),
         *_contents_changed(state, config, data),
     ]
     if problems:
-        raise UserError(
-            f"--resume {folder}: this config would go on with another training than the one up to step {state.step}:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + f"\nSet them back, or start a new run from the weights alone: {_from_weights(state.checkpoint)}"
-        )
-    notes.append(f"resumed  step {state.step} of {steps}, from {state.checkpoint}")
-    notes += [f"changed  {key}: {before} -> {now}" for key, (before, now) in changed.items()]
-    notes += _version_notes(content["versions"])
+        raise UserError(other_training(folder, state, problems))
+    notes += resumed_notes(state, steps, changed)
     return Start(
         step=state.step,
         updates=content["updates"],
@@ -99,33 +91,7 @@ def newest_whole(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, 
     """The newest checkpoint that all ranks find whole, with trainer state; and why newer ones were skipped."""
     listed = [whole_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0)
-    skipped: list[str] = []
-    for step in reversed(listed[0]):
-        folder = step_folder(checkpoints, step)
-        state, reason = agreed(partial(_whole, folder, ranks), ranks)
-        if state is not None:
-            return state, skipped
-        skipped.append(f"{folder}: {reason}")
-    return None, skipped
-
-
-def _whole(checkpoint: Path, ranks: Ranks) -> TrainerState:
-    state = read_state(checkpoint)
-    check_contents(state, ranks.rank, ranks.world)
-    return state
-
-
-def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
-    """What `function` returns; on all ranks None and the first reason where it found damage on any."""
-    result, mine = None, None
-    try:
-        result = function()
-    except DamagedError as error:
-        mine = str(error)
-    reasons: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(reasons, mine)
-    reason = next((text for text in reasons if text is not None), None)
-    return (result, "") if reason is None else (None, reason)
+    return newest(checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world), ranks))
 
 
 def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
@@ -142,31 +108,6 @@ def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
         notes += put_in_order(folder, start.step, start.evaluation)
         write_config(config, folder)
     return notes
-
-
-def fill_from(engine: Engine, state: TrainerState, seed: int) -> list[str]:
-    """Masters, moments and generators of a checkpoint; what there is to say of it. Collective."""
-
-    def load() -> bool:
-        load_state(engine, state)
-        return True
-
-    loaded, reason = agreed(load, engine.ranks)
-    if loaded is None:
-        raise UserError(
-            f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "
-            f"{_from_weights(state.checkpoint)}"
-        )
-    return _take_up_rng(engine, state, seed)
-
-
-def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
-    ranks = engine.ranks
-    rng.seed_rank(seed, ranks.rank, state.step)
-    if state.world != ranks.world:
-        return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
-    rng.restore(read_rng(state, ranks.rank), engine.device)
-    return []
 
 
 def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
@@ -201,12 +142,12 @@ def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[
 # ---------------------------------------------------------------- what may differ
 
 
-def constants(config: SftConfig, data: DataReport, steps: int) -> dict[str, Any]:
+def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
     """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
     return {
         "steps": steps,
         "config": to_dict(config),
-        "data": {"documents": data.documents, "digest": data.digest},
+        "data": {"documents": documents, "digest": digest},
         "model": {"sha256": model_fingerprint(config)},
     }
 
@@ -237,9 +178,9 @@ def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) ->
     ]
 
 
-def _rates_changed(content: Mapping[str, Any], config: SftConfig, steps: int) -> list[str]:
-    """Longer runs and other schedules are the same training as long as the steps that are done had the same rates."""
-    old, before, done = content["config"], content["steps"], content["updates"]
+def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
+    """Longer runs and other schedules are the same training as long as the updates that are done had the same rates."""
+    old, before = content["config"], content["steps"]
     schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
     if steps < content["step"]:
         return [f"train.steps, train.epochs: a run of {steps} steps ends before step {content['step']}"]
@@ -268,27 +209,3 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
         what = "config.json or the weights" if config.lora.on else "config.json"
         problems.append(f"model.path: {what} of {config.model.path} differ from before")
     return problems
-
-
-def _version_notes(before: Mapping[str, str | None]) -> list[str]:
-    now = versions()
-    differing = [f"{name} {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
-    return [f"versions {'; '.join(differing)}: results may differ in their last bits"] if differing else []
-
-
-def _nothing_whole(folder: Path, skipped: Sequence[str]) -> str:
-    with_weights = [
-        step_folder(folder / "checkpoints", step)
-        for step in reversed(whole_steps(folder / "checkpoints"))
-        if any((step_folder(folder / "checkpoints", step) / name).exists() for name in ("config.json", ADAPTER))
-    ]
-    advice = f"\nTo go on from weights alone, as a new run: {_from_weights(with_weights[0])}" if with_weights else ""
-    return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
-
-
-def _from_weights(checkpoint: Path) -> str:
-    config = checkpoint.parent.parent / "config.yaml"
-    if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
-        unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
-        return f"weft sft {config} lora.path={checkpoint} {unset} run.dir=NEW"
-    return f"weft sft {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"

@@ -3,94 +3,94 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+import io
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from weft.cluster.machine import cpu_cores
-from weft.cluster.options import RlOptions
-from weft.cluster.process import pretend
-from weft.cluster.rays import ActorGroup, Bundle, actor_group, import_ray, ray_session
+from weft.cluster.options import Device, RlOptions
+from weft.cluster.rays import import_ray
 from weft.cluster.stopping import StopSignals
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.tokenizer import load_tokenizer
-from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
-from weft.errors import ActorError, StoppedError, UserError
+from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
-from weft.observe.opening import print_dry_run
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
 from weft.recipes.folder import Held, hold_folder, write_config
-from weft.recipes.resume import put_in_order
+from weft.recipes.hooks import NO_RL_HOOKS, OnStep, RlHooks
+from weft.recipes.rl_actors import Actors, open_actors
+from weft.recipes.rl_failure import told
+from weft.recipes.rl_placement import TIMED, settle
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
-from weft.recipes.rl_resume import FRESH, RlStart, constants, find_start
+from weft.recipes.rl_resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
-from weft.rl.corrections import correct, require_comparable
+from weft.rl.beside import Who
+from weft.rl.corrections import correct, old_is_current, require_comparable
 from weft.rl.documents import deal
-from weft.rl.engines import policy_config
-from weft.rl.environments import Episodes, load_environment
+from weft.rl.environments import Episodes, environment_class, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
-from weft.rl.exact import require_exact
+from weft.rl.exact import require_exact, try_engine
+from weft.rl.learners import Learners
 from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.producer import Producer
-from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts
-from weft.rl.records import cut_rollouts, read_rollouts, rollout_files
-from weft.rl.rewards import Failures, Rewards, completion_texts
-from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rl.served_pool import Reserved, check_engines, open_engines
-from weft.rl.trainer import DTYPE_NAMES, Trainer
-from weft.rl.types import Group, Prompt, Sample
+from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
+from weft.rl.records import read_rollouts, rollout_files
+from weft.rl.rewards import Failures, Rewards, decode
+from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
+from weft.rl.served_pool import check_engines, check_hosts, open_engines
+from weft.rl.turns import Turns, shares_devices, sleeping_parts
+from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import RolloutEngine, Sampling
-from weft.rollout.standalone import Standalone
 
 
-def run(config: RlConfig, options: RlOptions) -> None:
+def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
-    choose_estimator(config.rl.advantage)  # the user's own are missed before anything is loaded
-    choose_policy_loss(config.rl.policy_loss)
-    if options.dry_run:
-        with pretend(options.world, options.device) as ranks:
-            engine = Engine(policy_config(config), ranks, weights=False)
-            print_dry_run(config, engine, parameters=options.parameters)
-        return
     import_ray()
     check_engines(config)
-    task, resume = read_task(config), options.resume is not None
-    plan, replayed = Plan.of(config, task.stream), list_replayed(options.replay)
+    task, resume = read_task(config, hooks), options.resume is not None
+    plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
     with hold_folder(config, resume=resume) as held:
-        start = find_start(config, held.folder, task.prompts, plan) if resume else FRESH
-        if start.step == plan.steps:
+        start = FRESH
+        if resume and options.rollout_only:
+            start = find_collected(held.folder)
+        elif resume:
+            start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
+        if start.rollout == plan.rollouts:
             Console(highlight=False, soft_wrap=True).print(f"{held.folder} has finished already: step {start.step}.")
             return
         if resume:
-            notes = put_in_order(held.folder, start.step, {})
-            cut_rollouts(held.folder, start.rollout)
-            write_config(config, held.folder)
-            start = replace(start, notes=(*start.notes, *notes))
-        with open_actors(config, options, fill=start.state is None) as (trainers, standalone):
-            try:
-                opened = Run(config, held, task, trainers, standalone, plan, start, replayed)
-                asyncio.run(collect(opened) if options.rollout_only else train(opened))
-            except ActorError:
-                trainers.keep_evidence(held.folder)
-                raise
+            start = take_up(config, held.folder, start)
+        seconds = partial(time_rollout_steps, options, hooks, held.folder)
+        settled = settle(config, options, plan.rollouts, seconds)
+        notes = (*start.notes, *settled.notes, *notes_on_replay(config, replayed))
+        config, start = settled.config, replace(start, notes=notes)
+        write_config(settled.recorded, held.folder)
+        with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups):
+            opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, device=options.device)
+            asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
 
-def list_replayed(folder: str | None) -> list[Path]:
+def list_replayed(options: RlOptions) -> list[Path]:
     """The files of `--replay RUN/rollouts` in their order. UserError where there are none."""
+    folder = options.replay
+    if folder is not None and options.rollout_only:
+        raise UserError("--rollout-only makes rollouts, and --replay trains from those that are there: leave one out.")
     files = [] if folder is None else list(rollout_files(Path(folder)).values())
     if folder is not None and not files:
         raise UserError(f"--replay {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
@@ -109,15 +109,26 @@ class Task:
     episodes: Episodes | None
 
 
-def read_task(config: RlConfig) -> Task:
+def check_task(config: RlConfig) -> PretrainedConfig:
+    """UserError where a function of the user's is not there, or samples do not fit the model, whose config of text it
+    is; before anything is loaded."""
+    choose_estimator(config.rl.advantage)
+    choose_policy_loss(config.rl.policy_loss)
+    environment_class(config)
+    shape = hf.read_config(config.model.path).get_text_config()
+    require_room(config, shape)
+    return shape
+
+
+def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
     """Prompts, rewards and environment of a config. Raises UserError for whatever the user has to mend."""
+    vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
     episodes = load_environment(config, tokenizer)
-    vocabulary = hf.read_config(config.model.path).get_text_config().vocab_size
     prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
     held_out = read_held_out_prompts(config, tokenizer, vocabulary)
-    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl), episodes)
+    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes)
 
 
 @dataclass(frozen=True)
@@ -149,14 +160,20 @@ class Run:
     config: RlConfig
     held: Held
     task: Task
-    trainers: ActorGroup
-    standalone: ActorGroup | None
+    actors: Actors
     plan: Plan
     start: RlStart
     replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
+    on_step: OnStep | None = None
+    device: Device = "cpu"
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
     version: int = 0  # of the weights that the trainers have: rollout steps that are trained
+    updates: int = 0  # optimizer steps that were not skipped: the learning rate counts them
+    learners: Learners = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learners = Learners(self.config, self.actors.trainers, self.actors.asides)
 
 
 @dataclass
@@ -172,19 +189,19 @@ class RolloutStep:
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for group in self.groups for sample in group.samples]
+        return samples_of(self.groups)
 
 
 async def train(run: Run) -> None:
     """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
-    recorder = RlRecorder(config, run.held.folder, run.start)
+    recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
     progress = Progress(plan.steps, extra=("reward",))
     async with AsyncExitStack() as opened:
-        engine, sampling, evaluator = await prepare(run, opened)
+        turns, sampling, evaluator = await prepare(run, opened)
         with recorder, StopSignals() as signals, progress:
-            progress.notes(await begin(run, engine, evaluator, recorder))
-            make = replay(run) if run.replayed else partial(roll_out, run, engine, sampling)
+            progress.notes(await begin(run, turns, sampling, evaluator, recorder))
+            make = replay(run) if run.replayed else partial(roll_out, run, turns.engine, sampling)
             producer = await opened.enter_async_context(
                 Producer(make, first, plan.rollouts, config.cluster.max_staleness)
             )
@@ -192,81 +209,136 @@ async def train(run: Run) -> None:
                 with run.phases("rollout"):
                     step = await producer.take()
                 with run.phases("train"):
+                    await turns.to_training()
                     await judge(run, step)
                     lines = await update(run, step)
-                with run.phases("sync"), step.phases("sync"):
-                    synced = await engine.sync(number)
+                with run.phases("sync"):
+                    synced = await turns.to_rollouts(number)
+                step.phases.go_on(turns.take_seconds())
                 run.version = number
                 found = await evaluate(evaluator, number, plan)
-                done = bool(signals.number) or number == plan.rollouts
-                if not done:
-                    await producer.trained(number)
                 progress.notes(step.failures.take_news())
-                for line in recorder.record(step, lines, synced, found, run.task.tokenizer):
+                for line in recorder.record(step, lines, synced, found):
                     progress.step(line)
-                progress.notes(recorder.record_evaluation(number * plan.per_rollout, found, run.task.tokenizer))
-                recorder.stop_if_hopeless(lines)
+                progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
+                recorder.stop_if_hopeless(step, lines)
+                done = bool(signals.number) or number == plan.rollouts
                 if done or recorder.due(number, plan):
-                    with run.phases("save"):
-                        progress.notes(await save(run, recorder, step))
+                    async with turns.trainers_awake(back=not done):
+                        with run.phases("save"):
+                            progress.notes(await save(run, recorder, step))
                 if done:
                     break
-            saved, news = (await run.trainers.all("finish"))[0]
+                await producer.trained(number)
+            saved, news = await run.learners.finish()
             progress.notes(news)
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
-        await run.trainers.all("close")
+        await run.learners.close()
     if stopped:
         say_stopped(run, number * plan.per_rollout, stopped)
         raise StoppedError(stopped)
+
+
+def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config: RlConfig) -> float:
+    """Seconds of one of the run's first rollout steps with this config. They are made in a folder within the run's, and
+    nothing of them stays."""
+    trial = folder / "placement-trial"
+    shutil.rmtree(trial, ignore_errors=True)
+    config = replace(config, run=replace(config.run, dir=str(trial)))
+    plan = Plan(TIMED, config.rl.updates * config.rl.epochs)
+    try:
+        with (
+            redirect_stdout(io.StringIO()),
+            hold_folder(config) as held,
+            open_actors(config, options, fill=True) as actors,
+        ):
+            task = read_task(config, hooks)
+            return asyncio.run(timed(Run(config, held, task, actors, plan, FRESH, device=options.device)))
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+async def timed(run: Run) -> float:
+    """The mean of the rollout steps of a plan after the first, in which much is done for the first time."""
+    ends = []
+    async with AsyncExitStack() as opened:
+        turns, sampling, _ = await prepare(run, opened)
+        await turns.to_rollouts(0)
+        for number in range(1, run.plan.rollouts + 1):
+            step = await roll_out(run, turns.engine, sampling, number)
+            await turns.to_training()
+            await judge(run, step)
+            await update(run, step)
+            await turns.to_rollouts(number)
+            run.version = number
+            ends.append(time.perf_counter())
+        await run.learners.close()
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 async def collect(run: Run) -> None:
     """Rollouts of the weights as they are, and nothing trained (`--rollout-only`)."""
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
-        engine, sampling, _ = await prepare(run, opened)
+        turns, sampling, _ = await prepare(run, opened)
         with recorder, StopSignals() as signals, Progress(run.plan.rollouts, extra=("reward",)) as progress:
-            await engine.sync(0)
-            for number in range(1, run.plan.rollouts + 1):
-                step = await roll_out(run, engine, sampling, number)
+            await turns.to_rollouts(0)
+            for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
+                step = await roll_out(run, turns.engine, sampling, number)
                 step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
                 progress.notes(step.failures.take_news())
-                progress.step(recorder.record_rollout(step, run.task.tokenizer))
+                progress.step(recorder.record_rollout(step))
                 if signals.number:
                     break
-        await run.trainers.all("close")
+        await run.learners.close()
+    if signals.number and number < run.plan.rollouts:
+        say_stopped(run, number, signals.number, " --rollout-only")
+        raise StoppedError(signals.number)
 
 
-async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Any, Sampling, RlEvaluator]:
+async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, RlEvaluator]:
     """Everything that goes before the first rollout: the engines, how they draw, and what is evaluated. opened: closes
     what needs to be closed."""
-    config, task, trainers, start = run.config, run.task, run.trainers, run.start
+    config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
     run.phases.go_on(start.seconds)
     task.stream.take(start.taken)
-    run.version = start.rollout
+    run.version, run.updates = start.rollout, start.updates
     with run.phases("load"):
+        await check_hosts(config, run.actors.engines)
         await task.rewards.start([*task.prompts, *task.held_out.all()])
-        opening, *_ = await trainers.all("describe")
-        ends, *_ = await trainers.all("ends")
-        run.compute, *_ = await trainers.all("compute_dtype")
-        notes, *_ = await trainers.all("open_run", str(run.held.folder), run.held.token, constants(run), start.step)
-        engine = await open_engines(config, trainers, run.standalone, run.held.folder)
+        opening = await run.learners.describe()
+        ends = await trainers.one(0, "ends")
+        run.compute = await trainers.one(0, "compute_dtype")
+        notes = await run.learners.open_run(str(run.held.folder), run.held.token, constants(run), start.step)
+        parts = sleeping_parts(config, run.device)
+        engine = await open_engines(config, trainers, run.actors.engines, run.held.folder, run.compute, parts)
         opened.push_async_callback(engine.close)
+        turns = Turns(engine, trainers, shared=shares_devices(config), parts=parts)
+        await turns.to_training()
     print_rl_opening(run, opening, notes)
     evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends)
-    return engine, sampling_of(config, ends), evaluator
+    return turns, sampling_of(config, ends), evaluator
 
 
-async def begin(run: Run, engine: Any, evaluator: RlEvaluator, recorder: RlRecorder) -> list[str]:
+async def begin(run: Run, turns: Turns, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder) -> list[str]:
     """The first sync, what is proven of it, and the evaluation before the first step; what there is to print."""
-    await engine.sync(run.start.rollout)
+    await turns.to_rollouts(run.start.rollout)
     notes: list[str] = []
-    if run.config.rl.on_policy == "exact" and run.config.rollout.engine == "embedded":
-        notes += (await run.trainers.all("prove_exact"))[:1]
+
+    async def reader(samples: Sequence[Sample]) -> None:
+        async with turns.trainers_awake(back=True):
+            await run.learners.read(["policy"], samples)
+
+    if run.config.rl.on_policy == "exact":
+        if run.config.rollout.engine == "embedded":
+            notes += (await run.actors.trainers.all("prove_exact"))[:1]
+        else:
+            notes.append(await try_engine(run.config, turns.engine, reader, run.task.prompts, sampling))
+    turns.take_seconds()  # of what goes before the first step
     if not run.start.rollout:
-        notes += recorder.record_evaluation(0, await evaluate(evaluator, 0, run.plan), run.task.tokenizer)
+        notes += recorder.record_evaluation(0, await evaluate(evaluator, 0, run.plan))
     return notes
 
 
@@ -275,7 +347,7 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
-        for sample in (sample for group in groups for sample in group.samples):
+        for sample in samples_of(groups):
             sample.old = sample.reference = sample.values = sample.advantages = sample.correction = None
         return RolloutStep(number, groups, taken=0)
 
@@ -286,19 +358,16 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     """A group of samples for each prompt of a rollout step, with rewards."""
     rl, step = run.config.rl, RolloutStep(number)
 
+    def generate(prompt: Prompt) -> Awaitable[Group]:
+        return rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
+
+    async def reward(group: Group) -> None:
+        decode(group.samples, run.task.tokenizer)
+        await run.task.rewards.score(group.samples, step.failures)
+        shape_rewards([group], run.config)
+
     async def answer(prompts: Sequence[Prompt]) -> list[Group]:
-        with step.phases("generate"):
-            groups = await asyncio.gather(
-                *(
-                    rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
-                    for prompt in prompts
-                )
-            )
-        with step.phases("reward"):
-            samples = [sample for group in groups for sample in group.samples]
-            await run.task.rewards.score(samples, completion_texts(samples, run.task.tokenizer), step.failures)
-            shape_rewards(groups, run.config)
-        return list(groups)
+        return await rewarded_groups(prompts, generate, reward, step.phases)
 
     step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
     if rl.dynamic_sampling:
@@ -312,30 +381,30 @@ async def judge(run: Run, step: RolloutStep) -> None:
     """What the trainers say of the samples (logprobs of old and reference policy, values), and what follows from it:
     corrections and advantages."""
     rl, samples = run.config.rl, step.samples
+    checks = not run.replayed and parity_is_due(run.config, step.number - run.start.rollout)
+    fused = old_is_current(run.config)
     with step.phases("logprobs"):
-        if rl.old_logprobs == "recompute":
-            await read(run, "policy", "old", samples)
-        if rl.kl > 0:
-            await read(run, "reference", "reference", samples)
-        if rl.advantage == "gae":
-            await read(run, "critic", "values", samples)
+        old = rl.old_logprobs == "recompute" and (checks or not fused)
+        await run.learners.read(whose(rl, old=old), samples)
     if rl.on_policy == "exact":
         require_exact(samples)
-    if not run.replayed and parity_is_due(run.config, step.number - run.start.rollout):
+    if checks:
         rollout = run.config.rollout
         dtypes = [run.compute, run.compute if rollout.dtype == "auto" else rollout.dtype]
         require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes)
-    corrections = correct(samples, rl)  # sets old logprobs that are not recomputed, which advantages may read
-    step.metrics |= {
-        **advantages(step.groups, rl), **corrections, **step.failures.metrics(), **staleness(samples, run.version),
-    }  # fmt: skip
+    if fused:  # every step alike, checked or not
+        for sample in samples:
+            sample.old = None
+    else:  # sets old logprobs that are not recomputed, which advantages may read
+        step.metrics |= correct(samples, rl)
+    stale = staleness(samples, run.version, None if run.replayed else run.config.cluster.max_staleness)
+    step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
 
 
-async def read(run: Run, who: str, name: str, samples: Sequence[Sample]) -> None:
-    """Set an array of each sample to what an engine of the trainers reads."""
-    for part in await run.trainers.all("read", who, list(samples)):
-        for index, values in part.items():
-            setattr(samples[index], name, values)
+def whose(rl: RlAlgorithm, *, old: bool) -> list[Who]:
+    """What is read of samples before they are trained."""
+    wanted: dict[Who, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
+    return [who for who, is_wanted in wanted.items() if is_wanted]
 
 
 async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
@@ -346,9 +415,11 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
         for epoch in range(config.rl.epochs):
             for part in deal(step.groups, config.rl.updates, seed=config.train.seed + step.number * 1000 + epoch):
                 number += 1
-                lr = learning_rate(number, plan.steps, config.optimizer.lr, config.schedule)
-                samples = [sample for group in part for sample in group.samples]
-                lines.append((await run.trainers.all("update", samples, number, plan.steps, epoch + 1, lr))[0])
+                lr = learning_rate(run.updates + 1, plan.steps, config.optimizer.lr, config.schedule)
+                lines.append(await run.learners.update(samples_of(part), number, plan.steps, epoch + 1, lr))
+                run.updates += not lines[-1].get("skipped")
+    if old_is_current(config):
+        step.metrics |= correct([sample for sample in step.samples if sample.old is not None], config.rl)
     return lines
 
 
@@ -359,14 +430,17 @@ async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
 
 async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
     """A checkpoint of what stands after this rollout step."""
-    progress = recorder.progress(run.phases) | {"rollout": step.number, "taken": step.taken}
-    return list((await run.trainers.all("save", step.number * run.plan.per_rollout, progress))[0])
+    progress = recorder.progress(step, run.updates, run.phases)
+    return await run.learners.save(step.number * run.plan.per_rollout, progress)
 
 
-def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """By how many versions of the weights sampled tokens are older than what trains on them."""
-    lags = [version - int(v) for sample in samples for v in sample.versions[sample.sampled]]
-    return {"staleness/mean": sum(lags) / len(lags), "staleness/max": float(max(lags))} if lags else {}
+def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict[str, float]:
+    """By how many versions of the weights sampled tokens are older than what trains on them. RuntimeError where that is
+    more than `most`."""
+    lags = version - np.concatenate([sample.versions[sample.sampled] for sample in samples])
+    if most is not None and lags.max(initial=0) > most:
+        raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {most}")
+    return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())} if len(lags) else {}
 
 
 def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
@@ -381,55 +455,3 @@ def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
         ends=tuple(ends),
         stop=rollout.stop,
     )
-
-
-# ---------------------------------------------------------------- actors
-
-
-@contextmanager
-def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[tuple[ActorGroup, ActorGroup | None]]:
-    """The trainer group, one process for each rank; and with rollout.engine=hf the engines', or on CUDA those that hold
-    accelerators for engines that are servers."""
-    alone, gpu = config.cluster.address is None, options.device == "cuda"
-    bundle = Bundle(cpus=0.0 if gpu else 1.0, gpus=1.0 if gpu else 0.0)
-    serves = config.rollout.engine in ("vllm", "sglang")
-    engines = config.rollout.engines if config.rollout.engine == "hf" or (serves and gpu) else 0
-    share = Bundle(gpus=float(config.rollout.tp)) if serves else bundle
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // (options.world + engines))))
-
-    def group(name: str, make: Any, one: Bundle, env: Sequence[dict[str, str]]) -> AbstractContextManager[ActorGroup]:
-        common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})}
-        return actor_group(name, make, [one] * len(env), [common | own for own in env])
-
-    ranks = [
-        {"RANK": str(rank), "WORLD_SIZE": str(options.world), "LOCAL_RANK": "0" if gpu else str(rank)}
-        for rank in range(options.world)
-    ]
-    with (
-        ray_session(config.cluster.address, [bundle] * options.world + [share] * engines),
-        group("trainer rank", partial(_make_trainer, config, options, fill), bundle, ranks) as trainers,
-    ):
-        if not engines:
-            yield trainers, None
-            return
-        make = _reserve if serves else partial(_make_engine, config, options)
-        with group("rollout engine", make, share, [{} for _ in range(engines)]) as standalone:
-            yield trainers, standalone
-
-
-def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
-    return Trainer(config, options.device, fill=fill)
-
-
-def _reserve(number: int) -> Reserved:
-    return Reserved()
-
-
-def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    auto = "bf16" if options.device == "cuda" else "fp32"
-    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
-    return Standalone(
-        config.model.path, config.lora, dtype=dtypes[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
-    )  # fmt: skip

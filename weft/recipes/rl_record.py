@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
@@ -19,10 +18,12 @@ from weft.observe.closing import print_closing
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
+from weft.recipes.hooks import OnStep
+from weft.recipes.hopeless import BadSteps, EmptySteps
 from weft.recipes.rl_resume import RlStart
+from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
 from weft.rl.records import EVALUATIONS, write_rollouts
-from weft.rl.rewards import completion_texts
 from weft.rl.types import Sample
 from weft.rollout.base import Synced
 
@@ -32,18 +33,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class RlRecorder:
-    """Writes what the controller has seen; as a context manager it tells the trackers when the run has ended."""
+    """Writes what the controller has seen; as a context manager it tells the trackers when the run has ended. on_step:
+    is told of each line of an optimizer step."""
 
     config: RlConfig
     folder: Path
     start: RlStart
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         self.summary = RunSummary(model=self.config.model.path, data=str(self.config.data.path or "several sources"))
         self.summary.go_on(self.start.summary)
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
-        self.bad_in_a_row = self.start.bad_in_a_row
+        self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
+        self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
 
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
@@ -61,17 +65,17 @@ class RlRecorder:
         lines: Sequence[Mapping[str, object]],
         synced: Synced,
         evaluated: Evaluated | None,
-        tokenizer: PreTrainedTokenizerBase,
     ) -> list[dict[str, object]]:
         """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
         samples = step.samples
-        write_rollouts(self.folder, step.number, step.groups, completion_texts(samples, tokenizer))
+        write_rollouts(self.folder, step.number, step.groups)
         metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
         metrics |= {
             "sync/seconds": synced.seconds,
             "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
         }
         metrics |= {} if evaluated is None else evaluated.metrics
+        metrics["rollout/untrained"] = float(sum(not is_trained(sample, self.config) for sample in samples))
         written = [dict(line) for line in lines]
         for line in written:
             line["rollout"] = step.number
@@ -80,28 +84,32 @@ class RlRecorder:
             self.file.write(line)
             self.trackers.log(line)
             self.summary.add(line)
+            if self.on_step is not None:
+                self.on_step(line)
         return written
 
-    def record_rollout(self, step: RolloutStep, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    def record_rollout(self, step: RolloutStep) -> dict[str, object]:
         """The line of a rollout step that nothing is trained on."""
-        write_rollouts(self.folder, step.number, step.groups, completion_texts(step.samples, tokenizer))
+        write_rollouts(self.folder, step.number, step.groups, routes=True)  # what it is for is to be replayed
         seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
-        line: dict[str, object] = {"step": step.number, "rollout": step.number, **lengths_of(step.samples)}
+        line: dict[str, object] = {
+            "step": step.number,
+            "rollout": step.number,
+            "taken": step.taken,
+            **lengths_of(step.samples),
+        }
         line |= {**step.metrics, **seconds}
         self.file.write(line)
         self.trackers.log(line)
         return line
 
-    def record_evaluation(
-        self, step: int, evaluated: Evaluated | None, tokenizer: PreTrainedTokenizerBase
-    ) -> list[str]:
+    def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
         """Keep the answers of an evaluation in RUN/evaluations; what to print of it. That of step 0 has a line of its
         own."""
         if evaluated is None:
             return []
         groups = [group for part in (evaluated.greedy, evaluated.drawn) for named in part.values() for group in named]
-        texts = completion_texts([sample for group in groups for sample in group.samples], tokenizer)
-        write_rollouts(self.folder, step, groups, texts, EVALUATIONS)
+        write_rollouts(self.folder, step, groups, EVALUATIONS)
         if not step:
             line: dict[str, object] = {"step": 0, **evaluated.metrics}
             self.file.write(line)
@@ -114,22 +122,21 @@ class RlRecorder:
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
-    def stop_if_hopeless(self, lines: Sequence[Mapping[str, object]]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite."""
+    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> None:
+        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train."""
         for line in lines:
-            bad = line.get("skipped") and not line.get("empty")
-            self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-            if self.bad_in_a_row >= self.config.train.max_nonfinite:
-                raise FloatingPointError(
-                    f"{self.bad_in_a_row} steps in a row were not finite (train.max_nonfinite). Last: "
-                    f"{line.get('reason')}. Lower optimizer.lr, or look at the rollouts."
-                )
+            self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
+        self.empty.count(step.samples, self.config)
 
-    def progress(self, phases: Phases) -> dict[str, Any]:
+    def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
         """What a checkpoint says of the run; its lines of metrics.jsonl are on the disk afterwards."""
         self.file.sync()
         return {
-            "bad_in_a_row": self.bad_in_a_row,
+            "rollout": step.number,
+            "taken": step.taken,
+            "updates": updates,
+            "bad_in_a_row": self.bad.in_a_row,
+            "empty_in_a_row": self.empty.in_a_row,
             "summary": self.summary.counts(),
             "seconds": dict(phases.seconds),
         }
@@ -176,8 +183,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say(model.rstrip(), markup=False)
 
 
-def say_stopped(run: Run, step: int, number: int) -> None:
+def say_stopped(run: Run, step: int, number: int, more: str = "") -> None:
     """How to go on after a signal."""
-    Console(highlight=False, soft_wrap=True).print(
-        f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: weft rl --resume {run.held.folder}"
-    )
+    name, again = signal.Signals(number).name, f"weft rl --resume {run.held.folder}{more}"
+    Console(highlight=False, soft_wrap=True).print(f"stopped  by {name} after step {step}. Go on with: {again}")

@@ -32,6 +32,7 @@ from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
 from weft.observe.profiling import check_profile, profiled
 from weft.observe.progress import Progress, loading
+from weft.observe.step_line import Taken
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import Evaluator, ended_by
@@ -41,7 +42,6 @@ from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
-from weft.recipes.step_line import Taken
 
 FRESH = Start()
 
@@ -53,7 +53,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
-            engine = Engine(engine_config(config), ranks, weights=False)
+            engine = Engine(EngineConfig.of(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
     config = dated(config)
@@ -78,24 +78,10 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
-                    engine = Engine(engine_config(config), ranks, progress=shown, fill=start.state is None)
+                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
             train(config, engine, data, folder, phases, start, hooks)
-
-
-def engine_config(config: SftConfig) -> EngineConfig:
-    """The sections that an Engine reads."""
-    return EngineConfig(
-        model=config.model,
-        lora=config.lora,
-        mesh=config.mesh,
-        fsdp=config.fsdp,
-        step=config.step,
-        optimizer=config.optimizer,
-        seed=config.train.seed,
-        deterministic=config.train.deterministic,
-    )
 
 
 def train(
@@ -136,7 +122,7 @@ def train(
             progress.notes(evaluator.take_news())
             if hooks.on_step is not None:
                 hooks.on_step(line)
-            recorder.stop_if_hopeless(taken.result, [document.source for document in chosen])
+            recorder.stop_if_hopeless(line, [document.source for document in chosen])
             if failed:
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.ends is not None
@@ -179,7 +165,7 @@ def open_saver(
         engine,
         folder,
         config.checkpoint,
-        constants(config, report, len(steps)),
+        constants(config, report.documents, report.digest, len(steps)),
         last=start.step,
         texts={} if template is None else {"chat_template.jinja": template},
     )

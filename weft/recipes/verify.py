@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -13,24 +13,29 @@ import torch.distributed as dist
 
 from weft.cluster.options import VerifyOptions
 from weft.cluster.process import Ranks, join
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
-from weft.engine.engine import Engine
+from weft.data.tokenizer import load_tokenizer
+from weft.engine.engine import Engine, EngineConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
-from weft.recipes.sft import engine_config
+from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify
-from weft.verification.observed import Step
 from weft.verification.plants import planted
+from weft.verification.rl_harness import verify_rl
+from weft.verification.rl_rollouts import recorded_rollouts
 from weft.verification.show import print_verdict
 
 # Adam divides each element by its own size: below this epsilon the rounding of a gradient near zero becomes a whole
 # step, in the reference as here, and would be all that the comparison of weights sees.
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3  # smaller ones drown in the rounding of the weights themselves
+Config = TypeVar("Config", SftConfig, RlConfig)
 COPIES = 10  # of the fp32 weights: what the reference and the record of the engine hold at their peak
+RL_COPIES = 30  # with a reference, a critic, and the plain side twice
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,14 @@ class Subject:
     cut: bool = False
 
 
-def run(config: SftConfig, options: VerifyOptions) -> bool:
+def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
     """Entry point of one rank: whether everything is within tolerance, the same answer on every rank."""
     torch.set_float32_matmul_precision("highest")
     with join(options.device, config.train.timeout) as ranks, tempfile.TemporaryDirectory() as folder:
         subject = choose_subject(config, options, ranks, folder)
-        steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
         with planted(options.plant) as plant:
             try:
-                verdict = check(config, subject, steps, ranks)
+                verdict = (check_rl if isinstance(config, RlConfig) else check)(config, subject, ranks, options)
             except UserError as error:
                 if subject.cut:
                     raise UserError(_of_a_copy(error, subject)) from error
@@ -63,22 +67,38 @@ def run(config: SftConfig, options: VerifyOptions) -> bool:
         return answer[0]
 
 
-def check(config: SftConfig, subject: Subject, steps: Sequence[Step], ranks: Ranks) -> Verdict | None:
+def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict in fp32, with the figures of the configured dtype as remarks; on the first rank."""
+    steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
     exact = verified_config(config, subject.path)
-    verdict = verify(Engine(engine_config(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
+    verdict = verify(Engine(EngineConfig.of(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
     model = replace(exact.model, attention=kernel)
-    configured = Engine(engine_config(replace(exact, fsdp=config.fsdp, model=model)), ranks)
+    configured = Engine(EngineConfig.of(replace(exact, fsdp=config.fsdp, model=model)), ranks)
     remark, moved = compare_once(configured, subject.path, steps[0])
     if verdict is None:
         return None
     return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
 
 
-def verified_config(config: SftConfig, path: str) -> SftConfig:
+def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+    """The same of reinforcement learning, in fp32 alone: the configured algorithm's updates of the same rollouts."""
+    exact: RlConfig = verified_config(config, subject.path)
+    model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # that of `weft sft` is verified
+    critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
+    if critic.ranks is not None:  # in the policy's ranks, as it would be without the key
+        critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None)
+    if reference.ranks is not None:
+        reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None)
+    exact = replace(exact, model=model, critic=critic, reference=reference)
+    rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
+    trainer = Trainer(exact, ranks.device.type)
+    return verify_rl(trainer, LEARNING_RATE, rollouts)
+
+
+def verified_config(config: Config, path: str) -> Config:
     """The user's config, in fp32, on these weights, without dropout, with an optimizer whose noise leaves something to
     see.
 
@@ -97,7 +117,7 @@ def verified_config(config: SftConfig, path: str) -> SftConfig:
     )
 
 
-def choose_subject(config: SftConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
+def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
     """The user's weights where the reference fits beside them; else, or as asked, a random copy with fewer layers."""
     layers = options.layers
     fits = [_fits(config)]
@@ -119,6 +139,8 @@ def choose_subject(config: SftConfig, options: VerifyOptions, ranks: Ranks, fold
         hf.build_random(shape, dtype=torch.float32, attention="eager", seed=config.train.seed).save_pretrained(
             shared[0]
         )
+        if isinstance(config, RlConfig):
+            load_tokenizer(config.model.path).save_pretrained(shared[0])
     dist.barrier()
     return Subject(shared[0], words, cut=layers is not None)
 
@@ -130,8 +152,9 @@ def _of_a_copy(error: UserError, subject: Subject) -> str:
     )
 
 
-def _fits(config: SftConfig) -> bool:
+def _fits(config: SftConfig | RlConfig) -> bool:
     shape = hf.without_noise(hf.read_config(config.model.path))
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
-    needed = sum(p.numel() for p in model.parameters()) * 4 * COPIES
+    copies = RL_COPIES if isinstance(config, RlConfig) else COPIES
+    needed = sum(p.numel() for p in model.parameters()) * 4 * copies
     return needed < 0.8 * psutil.virtual_memory().available

@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.rl.kl import kl
-from weft.rl.types import Group, Sample
+from weft.rl.types import Group, Sample, samples_of
 
 Exact = NDArray[np.float64]
 Estimates = Sequence[Sequence[float | Exact]]
@@ -117,7 +117,7 @@ def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
     """Add the penalty of over-long samples to their rewards, under the name `overlong`; before advantages()."""
     if config.rl.overlong_buffer is None:
         return
-    for sample in (sample for group in groups for sample in group.samples):
+    for sample in samples_of(groups):
         if sample.reward is not None:
             part = overlong_penalty(sample.length, config.rollout.max_new_tokens, config.rl.overlong_buffer)
             sample.rewards["overlong"] = config.rl.overlong_penalty * part
@@ -132,7 +132,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward_std": float(np.mean([_deviation(r) for r in rewards])),
         "frac_reward_zero_std": float(np.mean([not group.has_signal for group in groups])),
     }
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_of(groups)
     for name in sorted({name for sample in samples for name in sample.rewards}):
         known = np.array([r for r in (s.rewards.get(name) for s in samples) if r is not None], np.float64)
         if len(known):

@@ -1,8 +1,8 @@
 """What becomes of the difference between the policy that an engine sampled from and the trainer with the same weights.
 
 The engine's kernels round otherwise than the trainer's, so that samples come from a policy (`rollout`) that is not
-quite the one that is trained (`old`). With rho = old / rollout of what was sampled, a token's loss times rho is what it
-would be on average had the trainer sampled (importance sampling); bounded, because rho of long samples is not.
+quite the one that is trained (`old`). What a token's loss is multiplied by for that, weft/objectives/correction.py
+says; here it is set, and the difference measured.
 
 Which logprobs may be compared: an engine that leaves tokens out (top-p, top-k, min-p) says the logprob among those that
 it kept. Plus the log of what they have of the whole distribution (`kept_logmass`) that is the token's logprob in the
@@ -16,20 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from weft.config.rl_schema import RlAlgorithm
+from weft.config.presets import ADVANTAGES
+from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
+from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.rl.kl import kl
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Sampling
 
 Exact = NDArray[np.float64]
 
-# rl.correction_limits where they are null: Yao et al. 2025 (fengyao.notion.site/off-policy-rl) and, for IcePop, Ling
-# Team 2025, arXiv:2510.18855.
-LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
-_LARGEST = 20.0  # of |log rho|, so that no ratio is infinite
+
+def old_is_current(config: RlConfig) -> bool:
+    """Whether the update reads the old policy itself: where a rollout step is one optimizer step, nothing has moved
+    before it, and a forward of its own would say the same. Not where something else asks for it first."""
+    rl = config.rl
+    asked = (rl.kl > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
+    return rl.old_logprobs == "recompute" and rl.updates * rl.epochs == 1 and not asked and config.lora.dropout == 0
 
 
 def comparable(sample: Sample) -> Floats:
@@ -63,13 +69,16 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
     if not chosen:
         return {}
     differences = [_difference(sample) for sample in chosen]
-    ratios = [_ratio(difference, config) for difference in differences]
-    weights = [_bounded(ratio, config) for ratio in ratios]
+    lengths = [len(difference) for difference in differences]
+    document_N = torch.arange(len(chosen)).repeat_interleave(torch.tensor(lengths))
+    ratios = importance_ratios(torch.from_numpy(np.concatenate(differences)), document_N, len(chosen), config)
+    weights = bounded(ratios, config)
     if config.correction != "none":
-        for sample, weight in zip(chosen, weights, strict=True):
+        parts = of_tokens(weights, document_N, config).split(lengths)
+        for sample, part in zip(chosen, parts, strict=True):
             sample.correction = np.zeros(len(sample), np.float32)
-            sample.correction[sample.sampled] = weight
-    return mismatch(np.concatenate(differences), np.concatenate(ratios), np.concatenate(weights), config)
+            sample.correction[sample.sampled] = part.numpy()
+    return mismatch(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
 
 
 def _difference(sample: Sample) -> Exact:
@@ -82,33 +91,13 @@ def _difference(sample: Sample) -> Exact:
     return exact
 
 
-def _ratio(difference: Exact, config: RlAlgorithm) -> Exact:
-    """[G] rho of each token, or [1] that of the sample: prod rho (`sequence`), or (prod rho)^(1/G) (`geometric`)."""
-    if config.correction_level != "token":
-        total = difference.sum(keepdims=True)
-        difference = total if config.correction_level == "sequence" else total / len(difference)
-    exact: Exact = np.exp(difference.clip(-_LARGEST, _LARGEST))
-    return exact
-
-
-def _bounded(ratio: Exact, config: RlAlgorithm) -> Exact:
-    """`tis` cuts a ratio at the limits (Yao et al. 2025), `mis` and `icepop` drop what is outside of them: `mis` only
-    above (Liu et al. 2025, richardli.xyz/rl-collapse), `icepop` below, too (arXiv:2510.18855, section 3)."""
-    if config.correction == "none":
-        return np.ones_like(ratio)
-    low, high = config.correction_limits or LIMITS[config.correction]
-    if config.correction == "tis":
-        return ratio.clip(low, high)
-    return np.where((ratio < low) | (ratio > high), 0.0, ratio)
-
-
 def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgorithm) -> dict[str, float]:
     """TRL's names where it has them. k3: of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2),
     the share of the samples (tokens, at level token) that rho leaves; clipped, masked: shares that limits changed."""
     found = {
         "sampling/sampling_logp_difference/mean": float(np.abs(differences).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(differences).max()),
-        "sampling/kl": float(kl(-differences.clip(-_LARGEST, _LARGEST), "k3").mean()),
+        "sampling/kl": float(kl(-differences.clip(-LARGEST, LARGEST), "k3").mean()),
         "sampling/importance_sampling_ratio/min": float(ratios.min()),
         "sampling/importance_sampling_ratio/mean": float(ratios.mean()),
         "sampling/importance_sampling_ratio/max": float(ratios.max()),

@@ -19,18 +19,8 @@ from weft.models.load import Progress
 
 def policy_config(config: RlConfig) -> EngineConfig:
     """The engine that `weft rl` trains."""
-    return EngineConfig(
-        model=config.model,
-        lora=config.lora,
-        mesh=config.mesh,
-        fsdp=config.fsdp,
-        step=config.step,
-        optimizer=config.optimizer,
-        seed=config.train.seed,
-        deterministic=config.train.deterministic,
-        temperature=config.rollout.temperature,
-        exact=config.rl.on_policy == "exact",
-    )
+    exact = config.rl.on_policy == "exact"
+    return replace(EngineConfig.of(config), temperature=config.rollout.temperature, exact=exact)
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:
@@ -56,35 +46,46 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
 
 
 def reference_engine(
-    config: RlConfig, ranks: Ranks, *, beside: Engine | None = None, progress: Progress | None = None
+    config: RlConfig,
+    ranks: Ranks,
+    *,
+    weights: bool = True,
+    beside: Engine | None = None,
+    progress: Progress | None = None,
 ) -> Engine | None:
-    """That of reference_config, opened; collective. beside: the policy's."""
+    """That of reference_config, opened; collective. weights: False for its shape alone. beside: the policy's."""
     wanted = reference_config(config)
     if wanted is None:
         return None
     with _named("reference"):
-        return Engine(wanted, ranks, beside=beside, progress=progress)
+        return Engine(wanted, ranks, weights=weights, beside=beside, progress=progress)
 
 
 def critic_engine(
-    config: RlConfig, ranks: Ranks, *, fill: bool = True, beside: Engine | None = None, progress: Progress | None = None
+    config: RlConfig,
+    ranks: Ranks,
+    *,
+    weights: bool = True,
+    fill: bool = True,
+    beside: Engine | None = None,
+    progress: Progress | None = None,
 ) -> Engine | None:
-    """That of critic_config, opened; collective. fill: False where a checkpoint is going to fill it. beside: the
-    policy's."""
+    """That of critic_config, opened; collective. weights: False for its shape alone. fill: False where a checkpoint is
+    going to fill it. beside: the policy's."""
     wanted = critic_config(config)
     if wanted is None:
         return None
     with _named("critic"):
-        return Engine(wanted, ranks, fill=fill, beside=beside, progress=progress)
+        return Engine(wanted, ranks, weights=weights, fill=fill, beside=beside, progress=progress)
 
 
 def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
-    """What a run's opening says of them."""
+    """What a run's opening says of those that are in the same ranks."""
     lines = []
     if reference is not None:
         kept = str(reference.precision.compute).removeprefix("torch.")
         lines.append(f"kl       measured against {reference.config.model.path}, in {kept}: {reference.memory}")
-    elif config.rl.kl > 0:
+    elif config.rl.kl > 0 and reference_config(config) is None:
         lines.append("kl       measured against the base under the adapters")
     if critic is not None:
         kind = type(critic.built.module.hf_model).__name__
@@ -112,9 +113,8 @@ def _beside(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> Engine
         attention=policy.model.attention,
         compile=policy.model.compile,
     )
-    mesh = MeshConfig(
-        dp_replicate=own.dp_replicate or policy.mesh.dp_replicate, dp_shard=own.dp_shard or policy.mesh.dp_shard
-    )
+    usual = policy.mesh if own.ranks is None else MeshConfig()
+    mesh = MeshConfig(dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard)
     fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     if own.cpu_offload is not None:
         fsdp = replace(fsdp, cpu_offload=own.cpu_offload)

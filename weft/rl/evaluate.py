@@ -18,7 +18,7 @@ from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
 from weft.rl.environments import Episodes
 from weft.rl.prompts import Prompts, load_rl_prompts
-from weft.rl.rewards import Failures, Rewards, completion_texts
+from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import RolloutEngine, Sampling
@@ -115,14 +115,16 @@ class RlEvaluator:
     async def _answers(self, sampling: Sampling, count: int, kind: str) -> dict[str, list[Group]]:
         """All are asked for at once; the engine takes as many as it can."""
         places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
-        groups = await asyncio.gather(
-            *(
-                rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, f"eval/{name}/{kind}/")
-                for name, prompt in places
-            )
-        )
-        samples = [sample for group in groups for sample in group.samples]
-        await self.rewards.score(samples, completion_texts(samples, self.tokenizer), Failures())
+        failures = Failures()
+
+        async def answered(name: str, prompt: Prompt) -> Group:
+            label = f"eval/{name}/{kind}/"
+            group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
+            decode(group.samples, self.tokenizer)
+            await self.rewards.score(group.samples, failures)
+            return group
+
+        groups = await asyncio.gather(*(answered(name, prompt) for name, prompt in places))
         found: dict[str, list[Group]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
             found[name].append(group)

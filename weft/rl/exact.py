@@ -5,25 +5,34 @@ Proven before training, on a few sequences of this model on this machine, and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from weft.cluster.agree import largest
+from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.startup import text_vocabulary
 from weft.rl.corrections import comparable
-from weft.rl.types import Sample
-from weft.rollout.base import Request, Sampling
+from weft.rl.rollouts import rollout_group
+from weft.rl.types import Floats, Prompt, Sample, samples_of
+from weft.rollout.base import Request, RolloutEngine, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 
 # Of the sequences that are tried, (prompt, completion): of one token, over a block of keys, of uneven lengths.
 _LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))
 _INSTEAD = "Set rl.on_policy=measured, which corrects for the difference (rl.correction)"
+_PROMPTS, _SAMPLES, _TOKENS = 8, 4, 64  # that an engine of its own is tried with: prompts, answers, tokens of each
+_ENGINES = {
+    "vllm": "vLLM has kernels that do not depend on the batch on CUDA alone (VLLM_BATCH_INVARIANT, which is set there)",
+    "sglang": "Its kernels are others than the trainer's",
+    "hf": "It computes as the embedded engine does, on the same device with as many threads",
+}
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,48 @@ def _reason(engine: Engine) -> str:
     return "This family computes something in a way that depends on the shape of what it is given."
 
 
+async def try_engine(
+    config: RlConfig,
+    engine: RolloutEngine,
+    read: Callable[[Sequence[Sample]], Awaitable[None]],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> str:
+    """Some answers of an engine of its own to the run's first prompts, read by the trainer: a line that says that they
+    are exact, or UserError with how far they are from it. read: sets `old` of samples."""
+    short = replace(sampling, max_new_tokens=min(_TOKENS, sampling.max_new_tokens))
+    asked = (
+        rollout_group(prompt, _SAMPLES, engine, short, None, config.train.seed, "exact ")
+        for prompt in prompts[:_PROMPTS]
+    )
+    samples = [sample for sample in samples_of(await asyncio.gather(*asked)) if sample.length]
+    await read(samples)
+    own, old = (np.concatenate([values(s)[s.sampled] for s in samples]) for values in (comparable, _old))
+    apart, name = np.abs(own.astype(np.float64) - old), config.rollout.engine
+    if apart.any():
+        asked_for = min(len(prompts), _PROMPTS)
+        raise UserError(
+            f"rl.on_policy=exact: rollout.engine={name} is not exact here: {int((apart > 0).sum())} of {len(apart)} "
+            f"tokens that it sampled for {asked_for} of this run's prompts have another logprob in the trainer, by "
+            f"{apart.mean():.1e} in the mean and {apart.max():.1e} at most. {_ENGINES[name]}. {_INSTEAD}, or "
+            "rollout.engine=embedded, which is exact on CPU in fp32."
+        )
+    return (
+        f"exact    {len(apart)} tokens sampled by {name} to try it: the trainer has the same logprobs, to the last bit"
+    )
+
+
+def _old(sample: Sample) -> Floats:
+    assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
+    return sample.old
+
+
 def require_exact(samples: Sequence[Sample]) -> None:
     """UserError where a sampled token's logprob is not, to the last bit, the trainer's own."""
     for sample in samples:
         if not sample.counts or not sample.length:
             continue
-        assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
-        old, rollout = (x[sample.sampled] for x in (sample.old, comparable(sample)))
+        old, rollout = (x[sample.sampled] for x in (_old(sample), comparable(sample)))
         if not np.array_equal(old, rollout):
             place = int((old != rollout).argmax())
             raise UserError(

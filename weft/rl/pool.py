@@ -4,11 +4,16 @@ that are free."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 
-from weft.cluster.rays import ActorGroup
-from weft.rollout.base import Completion, Request, Synced
+from weft.cluster.rays import ActorGroup, together
+from weft.errors import ActorError
+from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.sync.wire import Ticket
+
+Entry = tuple[Request, asyncio.Future[list[Completion]]]
+TURN = 0.2  # seconds that a standalone engine generates until it can take new weights
 
 
 class BatchPool:
@@ -16,7 +21,7 @@ class BatchPool:
 
     def __init__(self, actors: ActorGroup) -> None:
         self.actors = actors
-        self._waiting: list[tuple[Request, asyncio.Future[list[Completion]]]] = []
+        self._waiting: list[Entry] = []
         self._idle = set(range(len(actors)))
         self._working: set[asyncio.Task[None]] = set()
         self._dealing = self._held = False
@@ -49,12 +54,9 @@ class BatchPool:
         taken = {i for share in shares for i in share}
         self._waiting = [entry for i, entry in enumerate(self._waiting) if i not in taken]
 
-    async def _work(self, number: int, entries: list[tuple[Request, asyncio.Future[list[Completion]]]]) -> None:
+    async def _work(self, number: int, entries: Sequence[Entry]) -> None:
         try:
-            found = await self.actors.one(number, "generate", [request for request, _ in entries])
-            for (_, future), completions in zip(entries, found, strict=True):
-                if not future.done():
-                    future.set_result(completions)
+            await self._generate(number, entries)
         except Exception as error:
             for _, future in entries:
                 if not future.done():
@@ -63,6 +65,13 @@ class BatchPool:
             self._idle.add(number)
             if self._waiting:
                 self._deal_soon()
+
+    async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
+        """Have an engine answer these."""
+        found = await self.actors.one(number, "generate", [request for request, _ in entries])
+        for (_, future), completions in zip(entries, found, strict=True):
+            if not future.done():
+                future.set_result(completions)
 
     async def pause(self) -> None:
         """Begin nothing new, and wait until what has begun is done."""
@@ -84,12 +93,8 @@ class BatchPool:
         await self.pause()
         await self.resume()
 
-    async def sleep(self) -> None:
-        """Drop the copies."""
-        await self.actors.all("sleep_engine")
-
-    async def wake(self) -> None:
-        """The next sync makes the copies."""
+    async def wake(self, part: EnginePart) -> None:
+        """The next sync does."""
 
     async def close(self) -> None:
         """They end with their group."""
@@ -98,6 +103,10 @@ class BatchPool:
 class EmbeddedPool(BatchPool):
     """The copies in the trainer ranks, which take turns with training."""
 
+    async def sleep(self) -> None:
+        """Give up the memory of the copies."""
+        await self.actors.all("sleep_engine")
+
     async def sync(self, version: int) -> Synced:
         """Give the copies the trainers' weights as they are now."""
         synced: Synced = (await self.actors.all("sync", version))[0]
@@ -105,23 +114,82 @@ class EmbeddedPool(BatchPool):
 
 
 class StandalonePool(BatchPool):
-    """Copies in processes of their own, which generate while others train."""
+    """Copies in processes of their own, which generate in short turns, so that weights may change between two of them.
 
-    def __init__(self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]]) -> None:
+    keep: what is under way at a sync goes on under the new weights; otherwise it begins again (rollout.unfinished).
+    """
+
+    def __init__(
+        self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], keep: bool = True
+    ) -> None:
         super().__init__(actors)
-        self._trainers = trainers
+        self._trainers, self._keep = trainers, keep
         self._tickets = [own[0] for own in tickets.values()]
+        self._turns = [asyncio.Lock() for _ in range(len(actors))]
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
 
     async def sync(self, version: int) -> Synced:
-        """Send the trainers' weights to all; completions that have begun end under the old ones first."""
+        """Send the trainers' weights to all, between two turns."""
         await self.pause()
         try:
-            taking = [self.actors.one(number, "receive", t, version) for number, t in enumerate(self._tickets)]
-            sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
+            taking = [
+                self.actors.one(number, "receive", ticket, version, self._keep)
+                for number, ticket in enumerate(self._tickets)
+            ]
+            sent, *_ = await together([self._trainers.all("send", version), *taking])
+        except ActorError as error:
+            raise self.actors.blamed(error) from error
         finally:
             await self.resume()
         synced: Synced = sent[0]
         return synced
+
+    async def pause(self) -> None:
+        """Begin no further turn, and wait until those that run have ended."""
+        self._held = True
+        for turn in self._turns:
+            await turn.acquire()
+
+    async def resume(self) -> None:
+        """Go on."""
+        for turn in self._turns:
+            turn.release()
+        await super().resume()
+
+    async def abort(self) -> None:
+        """End what has begun; what waits is not begun."""
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting = []
+        await self.pause()
+        for finished in await self.actors.all("end"):
+            self._answer(finished)
+        await self.resume()
+
+    async def sleep(self) -> None:
+        """Give up their memory; nothing may be under way."""
+        await self.actors.all("sleep")
+
+    async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
+        asked = {next(self._numbers): entry for entry in entries}
+        self._asked |= {key: future for key, (_, future) in asked.items()}
+        requests = {key: request for key, (request, _) in asked.items()}
+        try:
+            while self._asked.keys() & asked.keys():
+                async with self._turns[number]:
+                    finished = await self.actors.one(number, "advance", requests, TURN)
+                requests = {}
+                self._answer(finished)
+        finally:
+            for key in self._asked.keys() & asked.keys():
+                del self._asked[key]
+
+    def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
+        for key, completions in finished.items():
+            future = self._asked.pop(key)
+            if not future.done():
+                future.set_result(completions)
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

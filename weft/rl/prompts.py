@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
 from weft.data.columns import with_named
@@ -47,6 +47,17 @@ class PromptRules:
     instruction: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     vocab_size: int | None = None
+
+
+def require_room(config: RlConfig, shape: PretrainedConfig) -> None:
+    """UserError where a sample may become longer than the model has positions. shape: of the text."""
+    rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest:,} tokens, but the model "
+            f"has {positions:,} positions (max_position_embeddings in its config.json): lower one of the two keys."
+        )
 
 
 class Prompts(Sequence[Prompt]):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UserError
-from weft.rl.types import Group, Prompt, Sample
+from weft.rl.types import Group, Prompt, Sample, samples_of
 
 FOLDER = "rollouts"
 EVALUATIONS = "evaluations"
@@ -28,17 +28,24 @@ def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
     return folder / into / f"step-{step:06d}.parquet"
 
 
-def write_rollouts(folder: Path, step: int, groups: Sequence[Group], texts: Sequence[str], into: str = FOLDER) -> Path:
-    """All samples of a rollout step, or of an evaluation, in their order; texts: of their completions. Whole or not at
-    all."""
+def write_rollouts(
+    folder: Path, step: int, groups: Sequence[Group], into: str = FOLDER, *, routes: bool = False
+) -> Path:
+    """All samples of a rollout step, or of an evaluation, in their order. Whole or not at all. routes: keep those of a
+    mixture of experts, which take layers x experts of a token bytes for each token, and more than all else."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_row(step, sample, text) for sample, text in zip(_samples(groups), texts, strict=True)]
+    rows = [_row(step, sample) | _packed_routes(sample.routes if routes else None) for sample in samples_of(groups)]
     path = rollout_file(folder, step, into)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # what could not be written whole only takes room
+        error.filename = error.filename or str(path)
+        raise
     os.replace(partial, path)
     return path
 
@@ -58,12 +65,11 @@ def read_rollouts(path: Path) -> list[Group]:
     return list(groups.values())
 
 
-def texts_of(path: Path) -> dict[str, str]:
-    """Sample.id -> the text of its completion, of one file."""
+def hold_routes(path: Path) -> bool:
+    """Whether a file of rollouts has the routes of its samples."""
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(path, columns=["prompt_index", "visit", "number", "completion"]).to_pylist()
-    return {f"{row['prompt_index']}.{row['visit']}/{row['number']}": row["completion"] for row in rows}
+    return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
@@ -71,20 +77,18 @@ def rollout_files(folder: Path) -> dict[int, Path]:
     return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("step-*.parquet"))}
 
 
-def cut_rollouts(folder: Path, after: int) -> None:
-    """Move files of later rollout steps than `after` to RUN/rollouts/dropped."""
-    for step, path in rollout_files(folder / FOLDER).items():
+def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
+    """Move files of later steps than `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); where they are."""
+    moved = []
+    for step, path in rollout_files(folder / into).items():
         if step > after:
             aside = path.parent / "dropped"
             aside.mkdir(exist_ok=True)
-            path.replace(aside / path.name)
+            moved.append(path.replace(aside / path.name))
+    return moved
 
 
-def _samples(groups: Sequence[Group]) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
-
-
-def _row(step: int, sample: Sample, text: str) -> dict[str, Any]:
+def _row(step: int, sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     arrays = {name: getattr(sample, name) for name in _ARRAYS}
     return {
@@ -94,7 +98,7 @@ def _row(step: int, sample: Sample, text: str) -> dict[str, Any]:
         "number": sample.number,
         "source": prompt.source,
         "prompt": prompt.text,
-        "completion": text,
+        "completion": sample.text,
         "reward": sample.reward,
         "rewards": json.dumps(sample.rewards),
         "trained": sample.trained,
@@ -106,6 +110,22 @@ def _row(step: int, sample: Sample, text: str) -> dict[str, Any]:
         "notes": json.dumps(sample.notes, default=str),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }
+
+
+def _packed_routes(routes: Any) -> dict[str, Any]:
+    """As bytes, one for each expert where these do: numbers in Parquet's lists take several times as long."""
+    if routes is None:
+        return {"routes": None, "routes_shape": None}
+    compact = np.int8 if int(routes.max(initial=0)) <= np.iinfo(np.int8).max else np.int16
+    return {"routes": np.asarray(routes, compact).tobytes(), "routes_shape": list(routes.shape)}
+
+
+def _routes(row: dict[str, Any]) -> Any:
+    if row.get("routes") is None:
+        return None
+    shape = row["routes_shape"]
+    compact = np.int8 if len(row["routes"]) == np.prod(shape) else np.int16
+    return np.frombuffer(row["routes"], compact).astype(np.int16).reshape(shape)
 
 
 def _sample(row: dict[str, Any]) -> Sample:
@@ -126,9 +146,11 @@ def _sample(row: dict[str, Any]) -> Sample:
         number=row["number"],
         finish=row["finish"],
         turns=row["turns"],
+        text=row["completion"],
         rewards=json.loads(row["rewards"]),
         reward=row["reward"],
         trained=row["trained"],
         notes=json.loads(row["notes"]),
+        routes=_routes(row),
         **arrays,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,12 @@ _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 @dataclass(frozen=True, slots=True)
 class Named:
     """A reward function of the config. name: in metrics; path: a built-in's name, or an import path; options: of
-    rl.reward_options."""
+    rl.reward_options; code: the function itself, pickled, where a program gave one that cannot be imported."""
 
     name: str
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    code: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class RewardFunction:
     def __init__(self, named: Named) -> None:
         """Raises UserError where there is no such function, or it cannot be called as one."""
         self.named = named
-        self._call = BUILT_IN.get(named.path) or import_named(named.path, "rl.reward")
+        self._call = _found(named)
         if not callable(self._call):
             raise UserError(f"rl.reward: {named.path} is a {type(self._call).__name__}, which cannot be called.")
         self.described = _describe(named, self._call)
@@ -137,6 +139,20 @@ class RewardFunction:
             return Outcome(_outcome(found["score"]).value, _outcome(found["score"]).error, {**found})
         except (Exception, SystemExit) as error:
             return Outcome(None, _last_line(error))
+
+
+def _found(named: Named) -> Any:
+    if named.path in BUILT_IN:
+        return BUILT_IN[named.path]
+    if named.code is None:
+        return import_named(named.path, "rl.reward")
+    try:
+        return pickle.loads(named.code)
+    except Exception as error:
+        raise UserError(
+            f"rl.reward: {named.name} cannot be brought into the process that runs it: {_last_line(error)}. Put it "
+            "into a module, and import it from there."
+        ) from error
 
 
 def _describe(named: Named, call: Callable[..., Any]) -> Described:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import select
+import signal
 import struct
 import sys
-import threading
-import time
 from typing import IO, Any
 
 from weft.errors import UserError
@@ -23,10 +23,10 @@ HEADER = struct.Struct(">Q")  # bytes of the pickle that follows
 
 def main() -> None:
     """Answers requests until there are no more: first those that name the functions, then batches for them."""
+    _end_with_controller()
     requests, answers = _take_over(0, "rb"), _take_over(1, "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     path, named = receive(requests)
     sys.path += [folder for folder in path if folder not in sys.path]
     try:
@@ -63,11 +63,16 @@ def _take_over(descriptor: int, mode: str) -> IO[Any]:
     return os.fdopen(os.dup(descriptor), mode)
 
 
-def _end_with(parent: int) -> None:
-    """A function that hangs reads no end of its input."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+def _end_with_controller() -> None:
+    """A process beside this one ends it, with all that it has started, when the controller has ended: a function that
+    hangs reads no end of its input, and may hold Python's lock for ever."""
+    if os.fork():
+        return
+    os.close(1)  # whose end tells the controller that this one has ended
+    hung_up = select.poll()
+    hung_up.register(0, 0)  # without what is to be read
+    hung_up.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

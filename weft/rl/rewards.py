@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -66,14 +66,12 @@ class Failures:
 
 
 class Rewards:
-    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample.
+    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample."""
 
-    failures: of training, which `metrics` and `take_news` tell of.
-    """
-
-    def __init__(self, config: RlAlgorithm) -> None:
+    def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
+        """given: functions of a program, pickled, by what rl.reward calls them."""
         self.functions = [
-            Named(name, path, _options(config, name))
+            Named(name, path, _options(config, name), (given or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
         ]
         weights = config.reward_weights or (1.0,) * len(self.functions)
@@ -85,7 +83,6 @@ class Rewards:
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
         self._described: dict[str, Described] = {}
-        self.failures = Failures()
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
@@ -96,29 +93,28 @@ class Rewards:
         for prompt in prompts:
             self._check(prompt)
 
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str], failures: Failures | None = None) -> None:
-        """Set `rewards` and `reward` of each sample. texts: of their completions, decoded.
+    def lines(self) -> list[str]:
+        """Of each function, once started, what it is given and what its value is multiplied by."""
+        found = []
+        for function in self.functions:
+            described = self._described[function.name]
+            asked = [name for name in described.columns if name in GIVEN or name in described.required]
+            asked += ["the right answer"] * described.reference + ["every column"] * described.takes_all
+            found.append(f"{function.path}, weight {self.weights[function.name]:g}; is given {', '.join(asked)}")
+        return found
+
+    async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
+        """Set `rewards` and `reward` of each sample, from its text.
 
         A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
-        was said, or where a function failed: then it is not trained. failures: counts them, in place of the run's own.
+        was said, or where a function failed: then it is not trained. failures: counts those.
         """
         if not self._described:
             await self.start()
-        groups = [
-            list(group) for _, group in groupby(zip(samples, texts, strict=True), lambda pair: id(pair[0].prompt))
-        ]
-        counted = self.failures if failures is None else failures
-        await asyncio.gather(*(self._call(f, group, counted) for group in groups for f in self.functions))
+        groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
+        await asyncio.gather(*(self._call(f, group, failures) for group in groups for f in self.functions))
         for sample in samples:
-            self._sum(sample, counted)
-
-    def metrics(self) -> dict[str, float]:
-        """What failed since it was last asked; UserError where nothing was left (Failures.metrics)."""
-        return self.failures.metrics()
-
-    def take_news(self) -> list[str]:
-        """What there is to print since it was last asked: the first failures."""
-        return self.failures.take_news()
+            self._sum(sample, failures)
 
     async def __aenter__(self) -> Rewards:
         return self
@@ -130,13 +126,12 @@ class Rewards:
         """End the processes."""
         await self._pool.close()
 
-    async def _call(self, function: Named, group: Sequence[tuple[Sample, str]], failures: Failures) -> None:
+    async def _call(self, function: Named, group: Sequence[Sample], failures: Failures) -> None:
         """Ask one function about samples of one prompt."""
-        group = [(sample, text) for sample, text in group if "error" not in sample.notes]
-        if not group or function.name not in self._named(group[0][0].prompt):
+        samples = [sample for sample in group if "error" not in sample.notes]
+        if not samples or function.name not in self._named(samples[0].prompt):
             return
-        samples = [sample for sample, _ in group]
-        batch = self._batch(function, samples, [text for _, text in group])
+        batch = self._batch(function, samples)
         inline = self._inline.get(function.name)
         if inline is not None:
             outcomes = inline(batch)
@@ -156,13 +151,13 @@ class Rewards:
         lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
 
-    def _batch(self, function: Named, samples: Sequence[Sample], texts: Sequence[str]) -> Batch:
+    def _batch(self, function: Named, samples: Sequence[Sample]) -> Batch:
         prompt, described = samples[0].prompt, self._described[function.name]
         names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
         chat, ids = prompt.messages is not None, described.takes_all or "completion_ids" in described.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
-            completions=[_said(sample, text) if chat else text for sample, text in zip(samples, texts, strict=True)],
+            completions=[_said(sample) if chat else sample.text for sample in samples],
             completion_ids=[sample.completion() if ids else () for sample in samples],
             columns={name: [prompt.columns[name]] * len(samples) for name in names},
         )
@@ -187,10 +182,12 @@ class Rewards:
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
 
-def completion_texts(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What rewards read: each completion decoded, without special tokens; of a conversation, all of it."""
-    texts: list[str] = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
-    return texts
+def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set `text` of each sample, what rewards read and what is kept: its completion decoded, without special tokens; of
+    a conversation, all of it."""
+    texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
+    for sample, text in zip(samples, texts, strict=True):
+        sample.text = text
 
 
 def try_rewards(
@@ -207,13 +204,14 @@ def try_rewards(
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         n = len(tokens)
         zeros = np.zeros(n, np.float32)
-        samples.append(Sample(asked, number, tokens, np.ones(n, np.bool_), zeros, np.zeros(n, np.int32), "end"))
+        flags, versions = np.ones(n, np.bool_), np.zeros(n, np.int32)
+        samples.append(Sample(asked, number, tokens, flags, zeros, versions, "end", text=text))
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
         async with rewards:
             await rewards.start([asked])
-            await rewards.score(samples, completions)
+            await rewards.score(samples, Failures())
 
     asyncio.run(run())
     return [
@@ -244,9 +242,9 @@ def _note(name: str, sample: Sample, outcome: Outcome) -> None:
         sample.notes.setdefault("reward_errors", {})[name] = outcome.error
 
 
-def _said(sample: Sample, text: str) -> list[dict[str, Any]]:
+def _said(sample: Sample) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] | None = sample.notes.get("messages")
-    return said if said is not None else [{"role": "assistant", "content": text}]
+    return said if said is not None else [{"role": "assistant", "content": sample.text}]
 
 
 def _options(config: RlAlgorithm, name: str) -> dict[str, Any]:

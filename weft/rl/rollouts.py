@@ -7,6 +7,7 @@ tokens, and is not trained.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from weft.observe.summary import Phases
 from weft.rl.environments import EnvironmentFailure, Episodes, Reply
 from weft.rl.prompts import PromptStream
 from weft.rl.types import Group, Prompt, Sample
@@ -94,6 +96,31 @@ async def episode(
     finally:
         await _close(episodes, environment, transcript)
     return transcript.sample(number, episodes.kind.gives_reward)
+
+
+async def rewarded_groups(
+    prompts: Sequence[Prompt],
+    generate: Callable[[Prompt], Awaitable[Group]],
+    reward: Callable[[Group], Awaitable[None]],
+    phases: Phases,
+) -> list[Group]:
+    """A group of each prompt, rewarded as soon as it is there, while others are still being generated.
+
+    phases: `generate` gets the seconds until the last group is there, `reward` those from then until the last reward
+    is: what rewards take longer than generation.
+    """
+    began = drawn = time.perf_counter()
+
+    async def one(prompt: Prompt) -> Group:
+        nonlocal drawn
+        group = await generate(prompt)
+        drawn = time.perf_counter()
+        await reward(group)
+        return group
+
+    groups = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    phases.go_on({"generate": drawn - began, "reward": time.perf_counter() - drawn})
+    return list(groups)
 
 
 async def groups_to_train(

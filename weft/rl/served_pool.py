@@ -3,92 +3,149 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.rays import ActorGroup, controller_address
+from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
-from weft.errors import ActorError, UserError
+from weft.engine.sleep import Part
+from weft.errors import UserError
 from weft.rl.pool import EmbeddedPool, StandalonePool
-from weft.rollout.base import Synced
-from weft.rollout.servers import Server, ServerPool, interpreter_of, server_names
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.base import Completion, EnginePart, Request, Synced
+from weft.rollout.servers import interpreter_of, server_names
+from weft.rollout.sync.wire import Ticket
+
+SERVERS = ("vllm", "sglang")
 
 
-class ServedPool(ServerPool):
-    """Servers beside the controller, which get weights from the trainers: vLLM by weft's sync, SGLang by directories.
+class ServedPool:
+    """Implements RolloutEngine over actors that have a server each (HostedServer), wherever they are.
 
-    tickets: of each vLLM. folder: of the directories.
+    A request goes whole to the engine that has least to do: its samples share the cache of their prompt. vLLM gets
+    weights by weft's sync, SGLang by directories.
     """
 
     def __init__(
-        self, servers: Sequence[Server], trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
+        self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
     ) -> None:
-        super().__init__(servers)
-        self._trainers, self._tickets, self._folder = trainers, tickets, folder
+        """tickets: of each vLLM. folder: of the directories."""
+        self.actors = actors
+        self._trainers, self._tickets, self._folder = trainers, [own[0] for own in tickets.values()], folder
+        self._loads = [0] * len(actors)
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """One completion for each of the request's seeds."""
+        place = min(range(len(self._loads)), key=lambda n: (self._loads[n], n))
+        load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
+        self._loads[place] += load
+        try:
+            completions: list[Completion] = await self.actors.one(place, "ask", "generate", request)
+            return completions
+        finally:
+            self._loads[place] -= load
 
     async def sync(self, version: int) -> Synced:
         """Bring every engine to the trainers' weights as they are now."""
+        synced: Synced
         if self._tickets:
-            sending = asyncio.ensure_future(self._trainers.all("send", version))
-            try:
-                await asyncio.gather(sending, self.receive(self._tickets, version))
-            except SyncError as error:
-                raise ActorError(str(error), "failed") from error
-            return sending.result()[0]
+            taking = [self.actors.one(n, "ask", "receive", own, version) for n, own in enumerate(self._tickets)]
+            sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
+            synced = sent[0]
+            return synced
         folder = self._folder / f"version-{version}"
-        synced: Synced = (await self._trainers.all("export", str(folder), version))[0]
-        await self.reload(folder, version)
+        synced = (await self._trainers.all("export", str(folder), version))[0]
+        await self.actors.all("reload", folder, version)
         shutil.rmtree(folder)
         return synced
 
+    async def pause(self) -> None:
+        """Hold all that is being generated."""
+        await self.actors.all("ask", "pause")
 
-class Reserved:
-    """An actor that holds accelerators for a server, which is started beside the controller."""
+    async def resume(self) -> None:
+        """Go on with it."""
+        await self.actors.all("ask", "resume")
 
-    def devices(self) -> tuple[str, str]:
-        """(host, CUDA_VISIBLE_DEVICES) of what Ray has given to it."""
-        return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    async def abort(self) -> None:
+        """End all that is being generated."""
+        await self.actors.all("ask", "abort")
 
+    async def sleep(self) -> None:
+        """Give up memory."""
+        await self.actors.all("ask", "sleep")
 
-async def devices_of(reserved: ActorGroup | None, servers: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server; None: as the controller's. UserError where Ray has put one elsewhere."""
-    if reserved is None:
-        return [None] * servers
-    found = await reserved.all("devices")
-    for host, _ in found:
-        if host != socket.gethostname():
-            raise UserError(
-                f"rollout.engine: engines that are servers run beside the controller, on {socket.gethostname()}, and "
-                f"the cluster has room for one on {host} only: set rollout.engines to fewer, or cluster.trainer."
-            )
-    return [devices for _, devices in found]
+    async def wake(self, part: EnginePart) -> None:
+        """Take memory again."""
+        await self.actors.all("ask", "wake", part)
+
+    async def close(self) -> None:
+        """End all engines; no error where one has ended."""
+        ending = [self.actors.one(number, "close") for number in range(len(self.actors))]
+        await asyncio.gather(*ending, return_exceptions=True)
 
 
 def check_engines(config: RlConfig) -> None:
-    """Raises UserError where rollout.engine has no environment to run in, or one that is not as tested."""
-    if config.rollout.engine in ("vllm", "sglang"):
+    """Raises UserError where rollout.engine is to run on this machine, which has no environment for it, or one that is
+    not as tested. Hosts of a cluster say it themselves (check_hosts)."""
+    if config.rollout.engine in SERVERS and config.cluster.address is None:
         interpreter_of(config)
 
 
+async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
+    """As check_engines, on the host where Ray has put each engine; before anything is loaded."""
+    if standalone is not None and config.rollout.engine in SERVERS:
+        await standalone.all("check", Path(config.model.path).expanduser().is_dir())
+
+
+async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each server: colocated, those of the rollout.tp ranks in whose place it generates; None:
+    what Ray gives to it. UserError where these ranks are on several hosts."""
+    if config.cluster.placement != "colocated":
+        return [None] * config.rollout.count
+    tp, found = config.rollout.tp, await trainers.all("devices")
+    devices: list[str | None] = []
+    for number in range(config.rollout.count):
+        own = found[number * tp : (number + 1) * tp]
+        if len({host for host, _ in own}) > 1:
+            raise UserError(
+                f"rollout.tp is {tp}, but trainer ranks {number * tp} to {number * tp + tp - 1}, whose devices an "
+                "engine is to have (cluster.placement=colocated), are on several hosts: set rollout.tp to fewer."
+            )
+        devices.append(",".join(device for _, device in own if device) or None)
+    return devices
+
+
 async def open_engines(
-    config: RlConfig, trainers: ActorGroup, standalone: ActorGroup | None, run: Path
+    config: RlConfig,
+    trainers: ActorGroup,
+    standalone: ActorGroup | None,
+    run: Path,
+    compute: str,
+    parts: Sequence[Part] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:
-    """What generates in this run; it has no weights until its first sync. standalone: actors of rollout.engine=hf, or
-    those that hold accelerators for servers. run: its folder."""
+    """What generates in this run; it has no weights until its first sync. standalone: actors of engines of their own.
+    run: its folder. compute: the trainers' dtype. parts: of the trainers that sleep while servers on their devices
+    start."""
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
+    assert standalone is not None
     if config.rollout.engine == "hf":
-        assert standalone is not None
         hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
-        _, tickets = (await trainers.all("open_sync", hosts, 1))[0]
-        return StandalonePool(standalone, trainers, tickets)
-    here = controller_address(config.cluster.address)
-    hosts = dict.fromkeys(server_names(config), here) if config.rollout.engine == "vllm" else {}
-    compute, tickets = (await trainers.all("open_sync", hosts, config.rollout.tp))[0]
-    devices = await devices_of(standalone, config.rollout.engines)
-    pool = await ServerPool.start(config, run, compute, devices=devices)
-    return ServedPool(pool.servers, trainers, tickets, run / "engines")
+        tickets = (await trainers.all("open_sync", hosts, 1))[0]
+        return StandalonePool(standalone, trainers, tickets, keep=config.rollout.unfinished == "continue")
+    takes = config.rollout.engine == "vllm"
+    hosts = dict(zip(server_names(config), await standalone.all("host"), strict=True)) if takes else {}
+    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp))[0]
+    run = run.absolute()
+    pool = ServedPool(standalone, trainers, tickets, run / "engines")
+    try:
+        devices = await devices_of_trainers(config, trainers)
+        if parts:
+            await trainers.all("sleep", list(parts))
+        starting = [standalone.one(n, "start", str(run), compute, own) for n, own in enumerate(devices)]
+        await together(starting)
+    except BaseException:
+        await pool.close()
+        raise
+    return pool

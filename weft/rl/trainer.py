@@ -7,52 +7,66 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
 from weft.checkpoint import rng
 from weft.checkpoint.export import save_huggingface
+from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import load_state, read_state
-from weft.cluster.agree import largest
-from weft.cluster.alike import require_agreement, versions
+from weft.checkpoint.state import read_state
 from weft.cluster.options import Device
-from weft.cluster.process import join, leave
-from weft.config import to_dict
+from weft.cluster.process import leave
+from weft.cluster.shared import check_shared
 from weft.config.rl_schema import RlConfig
 from weft.data.chat_template import chosen_template
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
-from weft.engine.engine import Engine, StepResult
-from weft.engine.replay import aligned
+from weft.engine.engine import Engine
+from weft.engine.sleep import Part
+from weft.errors import ActorError
 from weft.objectives.policy import PolicyLoss
-from weft.objectives.value import ValueLoss
 from weft.observe import flight
 from weft.observe.flops import Throughput
-from weft.observe.memory import own_peak_memory_gib
 from weft.observe.opening import print_model
-from weft.recipes.folder import check_shared
-from weft.recipes.resume import fill_from
-from weft.recipes.step_line import Taken, step_line
-from weft.rl.documents import documents_of
+from weft.observe.step_line import Taken, step_line
+from weft.parallel.fsdp import DTYPES
+from weft.rl.beside import (
+    CRITIC,
+    Values,
+    Who,
+    apart,
+    checkpoints_of,
+    critic_checkpoint,
+    readout,
+    settle_step,
+    start_rank,
+)
+from weft.rl.documents import documents_of, is_trained
 from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.rollout.sync.sender import Receiver, Sender, options_of
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.wire import SyncError, Ticket
 
-CRITIC = "critic"
-Who = Literal["policy", "reference", "critic"]
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+@dataclass(frozen=True)
+class Updated:
+    """What came of an optimizer step: its line of metrics.jsonl, and `old` [T] of samples that had none, by index."""
+
+    line: dict[str, object]
+    old: dict[int, Floats] = field(default_factory=dict)
 
 
 class Trainer:
@@ -61,14 +75,13 @@ class Trainer:
     def __init__(self, config: RlConfig, device: Device = "auto", *, fill: bool = True) -> None:
         """fill: False where a checkpoint will fill the weights of what is trained."""
         self.config = config
-        self.ranks = join(device, config.train.timeout)
-        flight.watch(config.train.timeout)
-        keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
-        require_agreement(keys | versions())
-        flight.at("load")
+        self.ranks = start_rank(config, device)
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
-        self.reference = reference_engine(config, self.ranks, beside=self.engine)
-        self.critic = critic_engine(config, self.ranks, fill=fill, beside=self.engine)
+        others = apart(config)
+        here = "reference" not in others
+        self.reference = reference_engine(config, self.ranks, beside=self.engine) if here else None
+        critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, beside=self.engine)
+        self.critic, self.values = critic, None if critic is None else Values(critic, config)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
@@ -92,7 +105,7 @@ class Trainer:
 
     def compute_dtype(self) -> str:
         """As in "bf16"."""
-        return DTYPE_NAMES[self.engine.precision.compute]
+        return next(name for name, dtype in DTYPES.items() if dtype == self.engine.precision.compute)
 
     def ends(self) -> list[int]:
         """Tokens that end a completion."""
@@ -107,14 +120,14 @@ class Trainer:
         self.folder = run
         notes: list[str] = []
         if last:
-            checkpoint = step_folder(run / "checkpoints", last)
-            notes = fill_from(self.engine, read_state(checkpoint), self.config.train.seed)
-            if self.critic is not None:
-                load_state(self.critic, read_state(checkpoint / CRITIC))
+            state = read_state(step_folder(run / "checkpoints", last))
+            critics = {} if self.critic is None else {str(critic_checkpoint(run.resolve(), last)): self.critic}
+            notes = fill_from(self.engine, state, self.config.train.seed, critics, command="rl")
         template = chosen_template(self.config.data)
         texts = {} if template is None else {"chat_template.jinja": template}
-        others = {} if self.critic is None else {CRITIC: self.critic}
-        self.saver = Saver(self.engine, run, self.config.checkpoint, constants, last=last, texts=texts, others=others)
+        others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
+        kept = checkpoints_of(self.config)
+        self.saver = Saver(self.engine, run, kept, constants, last, texts=texts, others=others, command="rl")
         return notes
 
     # ------------------------------------------------------------ rollouts
@@ -129,8 +142,11 @@ class Trainer:
     def prove_exact(self) -> str:
         """UserError where this model, on this machine, samples other logprobs than the trainer reads; else a line."""
         flight.at("logprobs")
-        rollout = self.config.rollout
+        rollout, asleep = self.config.rollout, tuple(self.engine.asleep)
+        self.engine.wake()  # it samples and reads
         proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        if asleep:
+            self.engine.sleep(*asleep)
         return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -138,23 +154,48 @@ class Trainer:
         flight.at("generate")
         return self.embedded.generate(requests)
 
-    def sleep_engine(self) -> None:
-        """Drop the embedded engine's copy."""
-        self.embedded.sleep()
+    def sleep_engine(self) -> int:
+        """Give up the memory of the embedded engine; bytes of its copy."""
+        return self.embedded.sleep()
 
-    def open_sync(self, hosts: Mapping[str, str], workers: int) -> tuple[str, dict[str, list[Ticket]]]:
-        """Get ready to send weights to engines of their own: (compute dtype, each one's tickets). hosts: address of
-        each one's machine, by its name. workers: of one."""
+    def sleep(self, parts: Sequence[Part], sends: bool = False) -> int:
+        """Move these parts of all engines to the host, for a rollout engine to have their memory; bytes. sends: the
+        policy's parameters stay, because they are going to be sent."""
+        moved = 0
+        for engine in self._engines():
+            own = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
+            moved += engine.sleep(*own) if own else 0
+        return moved
+
+    def wake(self) -> int:
+        """Bring back what sleeps of all engines, bit for bit; bytes."""
+        return sum(engine.wake() for engine in self._engines())
+
+    def _engines(self) -> list[Engine]:
+        return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
+
+    def devices(self) -> tuple[str, str]:
+        """(host, CUDA_VISIBLE_DEVICES) of this rank."""
+        return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def open_sync(self, hosts: Mapping[str, str], workers: int) -> dict[str, list[Ticket]]:
+        """Get ready to send weights to engines of their own: each one's tickets. hosts: address of each one's machine,
+        by its name. workers: of one."""
         assert self.folder is not None, "open_run comes first"
         adapters = self.engine.lora is not None
         receivers = [Receiver(name, host, workers, adapters) for name, host in hosts.items()]
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
-        return DTYPE_NAMES[self.engine.precision.compute], self.sender.tickets
+        return self.sender.tickets
 
     def send(self, version: int) -> Synced:
         """Send the weights as they are now, while engines take them."""
         assert self.sender is not None
-        return self.sender.send(version)
+        try:
+            return self.sender.send(version)
+        except SyncError as error:
+            if error.late:
+                raise ActorError(f"{error} (rollout.timeout, train.timeout)", "hang") from error
+            raise
 
     def export(self, folder: str, version: int) -> Synced:
         """Write the weights as they are now as a HuggingFace directory."""
@@ -166,62 +207,55 @@ class Trainer:
 
     # ------------------------------------------------------------ reading
 
+    def read_all(self, whose: Sequence[Who], samples: Sequence[Sample]) -> dict[Who, dict[int, Floats]]:
+        """What each of these engines reads."""
+        return {who: self.read(who, samples) for who in whose}
+
     def read(self, who: Who, samples: Sequence[Sample]) -> dict[int, Floats]:
         """The policy's or the reference's logprob of every sampled token, or the critic's value before it, [T]; of the
         samples that this rank was dealt, by their index."""
-        if who == "critic":
+        if who == CRITIC:
             assert self.critic is not None
-            return _readout(self.critic, samples, "value")
+            return readout(self.critic, samples, "value")
         if who == "reference" and self.reference is None:
             with self.engine.without_adapter():
-                return _readout(self.engine, samples, "logprob")
+                return readout(self.engine, samples, "logprob")
         engine = self.engine if who == "policy" else self.reference
         assert engine is not None
-        return _readout(engine, samples, "logprob", routes=who == "policy")
+        return readout(engine, samples, "logprob", routes=who == "policy")
 
     # ------------------------------------------------------------ training
 
-    def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, object]:
-        """One optimizer step over these samples; its line of metrics.jsonl. lr: the policy's; a critic's is in the same
-        proportion to critic.lr as this one to optimizer.lr."""
+    def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> Updated:
+        """One optimizer step over these samples. Where they have no `old`, the policy that is trained is it, which
+        this says of those that this rank was dealt.
+
+        lr: the policy's; a critic's is in the same proportion to critic.lr as this one to optimizer.lr.
+        """
         began = time.perf_counter()
         documents = documents_of(samples, self.config)
         if not documents:  # on every rank alike
-            return {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained", **_NOTHING}
+            nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
+            return Updated({**nothing, **_NOTHING})
         flight.step(number, steps, [document.source for document in documents])
-        taken = self._take_step(documents, lr, began)
+        loss = PolicyLoss(self.config.rl, old_is_current="old_logprob" not in documents[0].arrays)
+        taken = self._take_step(documents, loss, lr, began)
+        values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:
             check_contract(self.engine)
-        values = self._train_critic(documents, lr / self.config.optimizer.lr)
-        if not self._contract_checked and self.critic is not None:
-            check_contract(self.critic)
-        self._contract_checked = True
-        flight.at("record")
-        failed = self.saver is not None and self.saver.failed
-        memory, any_failed = largest(
-            [own_peak_memory_gib(self.engine.device), failed], self.engine.mesh.data_group, self.engine.device
-        )
-        if any_failed and self.saver is not None:
-            self.saver.raise_failure()
-        return step_line(number, epoch, taken, self.throughput, memory) | values
+            self._contract_checked = True
+        memory = settle_step(self.engine, self.saver)
+        line = step_line(number, epoch, taken, self.throughput, memory) | values
+        trained = [index for index, sample in enumerate(samples) if is_trained(sample, self.config)]
+        read = {trained[place]: found.numpy() for place, found in loss.old_logprobs().items()}
+        return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
 
-    def _take_step(self, documents: Sequence[Document], lr: float, began: float) -> Taken:
+    def _take_step(self, documents: Sequence[Document], loss: PolicyLoss, lr: float, began: float) -> Taken:
         engine = self.engine
         plan = engine.plan([engine.meta(document) for document in documents])
-        metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, PolicyLoss(self.config.rl))
+        metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, loss)
         result = engine.apply(lr)
         return Taken(plan, metrics, result, lr, time.perf_counter() - began)
-
-    def _train_critic(self, documents: Sequence[Document], share: float) -> dict[str, object]:
-        """A step of the critic over the same samples; what the metrics say of it."""
-        critic = self.critic
-        if critic is None:
-            return {}
-        plan = critic.plan([critic.meta(document) for document in documents])
-        own = {i: documents[i] for i in critic.needs(plan)}
-        metrics = critic.accumulate(plan, own, ValueLoss(self.config.critic.clip))
-        result: StepResult = critic.apply(self.config.critic.lr * share)
-        return {**metrics, "critic/grad_norm": result.grad_norm, "critic/skipped": result.skipped}
 
     # ------------------------------------------------------------ saving
 
@@ -251,20 +285,8 @@ _NOTHING: dict[str, object] = {
 }  # fmt: skip
 
 
-def _readout(engine: Engine, samples: Sequence[Sample], what: str, routes: bool = False) -> dict[int, Floats]:
-    """[T] of this rank's samples; zero where the policy did not draw."""
-    flight.at("logprobs")
-    documents = [_as_document(sample, routes) for sample in samples]
-    plan = engine.plan([engine.meta(document) for document in documents])
-    read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)}, (what,))
-    return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}
-
-
-def _as_document(sample: Sample, routes: bool) -> Document:
-    """To be read, not trained."""
-    return Document(
-        tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
-        weights=torch.as_tensor(sample.sampled).float(),
-        routes=aligned(sample.routes, len(sample)) if routes and sample.routes is not None else None,
-        source=f"sample {sample.id}",
-    )
+def _spread(sample: Sample, values: Floats) -> Floats:
+    """[T] from those of the tokens that the policy drew."""
+    spread = np.zeros(len(sample), np.float32)
+    spread[sample.sampled] = values
+    return spread

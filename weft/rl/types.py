@@ -5,7 +5,7 @@ T tokens of a sample: its prompt, what the policy sampled, and what an environme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,9 @@ class Sample:
     Three policies, each a logprob of every sampled token, 0 elsewhere: `rollout`, what the engine sampled from; `old`,
     the trainer with the rollout's weights; `reference`, what KL is measured against. values: a critic's.
     versions: of the weights that drew each token; -1 where none did. kept_logmass: where sampling left tokens out.
-    turns: how often the policy was asked. finish: how its last turn ended. rewards: of each function, before weights;
-    None where it had nothing to say. reward: their weighted sum; None where the sample is not to be trained.
+    turns: how often the policy was asked. finish: how its last turn ended. text: of its completion, decoded.
+    rewards: of each function, before weights; None where it had nothing to say. reward: their weighted sum; None where
+    the sample is not to be trained.
     advantages, correction: [T], of sampled tokens; correction multiplies their loss (weft/rl/corrections). returns:
     what a critic should have said of them.
     notes: what the environment or the rewards want to be kept beside it.
@@ -63,6 +64,7 @@ class Sample:
     versions: NDArray[np.int32]
     finish: str
     turns: int = 1
+    text: str = ""
     kept_logmass: Floats | None = None
     routes: Any = None
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -115,3 +117,8 @@ class Group:
     def has_signal(self) -> bool:
         """Whether any two rewards differ, of samples that count: without, every advantage of the group is zero."""
         return len({sample.reward for sample in self.samples if sample.counts}) > 1
+
+
+def samples_of(groups: Iterable[Group]) -> list[Sample]:
+    """All of them, group by group."""
+    return [sample for group in groups for sample in group.samples]

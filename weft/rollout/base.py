@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or because the engine was told to stop.
 Finish = Literal["end", "length", "abort"]
+EnginePart = Literal["weights", "cache"]  # of an engine's memory: weights go over before a cache has to have room
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give up memory: weights and caches go; a sync must come before the next generate."""
+        """Give up memory: weights and caches go. Nothing may be under way."""
         ...
 
-    async def wake(self) -> None:
-        """Take memory again."""
+    async def wake(self, part: EnginePart) -> None:
+        """Take memory again: the weights', then a sync must come, and then the cache's, which sets it going."""
         ...
 
     async def close(self) -> None:

@@ -1,12 +1,11 @@
 """The embedded engine: a plain HuggingFace model in the trainer's own ranks that generates.
 
-It is filled by the tensor walker, like any other engine, and dropped on sleep, so that it works on every mesh.
+It is filled by the tensor walker, like any other engine, and emptied on sleep, so that it works on every mesh.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from weft.checkpoint.boxes import Box
 from weft.checkpoint.export import manifest_of
 from weft.engine.engine import Engine, whole
+from weft.engine.sleep import Emptied
 from weft.models import hf
 from weft.models.lora import add_delta
 from weft.models.startup import implementation
@@ -40,6 +40,7 @@ class EmbeddedEngine:
         self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
+        self._emptied: Emptied | None = None
 
     @property
     def bytes(self) -> int:
@@ -50,6 +51,9 @@ class EmbeddedEngine:
         """Take the trainer's weights as they are now; collective. here: whether this rank is going to generate.
         version: what completions call these weights."""
         model = (self.model or self._build()) if here else None
+        if self._emptied is not None:
+            self._emptied.restore()
+            self._emptied = None
         state = {} if model is None else model.state_dict(keep_vars=True)
         manifest = self._manifest()
         pieces = {piece.disk: piece for piece in self.engine.built.pieces}
@@ -72,16 +76,19 @@ class EmbeddedEngine:
             self.generator.version = version
         self.model = model
 
-    def sleep(self) -> None:
-        """Drop the copy and its cache."""
-        self.model = self.generator = None
-        gc.collect()  # modules and their hooks refer to each other, so that nothing else would free them soon
+    def sleep(self) -> int:
+        """Give up the memory of the copy and of its cache; bytes of the copy. Waking builds nothing anew."""
+        if self.model is None or self.generator is None or self._emptied is not None:
+            return 0
+        self.generator.drop_cache()
+        self._emptied = Emptied.of(self.model.parameters(), self.engine.device)
+        return self._emptied.bytes
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
         """The completions of each request, on this rank alone; as Generator has it."""
-        assert self.generator is not None, "asleep"
+        assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.generate(requests, proceed)
 
     def _manifest(self) -> dict[str, Tensor]:

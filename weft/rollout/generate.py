@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,16 @@ class _Sample:
         else:
             self.versions.append((version, 1))
 
+    def forget(self) -> None:
+        """Begin again."""
+        for kept in (self.tokens, self.logprobs, self.masses, self.versions, self.routes):
+            kept.clear()
+
+    @property
+    def so_far(self) -> tuple[int, ...]:
+        """Its prompt, and what it has written."""
+        return (*self.job.request.tokens, *self.tokens)
+
     def completion(self) -> Completion:
         assert self.finish is not None
         mass = tuple(self.masses) if self.job.request.sampling.truncated else None
@@ -71,11 +81,10 @@ class _Sample:
 
 @dataclass(eq=False)
 class _Job:
-    """A request and its samples. begun: how many of them have joined."""
+    """A request and its samples."""
 
     request: Request
     samples: list[_Sample] = field(default_factory=list)
-    begun: int = 0
 
     def __post_init__(self) -> None:
         self.samples = [_Sample(self, seed) for seed in self.request.seeds]
@@ -88,6 +97,15 @@ class _Job:
     @property
     def ended(self) -> bool:
         return all(sample.finish is not None for sample in self.samples)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Samples of one job that go on from the same tokens, which are forwarded once for all that join together."""
+
+    job: _Job
+    tokens: tuple[int, ...]
+    samples: list[_Sample]
 
 
 Finished = list[tuple[Request, list[Completion]]]
@@ -119,7 +137,7 @@ class Generator:
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
         self._device = model.device
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._running: list[_Sample] = []  # row by row
 
     @property
@@ -133,7 +151,8 @@ class Generator:
             raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
         if request.sampling.stop and self._tokenizer is None:
             raise UserError(f"{request.id}: stop texts need a tokenizer.")
-        self._waiting.append(_Job(request))
+        job = _Job(request)
+        self._waiting.append(_Waiting(job, request.tokens, list(job.samples)))
 
     def step(self) -> Finished:
         """One more token for every sample, new ones included; requests whose samples have all ended by it."""
@@ -143,9 +162,29 @@ class Generator:
         ended = [job for job in dict.fromkeys(jobs) if job.ended]
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
+    def renew(self, version: int, keep: bool = True) -> None:
+        """The model's weights have changed, to this version. Samples that are being written go on behind what they
+        have, whose keys and values are computed anew; or, not keep, they begin again, from the same seeds."""
+        self.version = version
+        unfinished, self._running = self._running, []
+        self.drop_cache()
+        joining = dict[tuple[int, tuple[int, ...]], _Waiting]()
+        for sample in unfinished:
+            if not keep:
+                sample.forget()
+            entry = joining.setdefault((id(sample.job), sample.so_far), _Waiting(sample.job, sample.so_far, []))
+            entry.samples.append(sample)
+        self._waiting.extendleft(reversed(joining.values()))
+
+    def drop_cache(self) -> None:
+        """Give up the memory of keys and values. Nothing may be running."""
+        assert not self._running, "samples are being written"
+        self._rows.drop()
+
     def abort(self) -> Finished:
         """End everything: what there is of each request."""
-        jobs = list(dict.fromkeys([*(sample.job for sample in self._running), *self._waiting]))
+        waiting = (entry.job for entry in self._waiting)
+        jobs = list(dict.fromkeys([*(sample.job for sample in self._running), *waiting]))
         for job in jobs:
             for sample in job.samples:
                 sample.finish = sample.finish or "abort"
@@ -176,47 +215,45 @@ class Generator:
 
     def _admit(self) -> list[_Job]:
         """Let waiting samples join, groups whole where they fit at all; jobs that got tokens."""
-        joining: list[tuple[_Job, int]] = []
+        joining: list[_Waiting] = []
         while self._waiting:
-            job = self._waiting[0]
-            count = self._fitting(job, joining)
+            entry = self._waiting[0]
+            count = self._fitting(entry, joining)
             if count == 0:
                 break
-            joining.append((job, count))
-            if job.begun + count == len(job.samples):
-                self._waiting.popleft()
-            else:
+            joining.append(replace(entry, samples=entry.samples[:count]))
+            if count < len(entry.samples):
+                self._waiting[0] = replace(entry, samples=entry.samples[count:])
                 break
+            self._waiting.popleft()
         if not joining:
             return []
-        joining.sort(key=lambda pair: len(pair[0].request.tokens))  # alike ones side by side: less padding
-        prompts = [job.request.tokens for job, _ in joining]
-        logits_PV = self._rows.join(prompts, [count for _, count in joining])
-        new = [sample for job, count in joining for sample in job.samples[job.begun : job.begun + count]]
-        owner = np.repeat(np.arange(len(joining)), [count for _, count in joining])
-        for job, count in joining:
-            job.begun += count
-        self.work.prompts += len(prompts)
-        self.work.prompt_tokens += sum(map(len, prompts))
+        joining.sort(key=lambda entry: len(entry.tokens))  # alike ones side by side: less padding
+        logits_PV = self._rows.join([entry.tokens for entry in joining], [len(entry.samples) for entry in joining])
+        new = [sample for entry in joining for sample in entry.samples]
+        owner = np.repeat(np.arange(len(joining)), [len(entry.samples) for entry in joining])
+        self.work.prompts += len(joining)
+        self.work.prompt_tokens += sum(len(entry.tokens) for entry in joining)
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
         if self._rows.routes:
-            for sample, prompt in zip(new, owner.tolist(), strict=True):
-                sample.routes.append(self._rows.routes[prompt])
+            for sample, place in zip(new, owner.tolist(), strict=True):
+                known = sum(map(len, sample.routes))  # of a sample that goes on: those that it was drawn with stay
+                sample.routes.append(self._rows.routes[place][known:])
         self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
         self._leave()
-        return [job for job, _ in joining]
+        return [entry.job for entry in joining]
 
-    def _fitting(self, job: _Job, joining: Sequence[tuple[_Job, int]]) -> int:
-        """How many samples of a job may join now, beside those that run and `joining`: all, where they ever fit."""
-        running = len(self._running) + sum(count for _, count in joining)
+    def _fitting(self, entry: _Waiting, joining: Sequence[_Waiting]) -> int:
+        """How many samples of an entry may join now, beside those that run and `joining`: all, where they ever fit."""
+        running = len(self._running) + sum(len(other.samples) for other in joining)
         lengths = [
-            job.length,
+            entry.job.length,
             *(sample.job.length for sample in self._running),
-            *(other.length for other, _ in joining),
+            *(other.job.length for other in joining),
         ]
         room = max(1, self.max_tokens // max(lengths))  # rows of the longest there is
-        wanted, free = len(job.samples) - job.begun, room - running
+        wanted, free = len(entry.samples), room - running
         if self._running and free < _JOIN * room:
             return 0
         if wanted <= free:

@@ -1,11 +1,15 @@
-"""`python guard.py COMMAND ...` runs COMMAND in a process group of its own, and ends the whole group when its standard
-input is closed: which happens when the process that started it ends, however that ends. Imports nothing of weft.
+"""`python guard.py FOLDER COMMAND ...` runs COMMAND in a process group of its own, and ends the whole group when its
+standard input is closed: which happens when the process that started it ends, however that ends. Then FOLDER, if one is
+named, is removed. Imports nothing of weft.
+
+It does so in a child of its own: Ray ends the children of its processes when it ends these, but not theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +20,27 @@ from contextlib import suppress
 _GRACE = 5.0  # seconds between asking and ending
 
 
-def main(command: list[str]) -> int:
-    """Run it to its end, and take what it has left of its group with it. Returns its exit status."""
+def main(folder: str, command: list[str]) -> int:
+    """Wait for the child that guards. Returns the exit status of the command."""
+    guard = os.fork()
+    if guard == 0:
+        return _guard(folder, command)
+    return _told(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+
+
+def _guard(folder: str, command: list[str]) -> int:
+    """Run it to its end, and take what it has left of its group, and its folder, with it."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent)
     threading.Thread(target=_end_when_closed, args=(child.pid,), daemon=True).start()
     status = child.wait()
     _signal(child.pid, signal.SIGKILL)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return _told(status)
+
+
+def _told(status: int) -> int:
+    """As a shell says it where a signal was the end."""
     return status if status >= 0 else 128 - status
 
 
@@ -46,4 +65,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,15 +33,17 @@ class EngineDiedError(ActorError):
 class EngineProcess:
     """A command that runs until `close`, or until this process ends. Its output goes to a log file."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """name: in messages. environment: all of it. Starts at once."""
-        self.name, self.log = name, log
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> None:
+        """name: in messages. environment: all of it. folder: removed once it has ended. Starts at once."""
+        self.name, self.log, self._folder = name, log, folder
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), *command], env=dict(environment), start_new_session=True,
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, "-I", "-S", str(_GUARD), str(folder or ""), *command], env=dict(environment),
+                start_new_session=True, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     @property
@@ -70,3 +73,5 @@ class EngineProcess:
         if self.status is None:
             self._process.kill()
             self._process.wait()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)

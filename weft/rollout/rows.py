@@ -51,6 +51,10 @@ class Rows(Protocol):
         """Forget rows; row i is now what row order[i] was, in the order that is returned."""
         ...
 
+    def drop(self) -> None:
+        """Forget all rows, and give up their memory."""
+        ...
+
 
 def _without(gone: Sequence[int], rows: int) -> list[int]:
     """The order in which the last of these rows fill the gaps of those that go."""
@@ -168,6 +172,11 @@ class CachedRows:
         self.lengths = self.lengths[order]
         return order
 
+    def drop(self) -> None:
+        """As Rows has it."""
+        self.lengths, self._kept, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
+        self._states = self._new_cache()
+
     def _forwards(self, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
         """Runs of prompts that are forwarded in one batch. A state would run through padding: there is none then."""
         fill = 1.0 if self._states.has_states else _FILL
@@ -282,6 +291,11 @@ class WholeRows:
         self._tokens = [self._tokens[row] for row in order]
         self._count()
         return order
+
+    def drop(self) -> None:
+        """As Rows has it."""
+        self._tokens = []
+        self._count()
 
     def _count(self) -> None:
         self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)

@@ -1,8 +1,9 @@
 """A rollout engine that is a server of its own: calls that end, whatever becomes of the server.
 
-It counts as dead when its process has ended, when its health route says so, or when it hangs. Then every call raises
-EngineDiedError, and its processes are ended. Work may take as long as it likes while some of it is finished now and
-then: it hangs when no work is finished for `silence` seconds although there is some, and it is not told to wait.
+It counts as dead when its process has ended, when its health route says so, when it listens no more, or when it hangs.
+Then every call raises EngineDiedError, and its processes are ended. Work may take as long as it likes while some of it
+is finished now and then: it hangs when no work is finished for `silence` seconds although there is some, and it is not
+told to wait.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weft.rollout.process import EngineDiedError, EngineProcess
 
 _LOOK = 0.5  # seconds between two looks at the server
 _PATIENCE = 10.0  # seconds that one of them may take
+_DEAF = 2.0  # seconds that it may listen no more: it is ending, and may wait forever for what it will not answer
 _GONE = 5.0  # seconds within which an ended server is seen to have ended
 _NAMED = 6  # requests that a message names
 
@@ -30,6 +32,7 @@ class Served:
         self._waiting: dict[int, str] = {}
         self._left: list[str] = []  # of it, when the server died
         self._heard = time.monotonic()
+        self._deaf: float | None = None  # since when it listens no more
         self._held = self._hangs = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
@@ -96,8 +99,13 @@ class Served:
                 await self._address.call("GET", self._health)
         except RefusedError as error:
             return f"is broken by its own account: {self._health} was answered with status {error.status}"
-        except (ConnectionError, TimeoutError):
+        except TimeoutError:
             return None  # the process ends, or the silence does
+        except ConnectionError as error:
+            refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+            self._deaf = (self._deaf or time.monotonic()) if refused else None
+            return "listens no more" if self._deaf is not None and time.monotonic() - self._deaf > _DEAF else None
+        self._deaf = None
         return None
 
     async def _die(self, reason: str) -> None:

@@ -1,122 +1,144 @@
-"""Rollout engines that are servers of their own: started by the config, and several of them as one RolloutEngine."""
+"""Rollout engines that are servers of their own, each started, asked and ended by an actor on its host."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from weft.cluster.machine import own_address
 from weft.config.rl_schema import RlConfig
-from weft.rollout.base import Completion, Request
-from weft.rollout.served import together
+from weft.errors import ActorError, UserError
+from weft.observe import flight
 from weft.rollout.sglang import SglangEngine
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.wire import SyncError
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter, find, program_of
 from weft.rollout.vllm.server import settings_of
 
-Server = VllmEngine | SglangEngine
+CALLS = 10_000  # at once: an order must not wait behind requests that wait
+_VARIABLES = ("VLLM_", "SGLANG_", "SGL_")
+_BEAT = 1.0  # seconds
 
 
 def interpreter_of(config: RlConfig) -> Interpreter:
-    """The Python that rollout.engine runs with. Raises UserError, with what to do, where there is none."""
+    """The Python of this machine that rollout.engine runs with. Raises UserError, with what to do, where there is none,
+    or one that is not as tested."""
     if config.rollout.engine == "vllm":
         return find(config.rollout.python)
     assert config.rollout.python is not None, "checked with the config"
-    return Interpreter(program_of(Path(config.rollout.python).expanduser()), "", cpu=False)
+    program = program_of(Path(config.rollout.python).expanduser())
+    if not program.is_file():
+        raise UserError(f"rollout.python: there is no Python at {program}, which SGLang was to run with.")
+    return Interpreter(program, "", cpu=False)
 
 
 def server_names(config: RlConfig) -> list[str]:
     """Of the engines, as in "vllm-0": in messages, of their logs, and for weight sync."""
-    return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.engines)]
+    return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.count)]
 
 
-async def start(
-    config: RlConfig, name: str, run: Path, compute: str, version: int | None, devices: str | None = None
-) -> Server:
-    """Start one engine and wait until it answers.
+def server_variables() -> dict[str, str]:
+    """Variables of this process that are the engines' own, which their actors are to have on every host."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
-    name: of server_names. run: its log goes to RUN/engines. compute: the trainer's dtype, as in "bf16". version: of the
-    weights at model.path; None: those are not to be sampled from, and requests wait for the first sync. devices: its
-    CUDA_VISIBLE_DEVICES; None: as this process's.
+
+class HostedServer:
+    """What an actor has on its host: one engine that is a server. Calls may come while others wait.
+
+    The server has the actor's environment, accelerators with it, and ends with the actor, however that ends.
     """
-    waits = version is None and config.rollout.engine == "vllm"
-    settings = settings_of(config, interpreter_of(config), name, run, compute, weights=not waits)
-    if devices is not None:
-        settings = replace(settings, variables={"CUDA_VISIBLE_DEVICES": devices})
-    if config.rollout.engine == "sglang":
-        return await SglangEngine.start(settings, version or 0)
-    return await VllmEngine.start(settings, version)
 
+    def __init__(self, config: RlConfig, number: int) -> None:
+        self._config, self._name = config, server_names(config)[number]
+        self._engine: VllmEngine | SglangEngine | None = None
+        self._beating: asyncio.Task[None] | None = None
 
-class ServerPool:
-    """Implements RolloutEngine. A request goes whole to the engine that has least to do: its samples share the cache of
-    their prompt. When an engine dies, whoever waits for it learns so, and the pool is to be closed."""
+    async def host(self) -> str:
+        """Address of the machine that it runs on."""
+        return own_address()
 
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self.servers = list(servers)
-        self._loads = [0] * len(self.servers)
+    async def check(self, model_is_local: bool) -> None:
+        """UserError where the engine could not run on this host. model_is_local: model.path is a folder for the
+        controller."""
+        with _located():
+            found, memory = interpreter_of(self._config), self._config.rollout.memory
+            if found.cpu and memory is not None and memory % 1:
+                raise UserError(f"rollout.memory is {memory:g}: on CPU vLLM takes whole GiB, at least 1.")
+            path = self._config.model.path
+            if model_is_local and not Path(path).expanduser().is_dir():
+                raise UserError(
+                    f"model.path: there is no {path} where {self._name} is to run, which reads config and tokenizer "
+                    "there: put it on a file system that all hosts share, or at the same path on each."
+                )
 
-    @classmethod
-    async def start(
-        cls, config: RlConfig, run: Path, compute: str, version: int | None = None,
-        devices: Sequence[str | None] | None = None,
-    ) -> ServerPool:  # fmt: skip
-        """All engines of the config, started side by side; as `start` for each."""
-        names = server_names(config)
-        each = zip(names, devices or [None] * len(names), strict=True)
-        calls = [asyncio.ensure_future(start(config, name, run, compute, version, own)) for name, own in each]
-        done = await asyncio.gather(*calls, return_exceptions=True)
-        servers = [server for server in done if not isinstance(server, BaseException)]
-        errors = [error for error in done if isinstance(error, BaseException)]
-        if errors:
-            await together(server.close() for server in servers)
-            raise errors[0]
-        return cls(servers)
+    async def start(self, run: str, compute: str, devices: str | None = None) -> None:
+        """Start the server and wait until it answers; it is not to be sampled from before the first sync.
 
-    async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each of the request's seeds."""
-        place = min(range(len(self.servers)), key=lambda n: (self._loads[n], n))
-        load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
-        self._loads[place] += load
-        try:
-            return await self.servers[place].generate(request)
-        finally:
-            self._loads[place] -= load
+        run: the run's folder; the log goes to RUN/engines of this host. compute: the trainers' dtype, as in "bf16".
+        devices: CUDA_VISIBLE_DEVICES of the server; None: those of this actor.
+        """
+        flight.watch(self._config.rollout.timeout, "rollout.timeout")
+        flight.at("serve")
+        self._beating = asyncio.create_task(_beat())
+        with _located():
+            is_vllm = self._config.rollout.engine == "vllm"
+            settings = settings_of(
+                self._config, interpreter_of(self._config), self._name, Path(run), compute, weights=not is_vllm
+            )
+            if devices is not None:
+                settings = replace(settings, variables={"CUDA_VISIBLE_DEVICES": devices})
+            if is_vllm:
+                self._engine = await VllmEngine.start(settings, version=None)
+            else:
+                self._engine = await SglangEngine.start(settings)
 
-    async def receive(self, tickets: Mapping[str, Sequence[Ticket]], version: int) -> None:
-        """Each engine takes this version with its ticket (Sender.tickets), while the sender sends it."""
-        await together(
-            server.receive(tickets[server.settings.name][0], version)
-            for server in self.servers
-            if isinstance(server, VllmEngine)
-        )
+    async def ask(self, method: str, *args: Any) -> Any:
+        """What this method of the engine returns: one of RolloutEngine's, or `receive`."""
+        assert self._engine is not None, "start comes first"
+        with _located():
+            return await getattr(self._engine, method)(*args)
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Each engine takes all weights from a HuggingFace directory."""
-        await together(server.reload(folder, version) for server in self.servers)
-
-    async def pause(self) -> None:
-        """Hold all that is being generated."""
-        await together(server.pause() for server in self.servers)
-
-    async def resume(self) -> None:
-        """Go on with it."""
-        await together(server.resume() for server in self.servers)
-
-    async def abort(self) -> None:
-        """End all that is being generated."""
-        await together(server.abort() for server in self.servers)
-
-    async def sleep(self) -> None:
-        """Give up memory."""
-        await together(server.sleep() for server in self.servers)
-
-    async def wake(self) -> None:
-        """Take memory again."""
-        await together(server.wake() for server in self.servers)
+        """Have the engine take all weights from a HuggingFace directory."""
+        with _located():
+            if not folder.is_dir():
+                raise UserError(
+                    f"run.dir: {folder}, which {self._name} is to read weights from, is not there on its host: put "
+                    "run.dir on a file system that all hosts share."
+                )
+        await self.ask("reload", folder, version)
 
     async def close(self) -> None:
-        """End all engines."""
-        await together(server.close() for server in self.servers)
+        """End the server and all its processes."""
+        if self._beating is not None:
+            self._beating.cancel()
+            flight.at(flight.ENDLESS)
+        if self._engine is not None:
+            await self._engine.close()
+
+
+async def _beat() -> None:
+    """Show that calls are being answered: a loop that does not come to it for rollout.timeout hangs."""
+    while True:
+        flight.beat()
+        await asyncio.sleep(_BEAT)
+
+
+@contextmanager
+def _located() -> Iterator[None]:
+    """Errors say on which host of a cluster they arose."""
+    try:
+        yield
+    except Exception as error:
+        told = ActorError(str(error), "failed") if isinstance(error, SyncError) else error
+        if own_address() != "127.0.0.1":
+            told.add_note(f"This was on host {socket.gethostname()} ({own_address()}).")
+        if told is error:
+            raise
+        raise told from error

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.rollout.base import Completion, Finish, Request, spans_of
+from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
 from weft.rollout.process import EngineProcess
 from weft.rollout.served import Served, together
@@ -25,6 +25,7 @@ from weft.rollout.sync.wire import SyncError
 from weft.rollout.vllm.server import Settings, option
 
 _FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}
+_TAGS = {"weights": "weights", "cache": "kv_cache"}  # of an engine's memory, as SGLang names its parts
 _ALL = 1 << 30  # SGLang's word for a top_k that leaves nothing out
 
 
@@ -42,6 +43,7 @@ class SglangEngine:
         self._numbers = itertools.count()
         self._going = asyncio.Event()
         self._going.set()
+        self._sleeps = False
         self._aborts = 0  # how often its user has ended all
         self._changing = asyncio.Lock()
 
@@ -92,17 +94,22 @@ class SglangEngine:
                     f"rollout engine {self.settings.name} did not get version {version}: {answer['message']}"
                 )
             self.version = version
-            await self._resume()
+            if not self._sleeps:
+                await self._resume()
 
     async def sleep(self) -> None:
-        """Give up memory: weights and caches go; needs rollout.options={enable_memory_saver: true}."""
+        """Give up memory: weights and caches go."""
         async with self._changing:
             await self._pause()
             await self._served.order("/release_memory_occupation", {}, "going to sleep")
+            self._sleeps = True
 
-    async def wake(self) -> None:
-        """Take memory again; an update must follow."""
-        await self._served.order("/resume_memory_occupation", {}, "waking up")
+    async def wake(self, part: EnginePart) -> None:
+        """Take memory again: for the weights, then an update must come, and then for the cache, which sets it going."""
+        await self._served.order("/resume_memory_occupation", {"tags": [_TAGS[part]]}, "waking up")
+        if part == "cache":
+            self._sleeps = False
+            await self.resume()
 
     async def close(self) -> None:
         """End the server and all its processes."""
@@ -115,6 +122,8 @@ class SglangEngine:
             await self._going.wait()
             version, what = self.version, f"generating {request.id}"
             assert version is not None, "resumed without weights"
+            if self.settings.drops and versions and versions[-1] != version:
+                tokens, logprobs, versions = [], [], []
             rest = replace(
                 request, tokens=(*request.tokens, *tokens),
                 sampling=replace(request.sampling, max_new_tokens=most - len(tokens)),
@@ -146,6 +155,8 @@ def command(settings: Settings, port: int) -> list[str]:
         "--context-length", str(settings.max_tokens), "--random-seed", str(settings.seed),
         "--enable-deterministic-inference",  # without it a request's seed is not read
     ]  # fmt: skip
+    if settings.sleeps:
+        words += ["--enable-memory-saver"]
     if settings.memory is not None:
         words += ["--mem-fraction-static", str(settings.memory)]
     for name, value in settings.options.items():

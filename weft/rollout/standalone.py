@@ -5,6 +5,7 @@ It gives rollouts on other devices than the trainer's without another inference 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,16 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weft.checkpoint.boxes import Box
+from weft.checkpoint.files import bytes_of
 from weft.cluster.machine import own_address
 from weft.config.schema import LoraConfig
+from weft.engine.sleep import Emptied
 from weft.models import hf
 from weft.models.adapter_files import file_names, plan_lora
 from weft.models.layout import Piece, layout_of
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
+from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator
 from weft.rollout.sync.wire import Delivery, Entry, Part, SyncError, Ticket, as_torch, check_manifest, checksum
+
+Finished = dict[int, list[Completion]]
 
 
 class Standalone:
@@ -46,8 +52,10 @@ class Standalone:
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
         self.tokenizer, self.max_tokens, self.exact = tokenizer, max_tokens, exact
         self.version: int | None = None
+        self._had: int | None = None  # the last that was proven, also while asleep
         self._filled: Filled | None = None
         self._generator: Generator | None = None
+        self._asked: dict[int, int] = {}  # id of a request under way -> its number
 
     def host(self) -> str:
         """Address of the machine that it runs on."""
@@ -57,33 +65,69 @@ class Standalone:
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
         """The completions of each request, as Generator has it; SyncError where there are no weights."""
-        if self._generator is None or self.version is None:
-            raise SyncError("this engine has no weights: none were synced yet, or the last sync failed")
-        return self._generator.generate(requests, proceed)
+        flight.at("generate")
+        return self._ready().generate(requests, proceed)
 
-    def receive(self, ticket: Ticket, version: int) -> None:
-        """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole."""
-        base = self.lora is None or not self.lora.on or self._filled is not None
-        with Delivery(ticket, version, has=self.version, base=base) as delivery:
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> Finished:
+        """Go on with what was asked for, and with these requests, by their numbers: for so long, or until all is done.
+        What is finished by then. Weights may change between two calls; SyncError where there are none."""
+        flight.at("generate")
+        generator, end = self._ready(), time.monotonic() + seconds
+        for number, request in asked.items():
+            generator.add(request)
+            self._asked[id(request)] = number
+        finished: Finished = {}
+        while generator.busy:
+            finished |= self._numbered(generator.step())
+            if time.monotonic() >= end:
+                break
+        return finished
+
+    def end(self) -> Finished:
+        """End everything that was asked for: what there is of it."""
+        return {} if self._generator is None else self._numbered(self._generator.abort())
+
+    def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
+        """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole. keep:
+        what is under way goes on under them; otherwise it begins again."""
+        flight.at("sync")
+        filled = self._filled is not None and not self._filled.asleep
+        base = self.lora is None or not self.lora.on or filled
+        with Delivery(ticket, version, has=self._had, base=base) as delivery:
             for part in delivery.parts():
-                self.version = None
+                self.version = self._had = None
                 try:
                     self._take(part)
-                except BaseException:
-                    self.sleep()  # half of it is new: an adapter would not find its base
+                except BaseException:  # half of it is new: an adapter would not find its base
+                    self._filled = self._generator = None
                     raise
         assert self._filled is not None, "a sync without a part"
         if self._generator is None:
             self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens, self.exact)
-        self.version = self._generator.version = version
+        self._generator.renew(version, keep)
+        self.version = self._had = version
 
     def sleep(self) -> None:
-        """Give the memory back; the next sync brings everything."""
-        self.version = self._filled = self._generator = None
+        """Give up the memory of weights and caches; the next sync brings everything."""
+        if self._filled is not None and self._generator is not None:
+            self._generator.drop_cache()
+            self._filled.sleep()
+            self.version = None
+
+    def _ready(self) -> Generator:
+        if self._generator is None or self.version is None:
+            asleep = self._filled is not None and self._filled.asleep
+            why = "it sleeps" if asleep else "none were synced yet, or the last sync failed"
+            raise SyncError(f"this engine has no weights: {why}")
+        return self._generator
+
+    def _numbered(self, finished: Sequence[tuple[Request, list[Completion]]]) -> Finished:
+        return {self._asked.pop(id(request)): completions for request, completions in finished}
 
     def _take(self, part: Part) -> None:
         if part.kind != "adapter":
             self._filled = self._filled or Filled(self.path, self.lora, part.manifest, self.dtype, self.device)
+            self._filled.wake()
             self._filled.take_weights(part)
         elif self._filled is None:
             raise SyncError("an adapter came, and this engine has no base for it")
@@ -122,6 +166,23 @@ class Filled:
         move_buffers(self.model, device)
         self.state = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         self.base: dict[str, Tensor] = {}
+        self._emptied: Emptied | None = None
+
+    @property
+    def asleep(self) -> bool:
+        """Whether its memory is given up."""
+        return self._emptied is not None
+
+    def sleep(self) -> None:
+        """Give up the memory of the weights."""
+        if self._emptied is None:
+            self._emptied, self.base = Emptied.of(self.model.parameters(), self.device), {}
+
+    def wake(self) -> None:
+        """Memory again, with nothing in it."""
+        if self._emptied is not None:
+            self._emptied.restore()
+            self._emptied = None
 
     def _untie_adapted(self) -> dict[str, str]:
         """Tied names of which an adapter changes one end alone, untied -> whose weights they begin with."""
@@ -135,6 +196,7 @@ class Filled:
         """Every tensor to its place."""
         pieces = {piece.disk: piece for piece in self.pieces}
         for entry, data in part.tensors():
+            flight.beat()
             piece = pieces[entry.name]
             self._own(piece)[...] = piece.to_runtime(as_torch(entry, data), piece.box)
         for name, owner in self._copied.items():
@@ -189,4 +251,5 @@ class Filled:
 
 
 def _sum(tensor: Tensor) -> int:
-    return checksum(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    tensor = tensor.contiguous().cpu()
+    return checksum(bytes_of(tensor))

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -80,7 +82,8 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     if engine.built.flops.expert:
         dist.broadcast_object_list(shared, src=0)
     seen = renamed(engine, observe(engine, steps, lrs, shared[0]))
-    return None if expected is None else judge(seen, expected, engine.config.optimizer.name)
+    narrowest = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return None if expected is None else judge(seen, expected, engine.config.optimizer.name, narrowest)
 
 
 def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None) -> Trainer:
@@ -92,10 +95,10 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
     )  # fmt: skip
 
 
-def judge(seen: Observed, expected: Expected, optimizer: str) -> Verdict:
-    """Compare everything."""
+def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
+    """Compare everything. state: the narrowest dtype of the optimizer's."""
     figures, worst = _gradient_figures(seen, expected.steps)
-    figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer)]
+    figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer, state)]
     if seen.routing is None:
         return Verdict(figures, worst)
     figures.append(Figure("routes that differ without a tie", seen.routing.wrong, 0.0))
@@ -136,12 +139,17 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
         if number == 0:
             figures.append(Figure("loss, many micro-batches", _relative(seen.micro_loss, step.loss), SCALAR))
             micro = compare_gradients(seen.micro_gradients, step.gradients, noise)
-    figures.append(_worst("gradients, every parameter", parameters))
-    figures.append(_worst("gradients, many micro-batches", micro))
+    figures.append(worst_of("gradients, every parameter", parameters))
+    figures.append(worst_of("gradients, many micro-batches", micro))
+    return figures, worst_five(parameters)
+
+
+def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
+    """The parameters that differ most, each by its worst figure."""
     by_name: dict[str, Figure] = {}
     for figure in sorted(parameters, key=_excess):
         by_name[figure.name] = figure
-    return figures, sorted(by_name.values(), key=_excess, reverse=True)[:5]
+    return sorted(by_name.values(), key=_excess, reverse=True)[:5]
 
 
 def _gradient_noise(step: ExpectedGradient) -> dict[str, float]:
@@ -171,27 +179,40 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
     return out
 
 
-def _training_figures(seen: Observed, expected: Expected, optimizer: str) -> list[Figure]:
+def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
     """Losses and norms along the steps, and the weights after them."""
     pairs = list(zip(seen.trained, expected.curve, strict=True))
     losses = max(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
     norms = max(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
-    name, after, start = f"weights after {len(pairs)} steps", expected.weights, expected.start
-    if optimizer == "sgd":
-        value, *noises = (_distance(w, after, start, None) for w in (seen.weights, *expected.others))
-        weights = Figure(name, value, _widened(SGD, max(noises)), max(noises), "all together")
-    else:
-        noise_of = {n: max(_distance(other, after, start, n) for other in expected.others) for n in after}
-        each = [
-            Figure(n, _distance(seen.weights, after, start, n), _widened(ADAMW, noise), noise)
-            for n, noise in noise_of.items()
-        ]
-        weights = _worst(name, each)
+    name = f"weights after {len(pairs)} steps"
     return [
         Figure(f"loss along {len(pairs)} steps", losses, 10 * SCALAR),
         Figure(f"gradient norm along {len(pairs)} steps", norms, 10 * SCALAR),
-        weights,
+        compare_weights(name, seen.weights, expected.weights, expected.start, expected.others, optimizer, state),
     ]
+
+
+def compare_weights(
+    name: str, weights: Tensors, after: Tensors, start: Tensors, others: Sequence[Tensors], optimizer: str,
+    state: torch.dtype = torch.float32,
+) -> Figure:  # fmt: skip
+    """Of weights against the reference's, `after`, which began at `start`. others: the reference's by other ways.
+    state: of the optimizer; where it is narrow one element of a parameter may round the other way, which in a small
+    one is much of all that moved."""
+    if optimizer == "sgd":
+        value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
+        return Figure(name, value, _widened(SGD, max(noises)), max(noises), "all together")
+    step = torch.finfo(state).eps if state.itemsize < 4 else 0.0
+
+    def own(parameter: Tensor) -> float:
+        return step / 2 / float(parameter.numel() ** 0.5)
+
+    noise_of = {n: max(_distance(other, after, start, n) for other in others) for n in after}
+    each = [
+        Figure(n, _distance(weights, after, start, n), _widened(ADAMW + own(after[n]), noise), noise)
+        for n, noise in noise_of.items()
+    ]
+    return worst_of(name, each)
 
 
 def _distance(weights: Tensors, expected: Tensors, start: Tensors, name: str | None) -> float:
@@ -221,7 +242,7 @@ def _excess(figure: Figure) -> float:
     return float("inf") if figure.value != figure.value else figure.value / figure.tolerance
 
 
-def _worst(name: str, figures: Sequence[Figure]) -> Figure:
+def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
     """The figure closest to, or furthest beyond, its tolerance, under a common name."""
     worst = max(figures, key=_excess)
     return Figure(name, worst.value, worst.tolerance, worst.noise, worst.name)

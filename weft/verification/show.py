@@ -7,12 +7,15 @@ from rich.table import Table
 
 from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.verification.harness import Figure, Verdict
 from weft.verification.plants import Plant
 
 
-def print_verdict(verdict: Verdict, config: SftConfig, ranks: Ranks, subject: str, plant: Plant | None) -> None:
+def print_verdict(
+    verdict: Verdict, config: SftConfig | RlConfig, ranks: Ranks, subject: str, plant: Plant | None
+) -> None:
     """Print the verdict on standard output; plain text where that is not a terminal."""
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     sizes = resolve_mesh(config.mesh, ranks.world)
@@ -21,6 +24,8 @@ def print_verdict(verdict: Verdict, config: SftConfig, ranks: Ranks, subject: st
     what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
     what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
     console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")
+    if isinstance(config, RlConfig):
+        console.print(f"update   {config.rl.algorithm}: the same rollouts on both sides")
     if plant is not None:
         console.print(f"planted  {plant.name}: {plant.summary} (hit {plant.hits} times)")
     console.print(_table("check", verdict.figures))

@@ -38,6 +38,19 @@ _COMPLETION = "say `rollout.max_new_tokens`."
 _ENGINE = "say `rollout.engine`."
 _REFERENCE = "there is a reference with `rl.kl` above 0: the model at first, or say `reference.path`."
 _TRAINERS = "say `cluster.trainer`, the ranks that train; engines of their own are `rollout.engines` x `rollout.tp`."
+_PLACEMENT = (
+    "say `cluster.placement`: colocated (engines on the trainers' devices, taking turns), disaggregated or auto; the "
+    "embedded `rollout.engine` lives in the trainers anyway."
+)
+_DEVICES = (
+    "say `cluster.placement`: colocated where roles share devices, else disaggregated with `cluster.trainer` ranks and "
+    "`rollout.engines` x `rollout.tp` devices; numbers of devices are Ray's to give."
+)
+_SLEEP = "say `cluster.sleep`: which of parameters, optimizer and gradients leave the device while engines generate."
+_ENGINE_SLEEPS = (
+    "a colocated engine (`cluster.placement`) always gives up weights and KV cache to training: leave it out."
+)
+_UNFINISHED = "say `rollout.unfinished`: continue or drop, with `cluster.max_staleness` above 0."
 _MEMORY = "say `rollout.memory`, a share of the accelerator's memory."
 _TP = "say `rollout.tp`."
 _OPTIONS = "say `rollout.options`, arguments of the engine's server."
@@ -60,6 +73,16 @@ _ROUTES = "routes are followed wherever the engine (`rollout.engine`) records th
 _ENGINES = "say `rollout.engines`; `rollout.tp` is how many accelerators each has."
 _LENGTH = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens` is what the engine is started for: leave it out."
 _TEMPERATURE = "say `rollout.temperature`; training divides logits by it, too."
+
+_RESUMED = "resuming is no key: `weft rl --resume RUN`, RUN being the old `run.dir`."
+_KEPT = "all samples are kept in the folder rollouts of `run.dir`: leave it out."
+_RECORDED = "an engine's logprobs are always recorded; `rl.old_logprobs` says whether ratios are made of them."
+_NO_CLIP = "rewards and advantages are not clipped: do it in functions of your own (`rl.reward`, `rl.advantage`)."
+_TOP_P = "say `rollout.top_p`."
+_TOP_K = "say `rollout.top_k`; 0 keeps all."
+_DIFFICULTY = (
+    "say `rl.dynamic_sampling`, which replaces groups whose rewards are all equal; there is no other threshold."
+)
 
 _COLUMNS = (
     "say `data.columns`, as in data.columns={prompt: question, answer: reward_model.ground_truth}; all other columns "
@@ -103,7 +126,8 @@ _TRL = {
     "max_prompt_length": _PROMPT,
     "max_completion_length": _COMPLETION,
     "use_vllm": _ENGINE,
-    "vllm_mode": _ENGINE,
+    "vllm_mode": _PLACEMENT,
+    "vllm_enable_sleep_mode": _ENGINE_SLEEPS,
     "vllm_gpu_memory_utilization": _MEMORY,
     "vllm_tensor_parallel_size": _TP,
     "max_staleness": _STALENESS,
@@ -112,6 +136,16 @@ _TRL = {
     "vllm_max_model_length": _LENGTH,
 }
 _VERL = {
+    "actor_rollout_ref.model.path": "say `model.path`: a HuggingFace directory or hub id.",
+    "actor_rollout_ref.rollout.temperature": _TEMPERATURE,
+    "actor_rollout_ref.rollout.top_p": _TOP_P,
+    "actor_rollout_ref.rollout.top_k": _TOP_K,
+    "enable_chunked_prefill": _OPTIONS,
+    "calculate_log_probs": _RECORDED,
+    "gen_batch_size": _DYNAMIC,
+    "filter_groups.metric": "`rl.dynamic_sampling` goes by the reward, the weighted sum of all: leave it out.",
+    "rollout_data_dir": _KEPT,
+    "resume_mode": _RESUMED,
     "algorithm.adv_estimator": _ALGORITHM,
     "algorithm.gamma": _GAMMA,
     "algorithm.lam": _LAMBDA,
@@ -141,6 +175,12 @@ _VERL = {
     "tensor_model_parallel_size": _TP,
     "engine_kwargs": _OPTIONS,
     "enforce_eager": _OPTIONS,
+    "hybrid_engine": _PLACEMENT,
+    "free_cache_engine": _ENGINE_SLEEPS,
+    "enable_sleep_mode": _ENGINE_SLEEPS,
+    "actor.fsdp_config.param_offload": _SLEEP,
+    "actor.fsdp_config.optimizer_offload": _SLEEP,
+    "partial_rollout": _UNFINISHED,
     "max_num_seqs": _OPTIONS,
     "max_num_batched_tokens": _OPTIONS,
     "n_gpus_per_node": _TRAINERS,
@@ -193,6 +233,32 @@ _VERL = {
 }
 _ROLL = {
     "adv_estimator": _ALGORITHM,
+    "actor_infer.generating_args.max_new_tokens": _COMPLETION,
+    "actor_infer.generating_args.temperature": _TEMPERATURE,
+    "actor_infer.generating_args.top_p": _TOP_P,
+    "actor_infer.generating_args.top_k": _TOP_K,
+    "actor_infer.generating_args.num_return_sequences": _GROUP,
+    "actor_infer.strategy_args.strategy_name": _ENGINE,
+    "validation.generating_args.max_new_tokens": _EVAL_LONGEST,
+    "validation.generating_args.temperature": "say `eval.temperature`.",
+    "validation.generating_args.top_p": "say `eval.top_p`.",
+    "validation.generating_args.top_k": "say `eval.top_k`; 0 keeps all.",
+    "validation.generating_args.num_return_sequences": _EVAL_SAMPLES,
+    "reward_clip": _NO_CLIP,
+    "advantage_clip": _NO_CLIP,
+    "norm_mean_type": _SCALE,
+    "norm_std_type": _SCALE,
+    "difficulty_mask": _DIFFICULTY,
+    "difficulty_low_threshold": _DIFFICULTY,
+    "difficulty_high_threshold": _DIFFICULTY,
+    "is_use_additional_prompts": _DYNAMIC,
+    "max_running_requests": _OPTIONS,
+    "use_kl_loss": _KL_IN,
+    "kl_loss_coef": _KL,
+    "ppo_epochs": _EPOCHS,
+    "num_gpus_per_node": _TRAINERS,
+    "gpu_memory_utilization": _MEMORY,
+    "resume_from_checkpoint": _RESUMED,
     "num_return_sequences_in_group": _GROUP,
     "rollout_batch_size": _PROMPTS,
     "whiten_advantages": _SCALE,
@@ -205,7 +271,8 @@ _ROLL = {
     "add_token_level_kl": _KL_IN,
     "entropy_loss_coef": _ENTROPY,
     "lambd": _LAMBDA,
-    "device_mapping": _TRAINERS,
+    "device_mapping": _DEVICES,
+    "sleep_level": _ENGINE_SLEEPS,
     "infer_batch_size": _READING,
     "async_generation_ratio": _STALENESS,
     "value_clip": _VALUE_CLIP,
@@ -218,6 +285,8 @@ _ROLL = {
     "critic.model_args.model_name_or_path": _CRITIC,
     "critic.training_args.learning_rate": _CRITIC_LR,
     "reference.model_args.model_name_or_path": _REFERENCE,
+    "reference.device_mapping": "say `reference.ranks` for ranks with devices of their own; null: the trainer's.",
+    "critic.device_mapping": "say `critic.ranks` for ranks with devices of their own; null: the trainer's.",
     "reference.infer_batch_size": _REFERENCE_ROWS,
     "critic.infer_batch_size": _CRITIC_ROWS,
     "rewards.*": "say `rl.reward`, and `rl.reward_column` for the column, such as tag, that chooses among them.",
@@ -250,6 +319,11 @@ _MILES = {
     "rollout_temperature": _TEMPERATURE,
     "rollout_max_prompt_len": _PROMPT,
     "rollout_max_response_len": _COMPLETION,
+    "colocate": _PLACEMENT,
+    "offload": _SLEEP,
+    "offload_train": _SLEEP,
+    "offload_rollout": _ENGINE_SLEEPS,
+    "partial_rollout": _UNFINISHED,
     "actor_num_nodes": _TRAINERS,
     "actor_num_gpus_per_node": _TRAINERS,
     "rollout_num_gpus": _TRAINERS,

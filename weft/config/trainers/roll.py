@@ -6,7 +6,8 @@ from weft.config.trainers import advice as say
 from weft.config.trainers.trainer import Trainer
 
 _INTRODUCTION = """\
-ROLL's worker sections (`sft_train.training_args` and so on) become weft's sections; there is no Ray to start.
+ROLL's worker sections (`sft_train.training_args` and so on) become weft's sections; Ray is for `weft rl` alone, which
+starts it.
 
 ```yaml file=theirs.yaml
 # ROLL                                            # weft

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import plan_adapter, shards_of
-from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
+from weft.checkpoint.boxes import Box, local_values, overlap, shard_of
 from weft.checkpoint.export import manifest_of, plan_export, save_planned
 from weft.checkpoint.files import TensorFile
 from weft.engine.engine import Engine
@@ -38,7 +39,7 @@ class Content:
     adapter: dict[str, Any] | None = None
     dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, Entry]:
         """The manifest as it is sent."""
         return {name: entry_of(name, tensor) for name, tensor in self.manifest.items()}
@@ -97,7 +98,7 @@ class Buckets(Protocol):
 
     @property
     def size(self) -> int:
-        """Of each, in bytes."""
+        """In bytes, at which one is full. A tensor that is larger has its own."""
         ...
 
     def memory(self, number: int) -> Tensor | None:
@@ -111,18 +112,49 @@ def _place(rows: list[Row], entry: Entry, size: int) -> Row | None:
     return Row(entry, offset) if not rows or offset + entry.length <= size else None
 
 
-def written(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
-    """Bucket by bucket, after this rank has written what it holds; on a host that all ranks share. No collective."""
-    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
-    numbers = {name: number for number, name in enumerate(shards)}
-    for number, bucket in enumerate(_planned(content, buckets.size)):
-        memory = buckets.memory(number)
-        assert memory is not None
-        for row, piece in bucket:
-            shard = shards[piece.runtime]
-            if shard.is_mine(numbers[piece.runtime]):
-                _write_own(row.within(memory), piece, shard)
-        yield [row for row, _ in bucket]
+class Plan:
+    """Which boxes of its shards this rank writes to which bucket, on a host that all ranks share: worked out once."""
+
+    def __init__(self, engine: Engine, content: Content, size: int) -> None:
+        """size: at which a bucket is full; a tensor that is larger has its own."""
+        state = engine.module.state_dict(keep_vars=True)
+        shards = {name: shard_of(tensor) for name, tensor in state.items()}
+        numbers = {name: number for number, name in enumerate(shards)}
+        self.buckets = list[list[Row]]()
+        self._shares = list[list[_Share]]()
+        for bucket in _planned(content, size):
+            mine = [(row, piece) for row, piece in bucket if shards[piece.runtime].is_mine(numbers[piece.runtime])]
+            shares = [_share(row, piece, shards[piece.runtime].box) for row, piece in mine]
+            self.buckets.append([row for row, _ in bucket])
+            self._shares.append([share for share in shares if share is not None])
+
+    def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[Row]]:
+        """Bucket by bucket, after this rank has written what it holds. No collective."""
+        state = engine.module.state_dict(keep_vars=True)
+        for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
+            memory = buckets.memory(number)
+            assert memory is not None
+            for share in shares:
+                values = share.piece.to_disk(local_values(state[share.piece.runtime])[share.source])
+                share.row.within(memory)[share.target] = values
+            yield rows
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank writes of a tensor: the part `source` of what it holds, to the part `target` of the tensor."""
+
+    row: Row
+    piece: Piece
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+def _share(row: Row, piece: Piece, held: Box) -> _Share | None:
+    part = overlap(piece.box, held)
+    if part is None:
+        return None
+    return _Share(row, piece, part.within(held), piece.disk_box(part).within(Box.whole(piece.shape)))
 
 
 def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
@@ -134,13 +166,6 @@ def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
             bucket, row = [], Row(entries[piece.disk], 0)
         bucket.append((row, piece))
     yield bucket
-
-
-def _write_own(target: Tensor, piece: Piece, shard: Shard) -> None:
-    part = overlap(piece.box, shard.box)
-    if part is not None:
-        values = piece.to_disk(shard.values[part.within(shard.box)])
-        target[piece.disk_box(part).within(Box.whole(tuple(target.shape)))] = values
 
 
 def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:

@@ -50,7 +50,8 @@ class Desk:
                 names = ", ".join(sorted({name for name, _ in missing}))
                 raise SyncError(
                     f"{names} did not come for version {version} within {self.timeout:g} s: is the engine running, and "
-                    f"was it told to take this version?"
+                    f"was it told to take this version?",
+                    late=True,
                 ) from error
             link = self._greet(Channel(connection, f"an engine on {host}", self.timeout), missing, version)
             if link is not None:
@@ -132,4 +133,4 @@ class Desk:
                 yield link, link.channel.read(what, key)
             except SyncError as error:
                 text = str(error)
-                raise SyncError(text if text.startswith(link.name) else f"{link.name}: {text}") from error
+                raise SyncError(text if text.startswith(link.name) else f"{link.name}: {text}", error.late) from error

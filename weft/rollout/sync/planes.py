@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from weft.rollout.sync.desk import Link
 from weft.rollout.sync.wire import SyncError, broadcast, join_group, open_store
 
 SHARED_MEMORY = Path("/dev/shm")
-SLOTS = 2  # one is written while the other is taken
+SLOTS = 4  # one is written, one is taken, and two are agreed on or wait, so that neither end does
 _PREFIX = "weft-sync-"
 
 
@@ -30,16 +31,17 @@ class Slots:
     holds a lock on each, so that those of a process that was killed can be told, and are removed by the next.
     """
 
-    def __init__(self, key: str, owner: int, size: int, create: bool) -> None:
-        """owner: the rank that makes them; others open them after it has. UserError where memory is short."""
+    def __init__(self, key: str, owner: int, room: int, size: int, create: bool) -> None:
+        """owner: the rank that makes them; others open them after it has. room: bytes of each; size: at which a bucket
+        is full. UserError where memory is short."""
         self.size = size
         self.paths = [SHARED_MEMORY / f"{_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
         if create:
             _remove_stale()
             for path in self.paths:
-                self._locks.append(_create(path, size))
-        self._memories = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in self.paths]
+                self._locks.append(_create(path, room))
+        self._memories = [torch.from_file(str(path), shared=True, size=room, dtype=torch.uint8) for path in self.paths]
 
     def memory(self, number: int) -> Tensor:
         """Of bucket `number`: slots are used in turn."""
@@ -132,5 +134,8 @@ class Group:
             raise SyncError(f"bucket {number} did not go through the group: {error}") from error
 
     def leave(self) -> None:
-        """After a failure: the next sync makes another."""
+        """After a failure: the next sync makes another. A group ends when what it was sending has come to its end, by
+        the timeout where nobody takes it; that is not waited for."""
+        left = [self._group, self._works]
         self._group, self._works = None, {}
+        threading.Thread(target=left.clear, name="weft group that is left", daemon=True).start()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,13 +27,14 @@ from weft.errors import UserError
 from weft.observe import flight
 from weft.rollout.base import Synced
 from weft.rollout.sync import content as contents
-from weft.rollout.sync.content import Content, Row
+from weft.rollout.sync.content import Buckets, Content, Plan, Row
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import SLOTS, Group, Slots
 from weft.rollout.sync.wire import SyncError, Ticket, checksum
 
 T = TypeVar("T")
 Transport = Literal["shared", "group", "files"]
+AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are written and agreed on
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Sender:
         places = self._gather((address, self.desk.port if self.desk else 0))
         self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
         self._memories: dict[Transport, Slots | _Own] = {}
+        self._plans: dict[tuple[str, Transport], Plan] = {}
         self._group = Group(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
         dtype = self.options.dtype or engine.precision.compute
@@ -204,22 +207,33 @@ class Sender:
     def _by_buckets(
         self, content: Content, transport: Transport, version: int, verify: bool, sent: dict[str, int]
     ) -> int:
-        """Post every bucket; returns how many. One agreement for each: all have written it, and the one before it,
-        whose memory comes next, is taken. So engines take a bucket while the ranks write the next."""
-        memories = self._open(transport)
-        fill = contents.written if self._on_one_host(transport) else contents.gathered
+        """Post every bucket; returns how many. One agreement for each: all have written it, and the one whose memory
+        is written after the next is taken. The ranks write the next one meanwhile, and engines take those before."""
+        memories, number, post = self._open(transport), 0, _nothing
         self._lead(self._begin, content, transport, version, verify)
-        number = 0
-        for rows in fill(self.engine, content, memories):
-            if number:
-                self._lead(self._wait, transport, number - 1, version)
-            self._agree()
+
+        def send(number: int, rows: list[Row]) -> None:
             self._lead(self._post, transport, number, rows)
             if verify:
-                sent |= _sums(rows, memories.memory(number))
+                sent.update(_sums(rows, memories.memory(number)))
+
+        for rows in self._fill(content, transport, memories):
+            post()
+            if number >= AHEAD:
+                self._lead(self._wait, transport, number - AHEAD, version)
+            post = self._once_agreed(partial(send, number, rows))
             number += 1
-        self._lead(self._wait, transport, number - 1, version)
+        post()
+        for last in range(max(0, number - AHEAD), number):
+            self._lead(self._wait, transport, last, version)
         return number
+
+    def _fill(self, content: Content, transport: Transport, memories: Buckets) -> Iterator[list[Row]]:
+        if not self._on_one_host(transport):
+            return contents.gathered(self.engine, content, memories)
+        if (content.kind, transport) not in self._plans:
+            self._plans[content.kind, transport] = contents.Plan(self.engine, content, memories.size)
+        return self._plans[content.kind, transport].write(self.engine, memories)
 
     def _begin(self, desk: Desk, content: Content, transport: Transport, version: int, verify: bool) -> None:
         if transport != "group":
@@ -277,18 +291,19 @@ class Sender:
     def _open(self, transport: Transport) -> Slots | _Own:
         """The memories of buckets; kept from the first sync on."""
         if transport not in self._memories:
-            needed = max(max(c.largest, min(self.options.bucket_bytes // SLOTS, c.room)) for c in self._contents)
-            size = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
+            full = self.options.bucket_bytes // SLOTS
+            needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
+            room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
             name, leads = f"{self._key[:16]}-{transport}", bool(self._mine(transport))
             made: Slots | _Own | None = None
             if self._on_one_host(transport) or transport == "shared":
                 owner = 0 if self._on_one_host(transport) else self._rank
                 if leads:
-                    made = self._attempt(Slots, name, owner, size, True)
+                    made = self._attempt(Slots, name, owner, room, full, True)
                 self._agree()
                 if made is None and self._on_one_host(transport):
-                    made = Slots(name, owner, size, False)
-            self._memories[transport] = made or _Own(size, self.engine.device, leads)
+                    made = Slots(name, owner, room, full, False)
+            self._memories[transport] = made or _Own(room, full, self.engine.device, leads)
         return self._memories[transport]
 
     # ------------------------------------------------------------ all ranks alike
@@ -307,13 +322,26 @@ class Sender:
 
     def _agree(self) -> None:
         """Where one rank has failed all raise what it raised; one all-reduce, collective."""
-        if self._world > 1:
-            failed = torch.tensor(self._error is not None, dtype=torch.int32)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        self._once_agreed(_nothing)()
+
+    def _once_agreed(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Begin to agree; what is returned waits for it and then calls `action`. One rank alone calls it at once."""
+        if self._world == 1:
+            if self._error is not None:
+                raise self._error
+            action()
+            return _nothing
+        failed = torch.tensor(self._error is not None, dtype=torch.int32)
+        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
+
+        def finish() -> None:
+            work.wait()
             if failed:
                 self._error = next(error for error in self._gather(self._error) if error is not None)
-        if self._error is not None:
-            raise self._error
+                raise self._error
+            action()
+
+        return finish
 
     def _gather(self, value: T) -> list[T]:
         """Every rank's, by rank; collective."""
@@ -324,12 +352,15 @@ class Sender:
         return out
 
 
+def _nothing() -> None: ...
+
+
 class _Own:
     """Bucket memories of a sending rank itself; nothing on others."""
 
-    def __init__(self, size: int, device: torch.device, leads: bool) -> None:
+    def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
         self.size = size
-        self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS if leads else 0)]
+        self._memories = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(SLOTS if leads else 0)]
 
     def memory(self, number: int) -> Tensor | None:
         return self._memories[number % SLOTS] if self._memories else None

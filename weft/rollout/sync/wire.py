@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,12 @@ Bytes = NDArray[np.uint8]
 
 
 class SyncError(RuntimeError):
-    """A sync that did not deliver what it promised: says which engine, version and tensor."""
+    """A sync that did not deliver what it promised: says which engine, version and tensor. late: because the other end
+    said nothing in time."""
+
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,8 @@ class Channel:
         try:
             self.socket.sendall(len(text).to_bytes(4, "big") + text)
         except OSError as error:
-            raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}") from error
+            late = isinstance(error, TimeoutError)
+            raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
 
     def read(self, what: str, *expected: str) -> dict[str, Any]:
         """The next message, which has one of these keys. what: is waited for, in messages.
@@ -164,7 +171,8 @@ class Channel:
         try:
             message = json.loads(self._exactly(int.from_bytes(self._exactly(4), "big")))
         except (OSError, ValueError) as error:
-            raise SyncError(f"{self.peer} was waited for, for {what}: {_reason(error, self.timeout)}") from error
+            text = f"{self.peer} was waited for, for {what}: {_reason(error, self.timeout)}"
+            raise SyncError(text, isinstance(error, TimeoutError)) from error
         if "error" in message:
             raise SyncError(str(message["error"]))
         if not any(key in message for key in expected):
@@ -364,26 +372,38 @@ def as_torch(entry: Entry, data: Any) -> Any:
 # ---------------------------------------------------------------- how buckets come
 
 
+_mapped = dict[str, tuple[int, Bytes]]()  # of shared memory, path -> (inode, memory): mapping it costs half a copy
+
+
 class _Mapped:
     """Buckets in files that are mapped: in shared memory, where a few are used in turn, or safetensors in a folder."""
 
     def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
-        self._memories: dict[str, Bytes] = {}
         self._in_turn = plane["kind"] == "shared"
+        for path in [path for path, (node, _) in _mapped.items() if _node(path) != node]:
+            del _mapped[path]
 
     def take(self, message: Mapping[str, Any]) -> Bytes:
         """The bytes of a bucket."""
         path = str(message["path"])
-        if path in self._memories:
-            return self._memories[path]
+        if path in _mapped:
+            return _mapped[path][1]
         try:
             with Path(path).open("r+b") as file:  # writable, because torch takes no other; nobody writes
                 memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         except (OSError, ValueError) as error:
             raise SyncError(f"bucket {message['bucket']} cannot be read from {path}: {error}") from error
         if self._in_turn:
-            self._memories[path] = memory
+            _mapped[path] = _node(path), memory
         return memory
+
+
+def _node(path: str) -> int:
+    """Which file is at a path; 0 for none."""
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return 0
 
 
 class _Grouped:
@@ -392,7 +412,8 @@ class _Grouped:
     joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
     def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
-        self._backend, self._peer, self._timeout = plane["backend"], plane["id"], ticket.timeout
+        self._backend = plane["backend"]
+        self._memory: Any = None  # of one bucket after the other, because the first touch of memory costs
         if _Grouped.joined is None or _Grouped.joined[0] != plane["id"]:
             _Grouped.joined = None
             store = open_store(ticket.host, plane["port"], ticket.timeout)
@@ -405,7 +426,9 @@ class _Grouped:
         import torch
 
         device = "cuda" if self._backend == "nccl" else "cpu"
-        memory = torch.empty(message["bytes"], dtype=torch.uint8, device=device)
+        if self._memory is None or len(self._memory) < message["bytes"]:
+            self._memory = torch.empty(message["bytes"], dtype=torch.uint8, device=device)
+        memory = self._memory[: message["bytes"]]
         try:
             broadcast(self._group, memory).wait()
         except RuntimeError as error:

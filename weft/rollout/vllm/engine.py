@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.rollout.base import Completion, Request
+from weft.rollout.base import Completion, EnginePart, Request
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served, together
@@ -24,7 +24,7 @@ from weft.rollout.sync.wire import SyncError, Ticket
 from weft.rollout.vllm.mapping import body_of, completion_of
 from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
 
-_SLEEP_LEVEL = 2  # weights are dropped, not kept in host memory: a sync brings others
+_TAGS = {"weights": "weights", "cache": "kv_cache"}  # of an engine's memory, as vLLM names its parts
 _MOST = 2048  # calls at once; the server queues them anyway
 
 
@@ -36,12 +36,16 @@ class VllmEngine:
 
     def __init__(self, settings: Settings, served: Served, folder: Path, version: int | None) -> None:
         self.settings, self.version = settings, version
-        self._served, self._folder = served, folder
+        self._served = served
         self._numbers = itertools.count()
         self._adapters = folder / "adapter"
         self._adapter = False  # whether the server knows one
         self._based = False  # whether its base has
         self._told = False  # to pause, by its user
+        self._slept: int | None = None  # the version that it had when it went to sleep
+        self._going = asyncio.Event()  # not while what was unfinished waits to begin again
+        self._going.set()
+        self._dropped = 0  # how often that has happened
         self._changing = asyncio.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._room = asyncio.Semaphore(max(1, min(_MOST, files // 2)))
@@ -57,7 +61,7 @@ class VllmEngine:
         socket = folder / "socket"
         process = EngineProcess(
             settings.name, command(settings, socket), environment(settings, place_parts(folder / "parts")),
-            settings.folder / f"{settings.name}.log",
+            settings.folder / f"{settings.name}.log", folder,
         )  # fmt: skip
         engine = cls(settings, Served(process, Address(str(socket)), "/health", settings.silence), folder, None)
         try:
@@ -102,10 +106,11 @@ class VllmEngine:
             self._based = True
             if answers[0]["adapter"]:
                 await self._load_adapter()
+            if answers[0]["verify"]:
+                await self._workers("weft_check_adapter", [str(self._adapters)], "reading its adapter back")
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Take all weights from a HuggingFace directory, as `receive` does. Nothing is proven: what is not there stays
-        undefined."""
+        """Take all weights from a HuggingFace directory, as `receive` does."""
         async with self._update(version):
             await self._workers("weft_reload", [str(folder)], f"reading {folder}")
 
@@ -116,42 +121,51 @@ class VllmEngine:
             await self._load_adapter()
 
     async def sleep(self) -> None:
-        """Give up memory: weights and caches go. vLLM on CPU cannot, and keeps them."""
+        """Give up memory. Weights go, because a sync brings others (level 2); those under an adapter, which is sent
+        alone, wait in the host's memory (level 1). vLLM on CPU cannot, and keeps all."""
         if self.settings.interpreter.cpu:
             return
         async with self._changing:
+            self._told = True
             await self._pause()
-            await self._post(f"/sleep?level={_SLEEP_LEVEL}&mode=keep", None, "going to sleep")
-            self.version, self._based = None, False
+            level = 2 if self.settings.lora_rank is None else 1
+            await self._post(f"/sleep?level={level}&mode=keep", None, "going to sleep")
+            self._slept, self.version = self.version, None
 
-    async def wake(self) -> None:
-        """Take memory again; an update must follow."""
-        if not self.settings.interpreter.cpu:
-            await self._post("/wake_up", None, "waking up")
+    async def wake(self, part: EnginePart) -> None:
+        """Take memory again: for the weights, then an update must come, and then for the cache, which sets it going."""
+        if self.settings.interpreter.cpu:
+            return
+        await self._post(f"/wake_up?tags={_TAGS[part]}", None, "waking up")
+        if part == "cache":
+            await self.resume()
 
     async def close(self) -> None:
         """End the server and all its processes."""
         await self._served.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _complete(self, request: Request, place: int) -> Completion:
         async with self._room:
             name = f"{request.id} #{place} ({next(self._numbers)})"
-            body = body_of(request, place, name, ADAPTER if self._adapter else None)
             what = f"generating {request.id}"
-            try:
-                answer = await self._served.work("/inference/v1/generate", body, what)
-                return completion_of(answer)
-            except (RefusedError, ValueError) as error:
-                raise RuntimeError(f"rollout engine {self.settings.name}, {what}: {error}") from error
+            while True:
+                await self._going.wait()
+                dropped, body = self._dropped, body_of(request, place, name, ADAPTER if self._adapter else None)
+                try:
+                    completion = completion_of(await self._served.work("/inference/v1/generate", body, what))
+                except (RefusedError, ValueError) as error:
+                    raise RuntimeError(f"rollout engine {self.settings.name}, {what}: {error}") from error
+                if completion.finish != "abort" or dropped == self._dropped:
+                    return completion
 
     @asynccontextmanager
     async def _update(self, version: int) -> AsyncIterator[int | None]:
         """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one. Its
         value is the version that there was."""
-        async with self._changing:
+        async with self._changing, self._unfinished_again():
             await self._pause()
-            self.version, had = None, self.version
+            had = self._slept if self.version is None else self.version
+            self.version = self._slept = None
             try:
                 yield had
                 await self._post("/reset_prefix_cache?reset_running_requests=true", None, "dropping caches")
@@ -163,6 +177,18 @@ class VllmEngine:
                 ) from error
             if not self._told:
                 await self._resume()
+
+    @asynccontextmanager
+    async def _unfinished_again(self) -> AsyncIterator[None]:
+        """With settings.drops, what is under way ends before, and begins anew after."""
+        if self.settings.drops:
+            self._going.clear()
+            self._dropped += 1
+            await self.abort()
+        try:
+            yield
+        finally:
+            self._going.set()
 
     async def _workers(self, method: str, arguments: list[Any], what: str) -> list[dict[str, Any]]:
         """Answers of all workers. SyncError where one says `error`."""

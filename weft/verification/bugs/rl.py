@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
-from weft.rl.types import Flags, Group
+from weft.rl.types import Flags, Floats, Group
 from weft.verification.bugs import Original, Plant, bug
 
 UPDATE = "tests/test_policy_parity.py: the update of grpo is that of plain PyTorch"
@@ -45,9 +45,8 @@ def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Group
     "what an environment wrote between two turns is trained like what the policy drew",
     caught_by=UPDATE, seen="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
 )  # fmt: skip
-def environment_trained(plant: Plant, original: Original, sampled: Flags, config: Any) -> Tensor:
-    between = sampled.copy()
-    between[int(sampled.argmax()) :] = True
-    plant.hits += bool((between != sampled).any())
-    weights: Tensor = original(between, config)
+def environment_trained(plant: Plant, original: Original, sampled: Sequence[Flags], config: Any) -> list[Floats]:
+    between = [flags | (np.arange(len(flags)) >= flags.argmax()) for flags in sampled]
+    plant.hits += sum(bool((ours != theirs).any()) for ours, theirs in zip(between, sampled, strict=True))
+    weights: list[Floats] = original(between, config)
     return weights

@@ -193,8 +193,8 @@ def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *rest: 
     caught_by="tests/test_plants.py: a hopeless run ends", seen="verl-project/verl-omni#539",
     needs="a loss that is not finite",
 )  # fmt: skip
-def skipped_for_ever(plant: Plant, original: Original, self: Any, result: Any, sources: Any) -> None:
-    if result.skipped:
+def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sources: Any) -> None:
+    if line.get("skipped"):
         plant.hit()
 
 

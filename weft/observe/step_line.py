@@ -44,4 +44,6 @@ def step_line(number: int, epoch: int, taken: Taken, throughput: Throughput, mem
     }
     if result.loss_scale is not None:
         line["loss_scale"] = result.loss_scale
+    if result.overflow:
+        line["overflow"] = True
     return line | ({"skipped": True, "reason": result.reason} if result.skipped else metrics)

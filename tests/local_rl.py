@@ -1,0 +1,151 @@
+"""`weft rl` in this process: trainer and engines are objects in threads of their own, in place of Ray's actors.
+
+All else is the real thing: the controller's loop, the trainer with its engine and its checkpoints, weight sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+
+from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
+from weft.cluster.options import RlOptions
+from weft.cluster.process import leave
+from weft.cluster.rays import ActorGroup, together
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
+from weft.errors import ActorError
+from weft.observe import flight
+from weft.recipes import rl
+from weft.recipes.rl_actors import Actors
+from weft.rl.records import FOLDER, rollout_files
+from weft.rl.trainer import Trainer
+from weft.rollout.standalone import Standalone
+
+KEYS = [
+    "model.init=random", "rl.prompts=2", "rl.group_size=3", "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4",
+    "step.max_tokens_per_device=64", "optimizer.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0",
+    "rl.reward=[length]", "data.columns={answer: completion}",
+    "checkpoint.every=1", "checkpoint.async=false",
+]  # fmt: skip
+# What differs from run to run, whatever is trained.
+CLOCKS = ("tokens_per_second", "memory_gib", "mfu", "sync/gb_per_second")
+Hook = Callable[[str, int], None]  # is told of each call of an actor: method, and how often it was called before
+
+
+def make_task(folder: Path) -> Path:
+    """A model of one layer, 9 additions to learn from and 3 to hold out."""
+    (folder / "adder").mkdir()
+    make_tokenizer(folder / "adder")
+    make_model(folder / "adder")
+    config = json.loads((folder / "adder/config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64}
+    (folder / "adder/config.json").write_text(json.dumps(config))
+    write(folder / "additions.jsonl", problems()[:9])
+    write(folder / "held-out.jsonl", problems()[9:12])
+    return folder
+
+
+def start(task: Path, run: Path, *more: str, hook: Hook | None = None, **options: Any) -> RlConfig:
+    """A whole run of weft rl. more: keys. options: of the command line."""
+    resume = options.pop("resume", False)
+    files = [str(run / "config.yaml")] if resume else []
+    words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS]
+    config = load_config(files, [*([] if resume else words), f"run.dir={run}", *more], RlConfig)
+    with mock.patch.object(rl, "open_actors", partial(_local_actors, hook=hook)):
+        rl.run(config, RlOptions(device="cpu", world=1, resume=str(run) if resume else None, **options))
+    return config
+
+
+class LocalGroup:
+    """An ActorGroup of objects in this process; each is called in one thread, as an actor is."""
+
+    def __init__(self, name: str, make: Sequence[Callable[[], Any]], hook: Hook | None = None) -> None:
+        self.name, self._make, self._hook = name, list(make), hook
+        self.objects: list[Any] = [None] * len(make)
+        self._threads = [ThreadPoolExecutor(1) for _ in make]
+        self.calls: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return await together([self.one(number, method, *args) for number in range(len(self))])
+
+    async def one(self, number: int, method: str, *args: Any) -> Any:
+        if self._hook is not None:
+            self._hook(method, self.calls.get(method, 0))
+        self.calls[method] = self.calls.get(method, 0) + 1
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[number], self._call, number, method, args)
+
+    def _call(self, number: int, method: str, args: Any) -> Any:
+        if self.objects[number] is None:
+            self.objects[number] = self._make[number]()
+        return getattr(self.objects[number], method)(*args)
+
+    def blamed(self, error: ActorError) -> ActorError:
+        return error
+
+    def keep_evidence(self, run: Path) -> None:
+        """There is none."""
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+
+@contextmanager
+def _local_actors(config: RlConfig, options: RlOptions, *, fill: bool, hook: Hook | None) -> Iterator[Actors]:
+    trainers = LocalGroup("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
+    engines = None
+    if config.rollout.engine == "hf":
+        make = partial(Standalone, config.model.path, dtype=torch.float32)
+        engines = LocalGroup("rollout engine", [make] * config.rollout.count, hook)
+    try:
+        yield Actors(cast(ActorGroup, trainers), {}, cast(ActorGroup, engines) if engines is not None else None)
+    finally:
+        for group in filter(None, (trainers, engines)):
+            group.end()
+        flight.own.close()
+        leave()
+
+
+# ---------------------------------------------------------------- what a run has left
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without times and memory."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in CLOCKS and "seconds" not in k} for line in found]
+
+
+def rollouts_of(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """Every row of RUN/rollouts, by rollout step."""
+    return {step: pq.read_table(path).to_pylist() for step, path in rollout_files(run / FOLDER).items()}
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, a critic's too."""
+    files = sorted((run / "checkpoints/latest").rglob("model*.safetensors"))
+    return {f"{file.parent.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same_run(run: Path, other: Path) -> None:
+    """Both have done the same, to the last bit."""
+    assert lines_of(run) == lines_of(other)
+    assert rollouts_of(run) == rollouts_of(other)
+    ours, theirs = weights_of(run), weights_of(other)
+    assert [name.partition(" ")[2] for name in ours] == [name.partition(" ")[2] for name in theirs]
+    assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))

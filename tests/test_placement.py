@@ -1,0 +1,113 @@
+"""cluster.placement: what is chosen and why, and what actors ask of a cluster then."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from weft.cluster.options import RlOptions
+from weft.cluster.rays import Bundle
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.recipes import rl_placement
+from weft.recipes.rl_actors import places_of
+from weft.recipes.rl_placement import LONG, settle
+
+NEEDED = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
+
+
+def config(*words: str) -> RlConfig:
+    return load_config([], [*NEEDED, *words], RlConfig)
+
+
+def never(config: RlConfig) -> float:
+    raise AssertionError("a trial, where none is needed")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "rollouts", "placement", "why"),
+    [
+        ([], {}, LONG, "auto", ""),
+        (["rollout.engine=hf"], {}, LONG - 1, "colocated", "499 rollout steps are too few to time both (from 500 on)"),
+        (["rollout.engine=hf", "cluster.max_staleness=1"], {}, LONG, "disaggregated", "with cluster.max_staleness"),
+        (["rollout.engine=hf", "cluster.placement=disaggregated"], {}, LONG, "disaggregated", ""),
+        (["rollout.engine=vllm"], {"device": "cuda", "world": 8}, LONG, "colocated", "trainers have all accelerators"),
+        (["rollout.engine=vllm", "cluster.trainer=6", "rollout.tp=2", "rollout.engines=2"],
+         {"device": "cuda", "world": 6}, LONG, "colocated", "of 8 accelerators trainers leave too few"),
+        (["rollout.engine=vllm", "rollout.tp=2"], {"device": "cuda", "world": 3}, LONG, "disaggregated",
+         "3 trainer ranks are no multiple of rollout.tp = 2"),
+        (["rollout.engine=hf"], {"rollout_only": True}, LONG, "colocated", "nothing to do"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_trial(
+    words: list[str], options: dict[str, Any], rollouts: int, placement: str, why: str
+) -> None:
+    with patch.object(rl_placement, "accelerator_count", lambda device: 8):
+        settled = settle(config(*words), RlOptions(**options), rollouts, never)
+    assert settled.config.cluster.placement == settled.recorded.cluster.placement == placement
+    (note,) = settled.notes or ("",)
+    assert why in note and bool(note) == bool(why)
+
+
+def test_auto_times_both_and_takes_the_faster() -> None:
+    asked = config("rollout.engine=hf")
+    times = {"colocated": 2.5, "disaggregated": 1.25}
+    settled = settle(asked, RlOptions(), LONG, lambda tried: times[tried.cluster.placement])
+    assert settled.recorded.cluster.placement == "disaggregated"
+    assert settled.notes == ("placed   disaggregated: seconds of a rollout step: colocated 2.5, disaggregated 1.25",)
+    # A resumed run reads what was recorded, and tries nothing again.
+    again = settle(settled.recorded, RlOptions(), LONG, never)
+    assert (again.recorded, again.notes) == (settled.recorded, ())
+
+
+def test_a_placement_that_is_not_possible_is_not_taken() -> None:
+    def seconds(tried: RlConfig) -> float:
+        if tried.cluster.placement == "disaggregated" or hopeless:
+            raise UserError("the Ray cluster has 1 GPUs. And more.\nSecond line.")
+        return 3.0
+
+    hopeless = False
+    (note,) = settle(config("rollout.engine=hf"), RlOptions(), LONG, seconds).notes
+    assert note.endswith("step: colocated 3, disaggregated not possible (the Ray cluster has 1 GPUs. And more)")
+    hopeless = True
+    with pytest.raises(UserError, match="cluster.placement=auto found none that is possible"):
+        settle(config("rollout.engine=hf"), RlOptions(), LONG, seconds)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.tp=3"], "rollout.tp is 3, but .* there are 4: set rollout.tp to a divisor of 4"),
+        (["rollout.engines=3", "rollout.tp=2"], "4 trainer ranks have room for 2: set rollout.engines=2 or fewer"),
+        (["rollout.transport=group"], "which NCCL does not join: set rollout.transport=auto"),
+    ],
+)
+def test_what_cannot_be_colocated_is_refused(words: list[str], message: str) -> None:
+    asked = config("rollout.engine=vllm", "cluster.placement=colocated", *words)
+    with pytest.raises(UserError, match=message):
+        settle(asked, RlOptions(device="cuda", world=4), LONG, never)
+
+
+def test_what_actors_ask_of_a_cluster() -> None:
+    """Not run on GPUs: what Ray is asked for there."""
+    gpu, options = Bundle(gpus=1.0), RlOptions(device="cuda", world=4)
+
+    def places(*words: str) -> Any:
+        return places_of(settle(config(*words), options, 1, never).config, 4, gpu=True)
+
+    shared = "cluster.placement=colocated"
+    found = places("rollout.engine=hf", shared)
+    assert (found.rooms, found.trainer, found.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
+    assert (found.engines, found.beside) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
+    found = places("rollout.engine=vllm", shared, "rollout.tp=2")
+    assert (found.trainer, found.engines, found.beside) == (gpu, [Bundle()] * 2, [0, 2])
+    found = places("rollout.engine=vllm", "cluster.placement=disaggregated", "rollout.tp=2")
+    assert (found.rooms, found.engines, found.beside, found.busy) == ([gpu] * 4, [Bundle(gpus=2.0)], None, 4)
+    assert places("rollout.engine=vllm", "rollout.tp=2", "cluster.max_staleness=1").busy == 5  # at the same time
+    on_cpu = settle(config("rollout.engine=hf", shared), RlOptions(world=2), 1, never).config
+    found = places_of(on_cpu, 2, gpu=False)
+    assert (found.rooms, found.engines, found.beside) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
+    assert found.busy == 2  # each has all cores in its turn

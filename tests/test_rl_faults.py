@@ -1,0 +1,492 @@
+"""Runs of `weft rl` that are cut short and gone on with; files that cannot be written; actors and rewards that fail.
+
+Without Ray: tests/local_rl.py. With it: tests/test_rl_run.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import forked
+from tests.faults import _fill_metrics_disk
+from tests.local_rl import lines_of, make_task, rollouts_of, same_run, start, weights_of
+from weft.checkpoint import contents
+from weft.checkpoint.retention import whole_steps
+from weft.cluster import pulse, reports
+from weft.cluster.pulse import Pulse
+from weft.cluster.rays import together
+from weft.cluster.reports import RankReport
+from weft.cluster.status import kind_of
+from weft.config.rl_schema import RlAlgorithm
+from weft.config.schema import ScheduleConfig
+from weft.errors import ActorError, StoppedError, StorageError, UserError
+from weft.observe import flight
+from weft.recipes import rl
+from weft.recipes.hopeless import EmptySteps
+from weft.recipes.rl_actors import Actors
+from weft.rl.environments import Environment, Reply
+from weft.rl.pool import BatchPool
+from weft.rl.rewards import Rewards
+from weft.rl.trainer import Trainer, Updated
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.sync.wire import SyncError
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("additions"))
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path) -> Path:
+    """Three rollout steps of one optimizer step each, evaluated after each, a checkpoint after each."""
+    start(task, task / "whole", *whole_keys(task))
+    return task / "whole"
+
+
+def whole_keys(task: Path) -> list[str]:
+    return ["train.steps=3", f"eval.path={task}/held-out.jsonl", "eval.every=1"]
+
+
+# ---------------------------------------------------------------- going on
+
+
+class Again(Environment):
+    """Asks once more, and rewards what is said then."""
+
+    gives_reward = True
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
+        self.turns += 1
+        return Reply(tokens=[10]) if self.turns == 1 else Reply(done=True, reward=float(len(text)))
+
+
+CASES = {
+    "updates and epochs": ["rl.updates=2", "rl.epochs=2", "train.steps=12", "schedule.name=linear"],
+    "dynamic sampling": ["rl.dynamic_sampling=2", "rl.group_size=2", "train.steps=3"],
+    "a critic": ["rl.algorithm=ppo", "critic.lr=1e-2", "train.steps=3"],
+    "an environment": ["rl.environment=tests.test_rl_faults:Again", "rollout.max_new_tokens=8", "train.steps=3"],
+}
+
+
+def back_to(run: Path, step: int) -> None:
+    """As if the run had been killed before it saved anything later; what it has written besides is there."""
+    for later in whole_steps(run / "checkpoints"):
+        if later > step:
+            shutil.rmtree(run / "checkpoints" / f"step-{later:06d}")
+    (run / "lock").write_text("{}")  # of a process that is gone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_unbroken_one(case: str, task: Path, tmp_path: Path) -> None:
+    """The same prompts, samples, losses and weights, to the last bit."""
+    run, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    start(task, run, *CASES[case])
+    shutil.copytree(run, unbroken, symlinks=True)
+    steps = whole_steps(run / "checkpoints")
+    assert len(steps) == 3
+    back_to(run, steps[0])
+    start(task, run, resume=True)
+    same_run(run, unbroken)
+    assert len(list((run / "rollouts/dropped").iterdir())) == 2
+
+
+def test_a_damaged_checkpoint_is_not_resumed_from(
+    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    back_to(run, 2)
+    file = run / "checkpoints/step-000002/trainer_state/rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"rl.group_size: 3 -> 4: it changes what is trained, and how"):
+        start(task, run, "rl.group_size=4", resume=True)
+    start(task, run, "rl.reward_timeout=9", resume=True)
+    out = capsys.readouterr().out
+    assert "changed  rl.reward_timeout: 30.0 -> 9.0" in out
+    assert "step-000002: rank-00000.safetensors is not what was written" in out and "resumed  step 1 of 3" in out
+    same_run(run, whole)
+
+
+def test_of_samples_that_run_ahead_none_is_lost_or_counted_twice(task: Path, tmp_path: Path) -> None:
+    """Weights are sent while requests wait; prompts whose samples were not trained yet are drawn again."""
+    run = tmp_path / "run"
+    keys = ["rollout.engine=hf", "cluster.max_staleness=1", "train.steps=4"]
+    config = start(task, run, *keys)
+    unbroken = rollouts_of(run)
+    counted(unbroken, config.rl)
+    for step, rows in unbroken.items():
+        versions = {v for row in rows for v, s in zip(row["versions"], row["sampled"], strict=True) if s}
+        assert versions <= {step - 2, step - 1} - {-1}
+    back_to(run, 2)
+    start(task, run, resume=True)
+    again = rollouts_of(run)
+    counted(again, config.rl)
+    assert {step: names(rows) for step, rows in again.items()} == {step: names(rows) for step, rows in unbroken.items()}
+    assert [line["step"] for line in lines_of(run)] == [1, 2, 3, 4]
+
+
+def names(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    return [(row["prompt_index"], row["visit"], row["number"]) for row in rows]
+
+
+def counted(steps: dict[int, list[dict[str, Any]]], config: RlAlgorithm) -> None:
+    """Each step has its samples, and no sample is in two of them; each prompt comes once in an epoch of nine."""
+    found = [name for rows in steps.values() for name in names(rows)]
+    assert len(found) == len(set(found)) == len(steps) * config.prompts * config.group_size
+    assert {visit for _, visit, _ in found} == {0}
+
+
+def test_a_replay_goes_on_as_a_replay(whole: Path, task: Path, tmp_path: Path) -> None:
+    run, files = tmp_path / "run", str(whole / "rollouts")
+    start(task, run, "train.steps=3", replay=files)
+    shutil.copytree(run, tmp_path / "unbroken", symlinks=True)
+    back_to(run, 1)
+    with pytest.raises(UserError, match=r"name their folder again \(--replay\)"):
+        start(task, run, resume=True)
+    start(task, run, resume=True, replay=files)
+    same_run(run, tmp_path / "unbroken")
+    assert all((weights_of(run)[name] == value).all() for name, value in weights_of(whole).items())
+    other = shutil.copytree(whole, tmp_path / "other", symlinks=True)
+    back_to(other, 1)
+    with pytest.raises(UserError, match="it drew its own samples so far: leave --replay out"):
+        start(task, other, resume=True, replay=files)
+    with pytest.raises(UserError, match="--rollout-only makes rollouts, and --replay trains"):
+        start(task, tmp_path / "both", "train.steps=3", replay=files, rollout_only=True)
+
+
+def test_rollouts_alone_go_on_behind_the_last(
+    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    start(task, unbroken, "train.steps=4", rollout_only=True)
+
+    def strike(method: str, before: int) -> None:
+        if (method, before) == ("generate", 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        start(task, run, "train.steps=4", rollout_only=True, hook=strike)
+    assert f"after step 2. Go on with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
+    start(task, run, resume=True, rollout_only=True)
+    assert "resumed  behind rollout step 2" in capsys.readouterr().out
+    assert lines_of(run) == lines_of(unbroken) and rollouts_of(run) == rollouts_of(unbroken)
+    with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another: weft rl"):
+        start(task, whole, resume=True, rollout_only=True)
+
+
+@pytest.mark.parametrize(("method", "before"), [("generate", 2), ("update", 1), ("save", 0)])
+def test_a_signal_ends_and_saves_the_step(
+    method: str, before: int, whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def strike(called: str, times: int) -> None:
+        if (called, times) == (method, before):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = tmp_path / "run"
+    with pytest.raises(StoppedError) as stopped:
+        start(task, run, *whole_keys(task), hook=strike)
+    assert stopped.value.number == signal.SIGTERM
+    assert "stopped  by SIGTERM after step 2. Go on with: weft rl --resume" in capsys.readouterr().out
+    assert json.loads((run / "summary.json").read_text())["stopped"] == "SIGTERM"
+    start(task, run, resume=True)
+    same_run(run, whole)
+
+
+# ---------------------------------------------------------------- what cannot be written
+
+
+def full(path: Path) -> None:
+    """The next thing that is written there finds a full disk."""
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize("what", ["rollouts", "evaluations", "metrics", "a checkpoint", "the run's folder"])
+def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second step; the first one's checkpoint stands, and the run goes on from it when there is room."""
+    run = tmp_path / "run"
+
+    def strike(method: str, before: int) -> None:
+        if (method, before) != ("update", 1):
+            return
+        if what in ("rollouts", "evaluations"):
+            full(run / what / "step-000002.parquet.partial")
+        elif what == "metrics":
+            _fill_metrics_disk(None)
+        elif what == "a checkpoint":
+            monkeypatch.setattr(contents, "write_rank_file", no_room)
+        else:
+            run.rename(tmp_path / "gone")
+
+    with pytest.raises(StorageError) as error:
+        start(task, run, *whole_keys(task), hook=strike)
+    assert kind_of(error.value) == "storage"
+    message = str(error.value)
+    if what == "the run's folder":
+        assert f"could not write {run}" in message and "No such file" in message
+        (tmp_path / "gone").rename(run)
+    else:
+        assert "No space left on device" in message
+    where = {"metrics": "metrics.jsonl", "a checkpoint": "checkpoints/step-000002.partial"}.get(what, what)
+    assert where.removeprefix("the run's folder") in message
+    assert f"weft rl --resume {run}" in message and "weft sft" not in message
+    assert whole_steps(run / "checkpoints") == [1]
+    monkeypatch.undo()
+    start(task, run, resume=True)
+    same_run(run, whole)
+
+
+def no_room(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---------------------------------------------------------------- actors that fail
+
+
+def test_a_failed_actor_ends_the_run_and_what_stands_is_said(task: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def strike(method: str, before: int) -> None:
+        if (method, before) == ("advance", 1):
+            raise ActorError("rollout engine 0 died", "killed")
+
+    keys = ["rollout.engine=hf", "cluster.max_staleness=1", "train.steps=4"]
+    with pytest.raises(ActorError, match="rollout engine 0 died") as error:
+        start(task, run, *keys, hook=strike)
+    report = reports.of_exception(0, error.value)
+    assert report.kind == "killed" and f"What each rank was doing is in {run}/flight" in report.message
+    assert not (run / "lock").exists()
+
+
+class Engines:
+    """A group of two engines, whose answers come when they are let go. version: of their weights."""
+
+    def __init__(self) -> None:
+        self.version, self.asked, self.go = 0, 0, asyncio.Event()
+
+    def __len__(self) -> int:
+        return 2
+
+    async def one(self, number: int, method: str, requests: list[Request]) -> list[list[Completion]]:
+        version, turn = self.version, self.asked
+        self.asked += 1
+        await self.go.wait()
+        if turn == 3:
+            raise ActorError(f"rollout engine {number} died", "killed")
+        return [[Completion((s,), (0.0,), "end", ((version, 1),)) for s in r.seeds] for r in requests]
+
+
+def test_an_update_waits_for_what_has_begun_and_holds_what_has_not() -> None:
+    """Two requests run while weights change: they end under the old ones, and what waited comes under the new."""
+
+    async def play() -> list[Any]:
+        engines = Engines()
+        pool: Any = BatchPool(engines)  # type: ignore[arg-type]
+        first = [asyncio.ensure_future(pool.generate(request(seed))) for seed in (1, 2)]
+        await asyncio.sleep(0.01)
+        later = [asyncio.ensure_future(pool.generate(request(seed))) for seed in (3, 4)]
+        paused = asyncio.ensure_future(pool.pause())
+        await asyncio.sleep(0.01)
+        assert engines.asked == 2 and not paused.done()
+        engines.go.set()
+        await paused
+        engines.version = 1
+        assert engines.asked == 2
+        await pool.resume()
+        return await asyncio.gather(*first, *later, return_exceptions=True)
+
+    found = asyncio.run(play())
+    died = [result for result in found if isinstance(result, ActorError)]
+    answered = [result[0] for result in found if not isinstance(result, ActorError)]
+    assert len(died) == 1  # the fourth one's engine, and nobody waits for ever
+    assert [(c.tokens, c.versions) for c in answered] == [((1,), ((0, 1),)), ((2,), ((0, 1),)), ((3,), ((1, 1),))]
+
+
+def request(seed: int) -> Request:
+    return Request(f"prompt {seed}", (5,), (seed,), Sampling(1))
+
+
+def test_of_several_failures_the_cause_is_raised() -> None:
+    async def fail(after: float, error: ActorError) -> None:
+        await asyncio.sleep(after)
+        raise error
+
+    waited = ActorError("nothing came", "hang", RankReport(0, 0.0, "", kind="hang", waited=True))
+    said = ActorError("its connection was closed", "failed", RankReport(0, 0.0, ""))
+    died = ActorError("rollout engine 0 died", "killed")
+
+    async def play(*errors: ActorError) -> None:
+        await together([fail(0.02 * number, error) for number, error in enumerate(errors)])
+
+    for errors, cause in (((waited, said), said), ((said, died), died), ((waited, said, died), died)):
+        with pytest.raises(ActorError) as raised:
+            asyncio.run(play(*errors))
+        assert raised.value is cause
+
+
+def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
+    class Silent:
+        def send(self, version: int) -> None:
+            raise SyncError("hf-0 did not come for version 3 within 8 s", late=True)
+
+    trainer: Any = object.__new__(Trainer)
+    trainer.sender = Silent()
+    with pytest.raises(ActorError, match="hf-0 did not come") as error:
+        trainer.send(3)
+    assert reports.of_exception(0, error.value).status == 11
+
+
+ACTOR = """
+import os, sys, time
+from pathlib import Path
+from weft.observe import flight
+flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
+flight.begin(0, 1)
+if sys.argv[2] != "idle":
+    flight.watch(0.2)
+flight.at(sys.argv[2])
+print("there", flush=True)
+while True:
+    time.sleep(0.02)
+    flight.beat()
+"""
+
+
+@pytest.mark.parametrize("phase", ["generate", "idle"])
+def test_an_actor_that_is_stopped_is_ended_and_named(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own watchdog is stopped, too. Where it waits for a call, it is one that the call does not wake."""
+    monkeypatch.setattr(pulse.Silence, "most", staticmethod(lambda limit: 3 * limit))
+    words = [sys.executable, "-c", ACTOR, str(tmp_path), phase]
+    variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
+    with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
+        assert actor.stdout is not None and actor.stdout.readline() == "there\n"
+        looking = Pulse(tmp_path, 0.2, "rollout.timeout")
+        with looking.waiting_for(0):
+            actor.send_signal(signal.SIGSTOP)
+            end = time.monotonic() + 20
+            while actor.poll() is None and time.monotonic() < end:
+                looking.look(0.0)
+                time.sleep(0.05)
+    assert actor.returncode == -signal.SIGKILL
+    (report,) = reports.read_all(tmp_path)
+    assert report.kind == "hang" and "(rollout.timeout); it is stopped (SIGSTOP)" in report.message
+    assert report.where == {"generate": "generating", "idle": "waiting for the controller"}[phase]
+
+
+def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse.Silence, "most", staticmethod(lambda limit: 0.0))
+    record = flight.Flight()
+    record.open(tmp_path / flight.FOLDER / flight.live_name(0))
+    record.watch(1.0)
+    record.at("generate")
+    looking = Pulse(tmp_path, 1.0, "train.timeout")
+    looking.look(0.0)
+    time.sleep(0.01)
+    looking.look(0.0)
+    assert reports.read_all(tmp_path) == []
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def hold_for_ever() -> None:
+    """A controller whose reward function never ends."""
+    from tests.test_rewards import sample_of
+    from weft.rl.types import Prompt
+
+    async def run() -> None:
+        rewards = Rewards(RlAlgorithm(reward=("tests.reward_functions:hold_the_lock",), reward_workers=1))
+        sample = sample_of(Prompt(0, 0, (1,), "?"), 0, "a")
+        await rewards.start()
+        await rewards.score([sample], ["a"])
+
+    asyncio.run(run())
+
+
+def test_rewards_end_with_a_controller_that_is_killed(tmp_path: Path) -> None:
+    """Even a function that holds Python's lock, and what it has started."""
+    root = str(Path(__file__).parent.parent)
+    controller = forked.Run(hold_for_ever, tmp_path, STARTED=str(tmp_path / "started"), PYTHONPATH=root)
+    end = time.monotonic() + 100
+    while not (tmp_path / "started").exists():
+        assert controller.process.is_alive() and time.monotonic() < end
+        time.sleep(0.05)
+    children = psutil.Process(controller.pid).children(recursive=True)
+    assert len(children) == 3  # the function's process, the one that looks after it, and what it has started
+    controller.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_group_without_rewards_is_not_trained_and_is_counted(task: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = ["train.steps=1", "rl.reward=[tests.reward_functions:of_some]", "rl.reward_workers=1"]
+    start(task, run, *keys)
+    (line,) = lines_of(run)
+    assert line["documents"] == 3 and line["rollout/untrained"] == 3
+    (rows,) = rollouts_of(run).values()
+    assert len(rows) == 6 and sum(row["reward"] is None for row in rows) == 3
+
+
+def test_a_run_without_rewards_ends(task: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (
+        r"2 rollout steps in a row had no sample to train \(train.max_nonfinite\). Of the 6 of the last one 6 have no "
+    )
+    keys = ["train.steps=9", "train.max_nonfinite=2", "rl.reward=[tests.reward_functions:of_none]"]
+    with pytest.raises(UserError, match=words + "reward"):
+        start(task, run, *keys)
+    lines = lines_of(run)
+    assert [(line["step"], line["documents"], line["skipped"]) for line in lines] == [(1, 0, True), (2, 0, True)]
+
+
+def test_empty_steps_count_in_a_row() -> None:
+    from tests.rl_samples import algorithm, group, rl_config
+
+    config, empty = rl_config(algorithm()), EmptySteps(2)
+    for rewards in ((None, None), (0.0, None), (None, None)):
+        empty.count(group(rewards).samples, config)
+    assert empty.in_a_row == 1
+
+
+def test_a_step_that_was_skipped_does_not_advance_the_rate() -> None:
+    """As in weft sft."""
+    from tests.rl_samples import algorithm, group, rl_config
+
+    rates = list[float]()
+
+    class Trainers:
+        async def all(self, method: str, samples: Any, number: int, steps: int, epoch: int, lr: float) -> list[Any]:
+            rates.append(lr)
+            return [Updated({"step": number} | ({"skipped": True} if number == 2 else {}), {})]
+
+    config = rl_config(algorithm(updates=4))
+    object.__setattr__(config, "schedule", ScheduleConfig(name="linear", warmup_steps=0, min_lr_ratio=0.0))
+    trainers: Any = Trainers()
+    nothing: Any = None
+    run = rl.Run(config, nothing, nothing, Actors(trainers, {}, None), rl.Plan(1, 4), rl.FRESH)
+    step = rl.RolloutStep(1, [group((0.0, 1.0), index=index) for index in range(4)])
+    lines = asyncio.run(rl.update(run, step))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and run.updates == 3
+    assert rates == pytest.approx([config.optimizer.lr * left for left in (0.75, 0.5, 0.5, 0.25)])

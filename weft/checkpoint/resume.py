@@ -1,0 +1,139 @@
+"""Going on from a checkpoint, whatever was trained: which one, and an engine filled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from weft.checkpoint import rng
+from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
+from weft.checkpoint.state import DamagedError, TrainerState, check_contents, load_state, read_rng, read_state
+from weft.cluster.process import Ranks
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.models.adapter_files import CONFIG as ADAPTER
+from weft.observe.summary import versions
+
+T = TypeVar("T")
+Judge = Callable[[Path], tuple[TrainerState | None, str]]
+
+
+def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[TrainerState | None, list[str]]:
+    """The newest of these checkpoints that is whole, and why newer ones were skipped. judge: its state, or why not."""
+    skipped: list[str] = []
+    for step in reversed(steps):
+        folder = step_folder(checkpoints, step)
+        state, reason = judge(folder)
+        if state is not None:
+            return state, skipped
+        skipped.append(f"{folder}: {reason}")
+    return None, skipped
+
+
+def alone(checkpoint: Path) -> tuple[TrainerState | None, str]:
+    """A judge that is no rank, and reads everything itself."""
+    try:
+        return whole(checkpoint, 0, 1), ""
+    except DamagedError as error:
+        return None, str(error)
+
+
+def whole(checkpoint: Path, rank: int, world: int) -> TrainerState:
+    """The trainer state of a checkpoint, after this rank's share of its files, and of those of engines that were
+    trained beside it, was compared with their checksums. Raises DamagedError."""
+    state = read_state(checkpoint)
+    for part in [state, *(read_state(folder.parent) for folder in sorted(checkpoint.glob(f"*/{TRAINER_STATE}")))]:
+        check_contents(part, rank, world)
+    return state
+
+
+def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
+    """What `function` returns; on all ranks None and the first reason where it found damage on any."""
+    result, mine = None, None
+    try:
+        result = function()
+    except DamagedError as error:
+        mine = str(error)
+    reasons: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(reasons, mine)
+    reason = next((text for text in reasons if text is not None), None)
+    return (result, "") if reason is None else (None, reason)
+
+
+def fill_from(
+    engine: Engine, state: TrainerState, seed: int, others: Mapping[str, Engine] | None = None, *, command: str = "sft"
+) -> list[str]:
+    """Masters, moments and generators of a checkpoint; what there is to say of it. Collective.
+
+    others: folder -> an engine that was trained beside it. command: of weft, for messages.
+    """
+
+    def load() -> bool:
+        load_state(engine, state)
+        for folder, other in (others or {}).items():
+            load_state(other, read_state(state.checkpoint / folder))
+        return True
+
+    loaded, reason = agreed(load, engine.ranks)
+    if loaded is None:
+        raise UserError(
+            f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "
+            f"{from_weights(state.checkpoint, command)}"
+        )
+    return _take_up_rng(engine, state, seed)
+
+
+def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
+    ranks = engine.ranks
+    rng.seed_rank(seed, ranks.rank, state.step)
+    if state.world != ranks.world:
+        return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
+    rng.restore(read_rng(state, ranks.rank), engine.device)
+    return []
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[str, str]]) -> list[str]:
+    """From where a run goes on, and what differs from before."""
+    notes = [f"resumed  step {state.step} of {steps}, from {state.checkpoint}"]
+    notes += [f"changed  {key}: {before} -> {now}" for key, (before, now) in changed.items()]
+    before, now = state.content["versions"], versions()
+    differing = [f"{name} {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
+    return notes + ([f"versions {'; '.join(differing)}: results may differ in their last bits"] if differing else [])
+
+
+def nothing_whole(folder: Path, skipped: Sequence[str], command: str = "sft") -> str:
+    """The error where no checkpoint of RUN can be resumed from."""
+    with_weights = [
+        step_folder(folder / "checkpoints", step)
+        for step in reversed(whole_steps(folder / "checkpoints"))
+        if any((step_folder(folder / "checkpoints", step) / name).exists() for name in ("config.json", ADAPTER))
+    ]
+    advice = ""
+    if with_weights:
+        advice = f"\nTo go on from weights alone, as a new run: {from_weights(with_weights[0], command)}"
+    return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
+
+
+def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str = "sft") -> str:
+    """The error where a config would go on with another training."""
+    return (
+        f"--resume {folder}: this config would go on with another training than the one up to step {state.step}:\n"
+        + "\n".join(f"  {problem}" for problem in problems)
+        + "\nSet them back, or start a new run from the weights alone: "
+        + from_weights(state.checkpoint, command)
+    )
+
+
+def from_weights(checkpoint: Path, command: str = "sft") -> str:
+    """The command that starts a new run with a checkpoint's weights."""
+    config = checkpoint.parent.parent / "config.yaml"
+    if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
+        unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
+        return f"weft {command} {config} lora.path={checkpoint} {unset} run.dir=NEW"
+    return f"weft {command} {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"

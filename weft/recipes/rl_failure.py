@@ -1,0 +1,42 @@
+"""How a run of `weft rl` that fails says so: what is kept of it, what stands, and how to go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.cluster.failures import what_stands
+from weft.cluster.rays import ActorGroup
+from weft.cluster.status import kind_of
+from weft.errors import ActorError, StorageError
+
+
+@contextmanager
+def told(folder: Path, groups: Mapping[str, ActorGroup]) -> Iterator[None]:
+    """Keeps in RUN what actors were doing when one of them failed; files that cannot be written are a StorageError.
+    groups: by the folder of RUN that has their evidence."""
+    try:
+        yield
+    except ActorError as error:
+        for name, group in groups.items():
+            group.keep_evidence(folder / name)
+        if error.kind != "user":
+            error.add_note(what_stands(str(folder)).strip())
+        raise
+    except OSError as error:
+        if kind_of(error, str(folder)) != "storage":
+            raise
+        raise StorageError(_said(error, folder)) from error
+
+
+def _said(error: OSError, folder: Path) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    latest, stands = folder / "checkpoints" / "latest", ""
+    if latest.exists():
+        stands = f" The last whole checkpoint is {latest.parent / os.readlink(latest)}."
+    return (
+        f"could not write {where}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
+        f"and at the folder.{stands} Then go on: weft rl --resume {folder}"
+    )

@@ -1,0 +1,111 @@
+"""`cluster.placement`: whether rollout engines have the trainers' devices, and take turns with them, or others.
+
+With the embedded engine there is nothing to choose. Of engines of their own `auto` times the first rollout steps of the
+run with each placement, in a folder that is thrown away, and takes the faster. It does so where both are possible and
+the run is long enough to pay for it; the rule that holds elsewhere is in `_by_rule`. The choice is printed, and stands
+in RUN/config.yaml, so that a resumed run keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.cluster.machine import accelerator_count
+from weft.cluster.options import RlOptions
+from weft.config.rl_schema import RlConfig
+from weft.errors import ActorError, UserError, first_line
+
+Placement = Literal["colocated", "disaggregated"]
+PLACEMENTS: tuple[Placement, ...] = ("colocated", "disaggregated")
+LONG = 500  # rollout steps of a run for which two times TIMED steps and two starts are little
+TIMED = 4  # rollout steps, the first of which is not counted: much is done for the first time
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A config whose placement is no longer `auto`. recorded: what a resumed run is to read, which has it without how
+    many engines that makes; notes: what to print of it."""
+
+    config: RlConfig
+    recorded: RlConfig
+    notes: tuple[str, ...] = ()
+
+
+def settle(config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]) -> Settled:
+    """rollouts: steps of the run. seconds: of a rollout step with this config; may raise UserError or ActorError where
+    it is not possible. UserError where the placement that is asked for is not."""
+    if config.rollout.engine == "embedded":
+        return Settled(config, config)
+    wanted = config.cluster.placement
+    if wanted != "auto":
+        return Settled(_placed(config, options, wanted), config)
+    placement, why = _by_rule(config, options, rollouts)
+    if placement is None:
+        placement, why = _by_trial(config, options, seconds)
+    placed = _placed(config, options, placement)
+    return Settled(placed, replace(config, cluster=placed.cluster), (f"placed   {placement}: {why}",))
+
+
+def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Placement | None, str]:
+    """What needs no trial, and why."""
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.max_staleness:
+        return "disaggregated", "with cluster.max_staleness engines generate while trainers train"
+    if options.rollout_only or options.replay is not None:
+        return "colocated", "trainers or engines have nothing to do"
+    if options.device == "cuda":
+        if options.world % rollout.tp:
+            return "disaggregated", f"{options.world} trainer ranks are no multiple of rollout.tp = {rollout.tp}"
+        if cluster.trainer is None:
+            return "colocated", "trainers have all accelerators (cluster.trainer would leave some)"
+        there = accelerator_count("cuda") if cluster.address is None else None
+        if there is not None and there < options.world + rollout.count * rollout.tp:
+            return "colocated", f"of {there} accelerators trainers leave too few"
+    if rollouts < LONG:
+        return "colocated", f"{rollouts} rollout steps are too few to time both (from {LONG} on)"
+    return None, ""
+
+
+def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig], float]) -> tuple[Placement, str]:
+    """The faster, and what was measured."""
+    found: dict[Placement, float] = {}
+    said: list[str] = []
+    for placement in PLACEMENTS:
+        try:
+            found[placement] = seconds(_placed(config, options, placement))
+            said.append(f"{placement} {found[placement]:.3g}")
+        except (UserError, ActorError) as error:
+            said.append(f"{placement} not possible ({first_line(error)})")
+    if not found:
+        raise UserError(
+            "cluster.placement=auto found none that is possible:\n" + "\n".join(f"  {text}" for text in said)
+        )
+    return min(found, key=lambda placement: found[placement]), f"seconds of a rollout step: {', '.join(said)}"
+
+
+def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlConfig:
+    """The config with this placement, and as many engines as rollout.engines leaves open."""
+    rollout, world, gpu = config.rollout, options.world, options.device == "cuda"
+    engines = rollout.engines or 1
+    if placement == "colocated" and gpu:
+        if world % rollout.tp:
+            raise UserError(
+                f"rollout.tp is {rollout.tp}, but with cluster.placement=colocated an engine has the devices of so "
+                f"many trainer ranks, and there are {world}: set rollout.tp to a divisor of {world}."
+            )
+        if rollout.transport == "group":
+            raise UserError(
+                "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "
+                "devices, which NCCL does not join: set rollout.transport=auto."
+            )
+        most = world // rollout.tp
+        engines = rollout.engines or most
+        if engines > most:
+            raise UserError(
+                f"rollout.engines is {engines}, but with cluster.placement=colocated {world} trainer ranks have room "
+                f"for {most}: set rollout.engines={most} or fewer, or null."
+            )
+    cluster = replace(config.cluster, placement=placement)
+    return replace(config, cluster=cluster, rollout=replace(rollout, engines=engines))

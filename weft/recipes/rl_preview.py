@@ -1,0 +1,131 @@
+"""`weft rl --dry-run`: what a run would ask, reward and take, from files of this machine and without any weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from weft.cluster.options import RlOptions
+from weft.cluster.process import Ranks, pretend
+from weft.config.paths import holds_weights
+from weft.config.rl_schema import RlConfig
+from weft.config.sources import looks_like_hub_dataset
+from weft.data.tokenizer import load_tokenizer
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.observe.opening import print_dry_run
+from weft.observe.tables import EngineRow, byte_count, engine_table, show
+from weft.planner.memory import cache_bytes
+from weft.recipes.rl import Plan, Task, check_task, read_task
+from weft.rl.beside import apart
+from weft.rl.engines import critic_engine, policy_config, reference_engine
+from weft.rl.environments import environment_class
+from weft.rl.rewards import Rewards
+from weft.rl.types import Prompt
+
+_LONGEST = 2000  # characters of the prompt that is shown
+_LONGEST_VALUE = 60  # of a column's
+
+
+def dry_run(config: RlConfig, options: RlOptions) -> None:
+    """Print it. Raises UserError for what a run would be refused for before it starts, prompts and rewards first."""
+    check_task(config)
+    unread = _unread(config)
+    task = None if unread else read_task(config)
+    rewards = task.rewards if task is not None else Rewards(config.rl)
+    environment = environment_class(config)
+    asyncio.run(_try(rewards, task))
+    with pretend(options.world, options.device) as ranks:
+        engine = Engine(policy_config(config), ranks, weights=False)
+        print_dry_run(config, engine, parameters=options.parameters)
+        show(engine_table(_rows(config, engine, ranks)))
+    say = Console(highlight=False, soft_wrap=True).print
+    for line in rewards.lines():
+        say(f"reward   {line}", markup=False)
+    if environment is not None:
+        say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation", markup=False)
+    for line in [f"prompts  not read: {unread}"] if task is None else _task_lines(config, task):
+        say(line, markup=False)
+
+
+def _unread(config: RlConfig) -> str:
+    """Why prompts cannot be looked at yet; nothing where they can."""
+    sources = [config.data.path, *(source.path for source in config.data.sources or ())]
+    sources += [config.eval.path, *(source.path for source in config.eval.sources or ())]
+    hub = [path for path in sources if path and looks_like_hub_dataset(path) and not Path(path).exists()]
+    if hub:
+        return f"{hub[0]} is on the hub, and a dry run downloads nothing"
+    folder = Path(config.model.path)
+    if folder.is_dir() and not holds_weights(folder):  # yet to be downloaded
+        try:
+            load_tokenizer(config.model.path)
+        except UserError:
+            return f"there is no tokenizer in {folder} yet"
+    return ""
+
+
+async def _try(rewards: Rewards, task: Task | None) -> None:
+    """Import the functions, and see whether every prompt has the columns that they ask for."""
+    async with rewards:
+        await rewards.start([] if task is None else [*task.prompts, *task.held_out.all()])
+
+
+def _task_lines(config: RlConfig, task: Task) -> list[str]:
+    """Prompts, their number and length, how many steps they make, and one of them as the model sees it."""
+    plan, rl = Plan.of(config, task.stream), config.rl
+    lines = [f"prompts  {task.prompts}"]
+    lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
+    lines.append(
+        f"steps    {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} samples, "
+        f"{plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; "
+        f"{plan.rollouts * rl.prompts / task.stream.in_epoch:.3g} times through the prompts"
+    )
+    prompt = task.prompts[0]
+    text = str(task.tokenizer.decode(list(prompt.tokens)))
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
+    lines.append(f"\nThe first prompt as the model sees it ({prompt.source}, {len(prompt.tokens)} tokens):\n")
+    lines += [f"    {line}" for line in shown.split("\n")]
+    return [*lines, f"\nGiven to rewards beside it: {_columns(prompt)}"]
+
+
+def _columns(prompt: Prompt) -> str:
+    def shown(value: object) -> str:
+        text = repr(value)
+        return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+    return ", ".join(f"{name} = {shown(value)}" for name, value in prompt.columns.items()) or "nothing"
+
+
+def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
+    """What each engine takes of a rank, side by side."""
+    own = apart(config)
+    reference = None if "reference" in own else reference_engine(config, ranks, beside=policy, weights=False)
+    critic = None if "critic" in own else critic_engine(config, ranks, beside=policy, weights=False)
+    engines = {"policy": policy, "reference": reference, "critic": critic}
+    rows = [
+        EngineRow(name, e.memory.weights, e.memory.gradients, e.memory.optimizer, e.memory.gathered)
+        for name, e in engines.items()
+        if e is not None
+    ]
+    rows += [EngineRow(who, note=f"in {count} ranks of its own") for who, count in own.items()]
+    if reference is None and config.rl.kl > 0 and "reference" not in own:
+        rows.append(EngineRow("reference", note="the policy without its adapters"))
+    return [*rows, _rollout_row(config, policy)]
+
+
+def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
+    """The engine that generates."""
+    rollout, size = config.rollout, policy.precision.compute.itemsize
+    if rollout.engine not in ("embedded", "hf"):
+        note = (
+            f"{rollout.engine}: {rollout.engines} x {rollout.tp} accelerators, of each as much as rollout.memory says"
+        )
+        return EngineRow("rollout", note=note)
+    copy = sum(parameter.numel() for parameter in policy.module.hf_model.parameters()) * size
+    cache = byte_count(cache_bytes(policy.built.config, size) * rollout.max_tokens_per_device)
+    if rollout.engine == "hf":
+        return EngineRow("rollout", note=f"{rollout.engines} processes beside: {byte_count(copy)} each, and a cache")
+    note = f"a whole copy; beside it a cache of up to {cache} ({rollout.max_tokens_per_device:,} tokens)"
+    return EngineRow("rollout", copy, note=note)

@@ -1,0 +1,76 @@
+"""Reward functions that a program gives as objects, as the processes that run them find them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from weft.cluster.rays import import_ray
+from weft.errors import UserError, first_line
+
+MAIN = "__main__"  # the module that functions are said to be of which no other process can import
+
+
+def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
+    """What rl.reward calls functions, and of those that no import path leads to, by that name, what they are pickled.
+
+    given: a name or import path as in rl.reward, a function, or several of these. UserError where one is neither, or
+    cannot be sent to another process.
+    """
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    names: list[str] = []
+    pickled: dict[str, bytes] = {}
+    for place, reward in enumerate(several, start=1):
+        name = reward if isinstance(reward, str) else _import_path(reward)
+        if name is None:
+            name = _own_name(reward, place, names)
+            pickled[name] = _pickled(reward, name)
+        names.append(name)
+    return names, pickled
+
+
+def _import_path(function: Any) -> str | None:
+    """Where other processes find this function; None where they do not."""
+    if not callable(function):
+        raise UserError(
+            f"reward: {function!r:.80} is of type {type(function).__name__}: give a function, the name of a built-in "
+            "one (math), an import path (my_rewards:is_right), or a list of these."
+        )
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(name, str) or "<" in name or module not in sys.modules or module == MAIN:
+        return None
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is function and _can_be_imported(module) else None
+
+
+def _can_be_imported(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # one that a program has made
+        return False
+
+
+def _own_name(function: Any, place: int, taken: Sequence[str]) -> str:
+    """`__main__:is_right`; of what has no name, or one that is taken, by its place."""
+    name = getattr(function, "__name__", type(function).__name__)
+    own = f"{MAIN}:{name}"
+    return own if name.isidentifier() and own not in taken else f"{MAIN}:reward_{place}"
+
+
+def _pickled(function: Any, name: str) -> bytes:
+    """By value, with what it uses of this program (Ray's cloudpickle)."""
+    import_ray()
+    from ray import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"reward: {name.partition(':')[2]} cannot be sent to the processes that run rewards: {first_line(error)}. "
+            "Let it make what it uses when it is called first, or put it into a module and import it from there."
+        ) from error
+    return data

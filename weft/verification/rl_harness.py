@@ -1,0 +1,376 @@
+"""The update of `weft rl` on any mesh against plain PyTorch in one process (rl_reference.py), by DESIGN's measure.
+
+The rollouts are the same on both sides. Compared are what trainers read of them (old and reference logprobs, values),
+loss and every parameter's gradient of the first update in one cut and in many micro-batches, and losses, norms and
+weights along two updates of each rollout step; of the critic, too. Logprobs of the rollout are then disturbed, and old
+ones where the update does not read them itself, so that there is something to correct and to clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weft.config.presets import ADVANTAGES, POLICY_LOSSES
+from weft.config.rl_schema import RlConfig
+from weft.engine.engine import Engine
+from weft.engine.replay import LIVE, aligned
+from weft.errors import UserError
+from weft.models.routing import replaced, steering
+from weft.objectives.policy import PolicyLoss
+from weft.objectives.value import ValueLoss
+from weft.observe import flight
+from weft.rl import advantages
+from weft.rl.beside import READS, Who
+from weft.rl.corrections import comparable, correct, old_is_current
+from weft.rl.documents import documents_of, is_trained
+from weft.rl.trainer import Trainer
+from weft.rl.types import Floats, Group, Sample, samples_of
+from weft.verification import rl_reference
+from weft.verification.adapter import as_in_files, optimizer_by_files, stir, written
+from weft.verification.harness import (
+    SCALAR,
+    Figure,
+    Verdict,
+    compare_gradients,
+    compare_weights,
+    worst_five,
+    worst_of,
+)  # fmt: skip
+from weft.verification.observed import Tensors
+from weft.verification.reference_optimizer import Optimizer
+from weft.verification.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, Row, Rule
+from weft.verification.rl_rollouts import awkward_rollouts, disturb, noise
+
+PASSES = 2  # updates of each rollout step
+CRITIC = "critic: "
+
+Rollouts = Sequence[Sequence[Group]]
+
+
+@dataclass
+class Learner:
+    """What one side found of policy or critic. first: loss, its terms' size, norm, gradients; micro: gradients of the
+    same in many micro-batches; curve: (loss, its terms' size, gradient norm) of each update; weights: afterwards."""
+
+    first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
+    micro: Tensors = field(default_factory=dict)
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class Side:
+    """What one side found. reads: of each rollout step, arrays by name, sample by sample, of the drawn tokens."""
+
+    reads: list[dict[str, list[Floats]]] = field(default_factory=list)
+    policy: Learner = field(default_factory=Learner)
+    critic: Learner | None = None
+
+
+def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
+    """Compare what a trainer computes of these rollouts, or of awkward ones that its engine samples, with the plain
+    side; the verdict is on rank 0. lr: of every update. Trains it. Collective."""
+    config = trainer.config
+    _require_known(config)
+    stir(trainer.engine)
+    figures: list[Figure] = []
+    if rollouts is None:
+        rollouts = awkward_rollouts(trainer, trainer.engine.built.config.get_text_config().vocab_size)
+        figures.append(_mismatch(trainer, rollouts))
+        for groups in rollouts:
+            disturb(groups)
+    plain = others = None
+    start = _weights(trainer)
+    with written(trainer.engine) as adapter:
+        if trainer.ranks.is_first:
+            plain = _Plain(trainer, start, adapter).run(rollouts, lr)
+            others = _Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)
+    seen = _observe(trainer, rollouts, lr)
+    if plain is None or others is None:
+        return None
+    figures += _read_figures(seen, plain)
+    figures, worst = _learner_figures(seen.policy, plain.policy, others.policy, start[0], config, "", figures)
+    if seen.critic is not None:
+        assert plain.critic is not None and others.critic is not None and start[1] is not None
+        figures, more = _learner_figures(seen.critic, plain.critic, others.critic, start[1], config, CRITIC, figures)
+        worst = worst_five([*worst, *more])
+    return Verdict(figures, worst)
+
+
+def _require_known(config: RlConfig) -> None:
+    for key, named, own in (
+        ("advantage", config.rl.advantage, ADVANTAGES),
+        ("policy_loss", config.rl.policy_loss, POLICY_LOSSES),
+    ):
+        if named not in own:
+            raise UserError(
+                f"weft verify has no plain implementation of rl.{key}={named} to compare with: set it to one of "
+                f"{', '.join(own)}, which go through the same mesh."
+            )
+
+
+def _weights(trainer: Trainer) -> tuple[Tensors, Tensors | None]:
+    """Whole, of policy and critic, by the names of the plain side; collective."""
+    policy = as_in_files(trainer.engine, _whole(trainer.engine))
+    return policy, None if trainer.critic is None else _whole(trainer.critic)
+
+
+def _whole(engine: Engine) -> Tensors:
+    return {name: tensor.detach().cpu().float().clone() for name, tensor in engine.tensors()}
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
+    """Set what trainers read, on every rank."""
+    rl = trainer.config.rl
+    wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
+    whose: list[Who] = [who for who in READS if wanted[who]]
+    parts: list[Any] = [None] * trainer.ranks.world
+    dist.all_gather_object(parts, trainer.read_all(whose, samples))
+    flight.at(flight.ENDLESS)
+    for part in parts:
+        for who, found in part.items():
+            for index, values in found.items():
+                setattr(samples[index], READS[who], values)
+
+
+def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
+    """Between what the engine said of each token when it drew it, and what the trainer reads."""
+    samples = [sample for groups in rollouts for sample in samples_of(groups)]
+    parts: list[Any] = [None] * trainer.ranks.world
+    dist.all_gather_object(parts, trainer.read("policy", samples))
+    flight.at(flight.ENDLESS)
+    pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
+    return Figure("the engine samples what the trainer reads", max(_apart(*pair) for pair in pairs), SCALAR)
+
+
+def _apart(ours: Floats, theirs: Floats) -> float:
+    """The largest difference, relative to the largest value where that is above 1."""
+    return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
+
+
+def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> Side:
+    config, number = trainer.config, 0
+    seen = Side(critic=None if trainer.critic is None else Learner())
+    fused = old_is_current(config)
+    for groups in rollouts:
+        samples = samples_of(groups)
+        _read(trainer, samples)
+        names = [name for name in READS.values() if getattr(samples[0], name) is not None]
+        seen.reads.append({name: [getattr(s, name)[s.sampled] for s in samples] for name in names})
+        olds = [sample.old for sample in samples]
+        if not fused:
+            for sample in samples:
+                if sample.old is not None:
+                    sample.old = np.where(sample.sampled, sample.old + noise(sample, "old"), 0).astype(np.float32)
+        correct(samples, config.rl)
+        advantages.advantages(groups, config.rl)
+        if fused:
+            for sample in samples:
+                sample.old = None
+        if not number:
+            _observe_gradients(trainer, samples, seen)
+        for _ in range(PASSES):
+            number += 1
+            line = trainer.update(samples, number, PASSES * len(rollouts), 1, lr).line
+            flight.at(flight.ENDLESS)
+            seen.policy.curve.append((_number(line["loss"]), 1.0, _number(line["grad_norm"])))
+            if seen.critic is not None:
+                norm = _number(line.get("critic/grad_norm", 0.0))
+                seen.critic.curve.append((_number(line.get("loss/value_avg", 0.0)), 1.0, norm))
+            for sample, old in zip(samples, olds, strict=True):
+                sample.old = old if fused else sample.old
+    seen.policy.weights, critic = _weights(trainer)
+    if seen.critic is not None and critic is not None:
+        seen.critic.weights = critic
+    return seen
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: Side) -> None:
+    """Of the first update, in one cut and in many micro-batches."""
+    documents = dict(enumerate(documents_of(samples, trainer.config)))
+    longest = max((len(document) for document in documents.values()), default=1)
+    fused = "old_logprob" not in documents[0].arrays if documents else False
+    pairs: list[tuple[Engine, Any, Learner]] = [
+        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused), seen.policy)
+    ]
+    if trainer.critic is not None and seen.critic is not None:
+        pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), seen.critic))
+    for engine, objective, learner in pairs:
+        for budget in (None, longest):
+            plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
+            own = {index: documents[index] for index in engine.needs(plan)}
+            metrics = engine.accumulate(plan, own, objective())
+            gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+            gradients = as_in_files(engine, gradients)
+            loss = metrics.get("loss") if engine is trainer.engine else metrics.get("loss/value_avg")
+            if budget is None:
+                learner.first = loss or 0.0, 1.0, engine.gradient_norm(), gradients
+            else:
+                learner.micro = gradients
+            engine.drop_gradients()
+    flight.at(flight.ENDLESS)
+
+
+# ---------------------------------------------------------------- one plain process
+
+
+class _Plain:
+    """The same in one plain process; on the first rank alone."""
+
+    def __init__(self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None) -> None:
+        self.trainer, self.config, self.start = trainer, trainer.config, start
+        engine, config = trainer.engine, trainer.config
+        path, self.device = config.model.path, str(engine.device)
+        self.policy: PlainPolicy | PeftPolicy = (
+            PlainPolicy(path, self.device, config.model.freeze)
+            if adapter is None
+            else PeftPolicy(path, adapter, self.device)
+        )
+        rule = Rule(
+            config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
+        )
+        self.policy.rule = rule
+        self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
+        self.reference: PlainPolicy | None = None
+        if config.rl.kl > 0 and not isinstance(self.policy, PeftPolicy):
+            self.reference = PlainPolicy(config.reference.path or path, self.device)
+            self.reference.rule = rule
+        self.critic: PlainCritic | None = None
+        if trainer.critic is not None and start[1] is not None:
+            self.critic = PlainCritic(config.critic.path or path, start[1], self.device)
+            self.critic.rule = rule
+            self.critic.start(self._optimizer(trainer.critic), config.optimizer.max_grad_norm)
+
+    def _optimizer(self, engine: Engine) -> torch.optim.Optimizer:
+        c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
+        assert plain is not None
+        groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
+        return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups).over(plain.named())
+
+    @contextmanager
+    def _following(self, row: Row) -> Iterator[None]:
+        """Experts as they were chosen when the row was sampled."""
+        facts = self.trainer.engine.built.flops
+        if row.routes is None or not facts.expert:
+            yield
+            return
+        routes = aligned(row.routes, len(row.ids)).long().to(self.device)
+
+        def choose(layer: int, scores: Any, out: Any) -> Any:
+            recorded = routes[:, layer]
+            return replaced(scores, out, torch.where(recorded[:, :1] != LIVE, recorded, out[1]))
+
+        layers = list(self.policy.plain.get_submodule(self.trainer.engine.module.facts.layers).children())
+        with steering(layers, facts.experts, facts.experts_per_token, choose):
+            yield
+
+    def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> Side:
+        """reverse: documents in another order, which only rounds otherwise: what differs is the plain side's noise."""
+        config, fused = self.config, old_is_current(self.config)
+        out = Side(critic=None if self.critic is None else Learner())
+        for number, groups in enumerate(rollouts):
+            samples = samples_of(groups)
+            rows = self._rows(groups)
+            out.reads.append(self._read(rows))
+            if config.rl.old_logprobs == "recompute" and not fused:
+                for row, sample in zip(rows, samples, strict=True):
+                    row.old = row.old + torch.from_numpy(noise(sample, "old")[sample.sampled])
+            rl_reference.correct(rows, config.rl)
+            rl_reference.compare(rows, config.rl)
+            rows = rows[::-1] if reverse else rows
+            learners: list[tuple[Any, Learner, float]] = [(self.policy, out.policy, lr)]
+            if self.critic is not None and out.critic is not None:
+                learners.append((self.critic, out.critic, lr * config.critic.lr / config.optimizer.lr))
+            if not number:
+                for plain, learner, _ in learners:
+                    loss, gradients = plain.gradients(rows)
+                    norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+                    learner.first = loss, plain.size, norm, {name: g.cpu() for name, g in gradients.items()}
+            for _ in range(PASSES):
+                for plain, learner, rate in learners:
+                    loss, norm = plain.step(rows, rate)
+                    learner.curve.append((loss, plain.size, norm))
+        out.policy.weights = {name: w.cpu() for name, w in self.policy.weights().items()}
+        if self.critic is not None and out.critic is not None:
+            out.critic.weights = {name: w.cpu() for name, w in self.critic.weights().items()}
+        return out
+
+    def _rows(self, groups: Sequence[Group]) -> list[Row]:
+        return [
+            Row(
+                ids=sample.tokens.tolist(), drawn=np.flatnonzero(sample.sampled).tolist(), group=place,
+                reward=sample.reward if sample.trained else None, trained=is_trained(sample, self.config),
+                rollout=torch.from_numpy(comparable(sample)[sample.sampled]), routes=sample.routes,
+            )
+            for place, group in enumerate(groups)
+            for sample in group.samples
+        ]  # fmt: skip
+
+    def _read(self, rows: Sequence[Row]) -> dict[str, list[Floats]]:
+        """Set what is read of the rows, and give it."""
+        rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
+        if rl.old_logprobs == "recompute":
+            found["old"] = self.policy.look(rows)
+        if rl.kl > 0 and isinstance(self.policy, PeftPolicy):
+            with self.policy.base():
+                found["reference"] = self.policy.look(rows, follow=False)
+        elif self.reference is not None:
+            found["reference"] = self.reference.look(rows, follow=False)
+        if self.critic is not None:
+            found["values"] = self.critic.look(rows)
+        for name, values in found.items():
+            for row, value in zip(rows, values, strict=True):
+                setattr(row, name, value)
+        return {name: [value.numpy() for value in values] for name, values in found.items()}
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _read_figures(seen: Side, plain: Side) -> list[Figure]:
+    names = {"old": "readout: old logprob", "reference": "readout: reference logprob", "values": "readout: value"}
+    figures = []
+    for name in plain.reads[0]:
+        pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)
+        figures.append(Figure(names[name], max(_apart(*pair) for pair in pairs), SCALAR))
+    return figures
+
+
+def _learner_figures(
+    seen: Learner, plain: Learner, other: Learner, start: Tensors, config: RlConfig, prefix: str, before: list[Figure]
+) -> tuple[list[Figure], list[Figure]]:
+    """Those before and of one of policy and critic; its parameters whose gradients differ most."""
+    own = {figure.name: figure.value for figure in compare_gradients(other.first[3], plain.first[3], {})}
+    parameters = compare_gradients(seen.first[3], plain.first[3], own)
+    micro = compare_gradients(seen.micro, plain.first[3], own)
+    updates = len(plain.curve)
+    pairs = list(zip(seen.curve, plain.curve, strict=True))
+    losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
+    norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
+    loss, size, norm, _ = plain.first
+    others, optimizer = [other.weights], config.optimizer.name
+    figures = [
+        Figure("loss", abs(seen.first[0] - loss) / max(size, 1e-6), SCALAR),
+        Figure("gradient norm", abs(seen.first[2] - norm) / max(norm, 1e-6), SCALAR),
+        worst_of("gradients, every parameter", parameters),
+        worst_of("gradients, many micro-batches", micro),
+        Figure(f"loss along {updates} updates", max(losses), 10 * SCALAR),
+        Figure(f"gradient norm along {updates} updates", max(norms), 10 * SCALAR),
+        compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, others, optimizer),
+    ]
+    named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
+    return [*before, *named], [Figure(prefix + f.name, f.value, f.tolerance, f.noise) for f in worst_five(parameters)]

@@ -1,0 +1,87 @@
+"""Rollouts that are awkward on purpose, sampled by the embedded engine, for checks that need no data of the user's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from weft.errors import UserError
+from weft.rl.records import read_rollouts, rollout_files
+from weft.rl.rollouts import Transcript
+from weft.rl.trainer import Trainer
+from weft.rl.types import Group, Prompt, Sample, samples_of
+from weft.rollout.base import Request, Sampling
+
+# Of each group (tokens of its prompt, longest completion, rewards). No reward: the sample counts nowhere. One group
+# without signal, one with a single sample that counts; and a step of one sample, which leaves ranks without any.
+_GROUPS = (
+    ((9, 20, (1.0, 0.0, 0.5, None, 0.0)), (1, 7, (1.0, 1.0, 1.0)), (14, 1, (None, 0.3)), (5, 13, (0.0, 2.0, 0.0))),
+    ((23, 17, (1.0,)),),
+    ((3, 11, (0.0, 1.0)), (17, 5, (0.5, 0.0, 1.0))),
+)
+_MOST_GROUPS = 4  # of a recorded rollout step
+_BETWEEN = 5  # each so many-th token of a completion counts as an environment's, but for the last
+NOISE = 0.25  # of what is added to logprobs and values, so that there is something to correct and to clip
+
+
+def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
+    """Groups of three rollout steps, sampled from the weights as they are now by the first rank, the same on all;
+    collective."""
+    trainer.embedded.wake(here=trainer.ranks.is_first)
+    shared: list[list[list[Group]]] = [[]]
+    if trainer.ranks.is_first:
+        shared[0] = [list(_sampled(trainer, step, number, vocabulary)) for number, step in enumerate(_GROUPS)]
+    dist.broadcast_object_list(shared, src=0)
+    trainer.embedded.sleep()
+    return shared[0]
+
+
+def _sampled(
+    trainer: Trainer, step: Sequence[tuple[int, int, Sequence[float | None]]], number: int, vocabulary: int
+) -> Iterator[Group]:
+    rollout, source = trainer.config.rollout, random.Random(number)
+    for index, (length, longest, rewards) in enumerate(step):
+        tokens = tuple(source.randrange(vocabulary) for _ in range(min(length, rollout.max_prompt_tokens)))
+        prompt = Prompt(number * 10 + index, 0, tokens, "", source=f"prompt {index + 1} of step {number + 1}")
+        sampling = Sampling(
+            min(longest, rollout.max_new_tokens), rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
+        )
+        (found,) = trainer.embedded.generate([Request(prompt.id, tokens, tuple(range(len(rewards))), sampling)])
+        samples = []
+        for place, (completion, reward) in enumerate(zip(found, rewards, strict=True)):
+            transcript = Transcript(prompt)
+            transcript.sampled(completion)
+            samples.append(transcript.sample(place))
+            samples[-1].reward, samples[-1].finish = reward, "length" if place == 1 else "end"
+        yield Group(prompt, samples)
+
+
+def recorded_rollouts(folder: str) -> list[list[Group]]:
+    """The first groups of the first rollout steps of RUN/rollouts, as they were sampled and rewarded. UserError where
+    there are none."""
+    files = list(rollout_files(Path(folder)).values())[: len(_GROUPS)]
+    if not files:
+        raise UserError(f"--rollouts {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
+    steps = [read_rollouts(file)[:_MOST_GROUPS] for file in files]
+    for sample in samples_of(group for step in steps for group in step):
+        sample.old = sample.reference = sample.values = sample.advantages = sample.correction = None
+    return steps
+
+
+def disturb(groups: Sequence[Group]) -> None:
+    """As if an environment had written some tokens, and the engine's weights were a little off."""
+    for sample in samples_of(groups):
+        drawn = np.flatnonzero(sample.sampled)
+        sample.sampled[drawn[_BETWEEN - 1 : -1 : _BETWEEN]] = False
+        sample.rollout = np.where(sample.sampled, sample.rollout + noise(sample, "rollout"), 0).astype(np.float32)
+
+
+def noise(sample: Sample, name: str) -> np.ndarray:
+    """[T] the same for the same sample and array, wherever it is asked for."""
+    seed = [sample.prompt.index, sample.number, *name.encode()]
+    drawn: np.ndarray = np.random.default_rng(seed).standard_normal(len(sample)).astype(np.float32)
+    return NOISE * drawn
