@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig
 
+from weft.cluster.machine import free_port
 from weft.cluster.process import join
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.engine import Engine, EngineConfig
@@ -85,8 +85,7 @@ def receive(folder: str, port: int, syncs: int) -> None:
 
 def measure(folder: str, world: int, options: SyncOptions, syncs: int) -> tuple[int, list[float], list[float]]:
     """(bytes, seconds of each sync, bytes per second of plain copies)."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
+    port = free_port()
     context = mp.get_context("spawn")
     results = context.Queue()
     ranks = [

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from tests.faults import Fault, Run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.checkpoint.state import check_contents, read_state
+from weft.cluster.machine import free_port
 from weft.models import hf
 from weft.observe import flight
 
@@ -292,10 +292,10 @@ def metrics(run: Path) -> list[dict[str, object]]:
 
 def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = None) -> list[Run]:
     """Ranks as torchrun starts them, one for each list of words."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    place = {
+        "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     return [
         Run(["sft", "c.yaml", *more], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **place)
         for rank, more in enumerate(words)

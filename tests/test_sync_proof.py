@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -84,7 +85,7 @@ class Attempt:
         self.run()
 
     def run(self) -> None:
-        slots, desk = Slots("test", 0, 4096, 4096, True), Desk("127.0.0.1", 0, 20.0)
+        slots, desk = Slots(f"test-{secrets.token_hex(4)}", 0, 4096, 4096, True), Desk("127.0.0.1", 0, 20.0)
         ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 20.0)
         thread = threading.Thread(target=self.receive, args=(ticket,))
         thread.start()
@@ -208,6 +209,25 @@ def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch:
     assert len(list(tmp_path.iterdir())) == planes.SLOTS
     with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
         Slots("vast", 0, 1 << 60, 4096, True)
+
+
+def test_shared_memory_that_another_run_takes_for_stale_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planes, "SHARED_MEMORY", tmp_path)
+    lock, removed = planes.fcntl.flock, list[Path]()
+
+    def late(descriptor: int, how: int) -> None:
+        """The other run comes between the making of a slot and its lock."""
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(planes.fcntl, "flock", late)
+    slots = Slots("ours", 0, 4096, 4096, True)
+    assert len(removed) == 1 and all(path.exists() for path in slots.paths)
+    slots.close()
 
 
 # ---------------------------------------------------------------- what a standalone engine has of it

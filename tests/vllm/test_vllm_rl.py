@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from tests.machine import business
 from tests.vllm.conftest import SETTINGS
+from weft.cluster.machine import free_port
 from weft.rl.records import FOLDER, rollout_files
 
 ROOT = Path(__file__).parents[2]
@@ -137,8 +137,7 @@ def test_the_demo_learns_with_vllm_by_one_change(demo: Path, capsys: pytest.Capt
 @pytest.fixture
 def served(demo: Path, tmp_path: Path) -> Iterator[str]:
     """vLLM's own server of what the run saved, as docs/how-to/serve-with-vllm.md has it; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo / "checkpoints/latest"),
         "--served-model-name", "adder", "--dtype", "float32", "--enforce-eager", "--port", str(port),

@@ -4,7 +4,6 @@ exactly what a vLLM that was started from the export samples."""
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests import pool
 from tests.cases import saved_model
 from tests.test_sync import KEY, VERSIONS, train_and_send
 from tests.vllm.test_vllm_engine import PROMPTS, is_of, plain, settings
+from weft.cluster.machine import free_port
 from weft.cluster.options import MergeOptions
 from weft.recipes import merge
 from weft.rollout.base import Completion, Request, Sampling
@@ -74,8 +74,7 @@ async def fresh(path: Path, folder: Path, adapter: Path | None = None, rank: int
 def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: Path) -> None:
     family, changes, lora, transport = CASES[name]
     path = saved_model(family, **changes)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
+    port = free_port()
     sync = SyncOptions(transport, 30_000, 2, 200.0, tmp_path / "sync")
 
     def send() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from weft.cluster.options import Device
@@ -14,12 +17,26 @@ from weft.errors import UserError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
+# Below the ports that Linux hands out by itself (ip_local_port_range), so that what is found free stays it; above
+# those of Ray's workers.
+_PORTS = range(20_000, 32_000)
+
 ADDRESS = "WEFT_ADDRESS"  # variable of the environment in which an actor finds it
 
 
 def own_address() -> str:
     """Of this machine, as the others of the cluster reach it; all processes of one machine have the same."""
     return os.environ.get(ADDRESS, "127.0.0.1")
+
+
+def free_port() -> int:
+    """One that nobody listens on, for a server that is told its port before it starts."""
+    source = random.SystemRandom()  # a seeded one would find the same in every process
+    for port in source.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("", port))
+            return port
+    raise OSError(f"no port of {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def cpu_cores() -> int:

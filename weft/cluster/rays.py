@@ -25,7 +25,7 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.failures import explain, explain_hang, keep_evidence
-from weft.cluster.machine import ADDRESS, cpu_cores
+from weft.cluster.machine import ADDRESS, cpu_cores, free_port
 from weft.cluster.pulse import Pulse, looked_after
 from weft.cluster.reports import RankReport
 from weft.cluster.status import Kind
@@ -328,9 +328,7 @@ class _Process:
         """Where this process can be reached by the others, and a port that is free there."""
         alone = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
         address = "127.0.0.1" if alone else str(import_ray().util.get_node_ip_address())
-        with socket.socket() as server:
-            server.bind(("", 0))
-            return address, int(server.getsockname()[1])
+        return address, free_port()
 
     def prepare(self, variables: Mapping[str, str], folder: str) -> None:
         """Before anything is made: set variables of the environment, and enter the folder in which the controller is,

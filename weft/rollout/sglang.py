@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.machine import free_port
 from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
 from weft.rollout.process import EngineProcess
@@ -50,8 +50,7 @@ class SglangEngine:
     @classmethod
     async def start(cls, settings: Settings, version: int = 0) -> SglangEngine:
         """Start a server and wait until it answers. version: of the weights at settings.model."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = int(free.getsockname()[1])
+        port = free_port()
         log = settings.folder / f"{settings.name}.log"
         process = EngineProcess(settings.name, command(settings, port), {**os.environ, **settings.variables}, log)
         engine = cls(settings, Served(process, Address(port), "/health", settings.silence), version)

@@ -32,8 +32,9 @@ class Slots:
     """
 
     def __init__(self, key: str, owner: int, room: int, size: int, create: bool) -> None:
-        """owner: the rank that makes them; others open them after it has. room: bytes of each; size: at which a bucket
-        is full. UserError where memory is short."""
+        """key: no other's, not even of one that has ended, because engines keep what they have mapped. owner: the rank
+        that makes them; others open them after it has. room: bytes of each; size: at which a bucket is full. UserError
+        where memory is short."""
         self.size = size
         self.paths = [SHARED_MEMORY / f"{_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
@@ -61,11 +62,20 @@ class Slots:
         self._locks = []
 
 
+def _locked(path: Path) -> int:
+    """A new file, locked. Another run may remove it as stale before it is: then it is made again."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+
+
 def _create(path: Path, size: int) -> int:
     """A locked file with its memory taken: a write to a map of what is not there would kill the process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = _locked(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)

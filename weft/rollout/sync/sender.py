@@ -92,8 +92,9 @@ class Sender:
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
-        everyone = self._gather((address, key or secrets.token_hex(16)))
-        self._hosts, self._key = [host for host, _ in everyone], everyone[0][1]
+        everyone = self._gather((address, key or secrets.token_hex(16), secrets.token_hex(8)))
+        self._hosts = [host for host, _, _ in everyone]
+        _, self._key, self._slots = everyone[0]  # slots: in the names of shared memory; no other sender ever has it
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.desk = Desk(address, 0 if self._rank else port, self.options.timeout) if leads else None
@@ -294,7 +295,7 @@ class Sender:
             full = self.options.bucket_bytes // SLOTS
             needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
             room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
-            name, leads = f"{self._key[:16]}-{transport}", bool(self._mine(transport))
+            name, leads = f"{self._slots}-{transport}", bool(self._mine(transport))
             made: Slots | _Own | None = None
             if self._on_one_host(transport) or transport == "shared":
                 owner = 0 if self._on_one_host(transport) else self._rank

@@ -372,7 +372,7 @@ def as_torch(entry: Entry, data: Any) -> Any:
 # ---------------------------------------------------------------- how buckets come
 
 
-_mapped = dict[str, tuple[int, Bytes]]()  # of shared memory, path -> (inode, memory): mapping it costs half a copy
+_mapped = dict[str, Bytes]()  # of shared memory, by path: mapping it costs half a copy, and no path is used twice
 
 
 class _Mapped:
@@ -380,30 +380,22 @@ class _Mapped:
 
     def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
         self._in_turn = plane["kind"] == "shared"
-        for path in [path for path, (node, _) in _mapped.items() if _node(path) != node]:
+        for path in [path for path in _mapped if not os.path.exists(path)]:
             del _mapped[path]
 
     def take(self, message: Mapping[str, Any]) -> Bytes:
         """The bytes of a bucket."""
         path = str(message["path"])
         if path in _mapped:
-            return _mapped[path][1]
+            return _mapped[path]
         try:
             with Path(path).open("r+b") as file:  # writable, because torch takes no other; nobody writes
                 memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         except (OSError, ValueError) as error:
             raise SyncError(f"bucket {message['bucket']} cannot be read from {path}: {error}") from error
         if self._in_turn:
-            _mapped[path] = _node(path), memory
+            _mapped[path] = memory
         return memory
-
-
-def _node(path: str) -> int:
-    """Which file is at a path; 0 for none."""
-    try:
-        return os.stat(path).st_ino
-    except FileNotFoundError:
-        return 0
 
 
 class _Grouped:
