@@ -37,6 +37,28 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
+# ---------------------------------------------------------------- rows
+
+
+def rows_of(path: str, balance: str) -> tuple[int, int, int]:
+    """(tokens of all rows, those of all documents, documents) of a step."""
+    engine = open_engine(path, "1", model={"router_aux_loss": balance}, step={"max_tokens_per_device": 512})
+    documents, metas = to_documents(engine, [(ids, mask) for ids, mask in EVERYTHING if len(ids) > 1])
+    plan, seen = engine.plan(metas), list[int]()
+    engine.module.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel()))
+    engine.accumulate(plan, documents, CrossEntropy())
+    return sum(seen), plan.totals.tokens, len(documents)
+
+
+def test_no_forward_has_what_predicts_nothing() -> None:
+    """The last token of each document; the balancing loss of experts counts it."""
+    path = saved_model("qwen3_moe")
+    ((read, tokens, documents),) = run(1, rows_of, path, "none")
+    assert read == tokens - documents
+    ((read, tokens, _),) = run(1, rows_of, path, "document")
+    assert read == tokens
+
+
 # ---------------------------------------------------------------- collectives
 
 

@@ -38,9 +38,10 @@ def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data     d.jsonl, 123 B: 6 documents (text)" in out
     assert "tokens   51, of which 45 trained (88%)" in out  # all but the first of each
     assert "long     no document is longer than 20 tokens (step.max_tokens_per_device)" in out
-    # 4 + 6 + 10 + 4 = 24 tokens of the first step take two rows of 20, 20 + 7 of the second two more.
+    # Without the last of each document, 3 + 5 + 9 + 3 = 20 tokens of the first step take a row of 20, 19 + 6 of the
+    # second two.
     assert "steps    2 in an epoch, of 4 documents each; the first has 24 tokens, of which 20 trained" in out
-    assert "rows     of 20 tokens on 1 rank: 2 micro-batches in a step, fill 64%" in out  # (24 + 27) / 80
+    assert "rows     of 20 tokens on 1 rank: 1 to 2 micro-batches in a step, fill 81%" in out  # 20 / 20 and 25 / 40
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["all"])
     assert row[1:] == ["4", "4", "7", "20", "20", "20", "8"]
     two = shown(capsys, *keys, "--nproc", "2")

@@ -152,8 +152,8 @@ def own_routes(path: str) -> float | None:
         engine.readout(plan, documents)
     (row,) = plan.of_rank(0)
     whole = torch.stack([record[layer] for layer in range(LAYERS)], 1)
-    parts = dict(zip(row, whole.split([len(documents[i]) for i in row]), strict=True))
-    documents, plan = documents_of(engine, [parts[i].to(torch.uint8) for i in range(len(documents))])
+    parts = dict(zip(row, whole.split([plan.documents[i].read for i in row]), strict=True))
+    documents, plan = documents_of(engine, [aligned(parts[i], len(documents[i])) for i in range(len(documents))])
     return engine.accumulate(plan, documents, CrossEntropy())["routing/differing"]
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 class DocumentMeta:
     """What the step plan needs to know of a document; cheap to share among ranks.
 
-    length: tokens. weight: sum of the loss weights of its predicted tokens (all but the first).
-    loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one group may be declared
-    inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
+    length: tokens. unread: how many at its end a forward does without. weight: sum of the loss weights of its predicted
+    tokens (all but the first). loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one
+    group may be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries
+    routes.
     """
 
     length: int
@@ -26,6 +27,12 @@ class DocumentMeta:
     group: int | None = None
     cost: float = 0.0
     routed: bool = False
+    unread: int = 0
+
+    @property
+    def read(self) -> int:
+        """How many of its tokens, the first so many, a forward takes."""
+        return self.length - self.unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,8 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def meta(self, cost: float = 0.0) -> DocumentMeta:
+    def meta(self, cost: float = 0.0, unread: int = 0) -> DocumentMeta:
+        """cost, unread: as DocumentMeta has them."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
@@ -61,4 +69,5 @@ class Document:
             group=self.group,
             cost=cost,
             routed=self.routes is not None,
+            unread=unread,
         )

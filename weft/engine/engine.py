@@ -232,7 +232,13 @@ class Engine:
 
     def meta(self, document: Document) -> DocumentMeta:
         """The document's metadata with its cost in this model."""
-        return document.meta(self.cost(len(document)))
+        unread = self._unread(len(document))
+        return document.meta(self.cost(len(document) - unread), unread)
+
+    def _unread(self, length: int) -> int:
+        """Tokens at a document's end that a forward does without: the last predicts nothing. The balancing loss of
+        experts counts all."""
+        return int(length > 1 and not self.balance)
 
     def cost(self, length: int) -> float:
         """Estimated FLOPs of a document of this length, forward and backward."""
@@ -256,7 +262,7 @@ class Engine:
         """Longer documents need a row of their own, because their rotary table is another than their neighbours'."""
         text = self.built.config.get_text_config()
         limit = position_limit(text)
-        if limit is not None and rope_is_dynamic(text) and max(meta.length for meta in metadata) > limit:
+        if limit is not None and rope_is_dynamic(text) and max(meta.read for meta in metadata) > limit:
             raise UserError(
                 f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
                 f"one result: set data.max_length={limit} with data.long_documents=truncate or drop."
@@ -351,7 +357,7 @@ class Engine:
         for index in plan.rows[micro][rank] if replayed else ():
             self._replay.check(documents[index])
         row = build_row(
-            plan.rows[micro][rank], documents,
+            plan.rows[micro][rank], documents, read=[plan.documents[index].read for index in plan.rows[micro][rank]],
             length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
             owners=bool(self.balance),
         )  # fmt: skip

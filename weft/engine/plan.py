@@ -84,7 +84,7 @@ class StepPlan:
     @property
     def fill(self) -> float:
         """Real tokens / budget, over all rows."""
-        return self.totals.tokens / (self.micro_batches * self.ranks * self.budget)
+        return sum(d.read for d in self.documents) / (self.micro_batches * self.ranks * self.budget)
 
     @property
     def time(self) -> float:
@@ -102,7 +102,7 @@ class StepPlan:
         Python hashes numbers and tuples of them alike in every process of a version; not so None, strings and NaN.
         """
         made_of = tuple(
-            (d.length, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
+            (d.length, d.unread, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
             for d in self.documents
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed")
@@ -140,23 +140,23 @@ def plan_step(
     _check(documents, sizes, layout)
     costs = [d.cost for d in documents]
     if not any(costs):
-        costs = [float(d.length) for d in documents]
+        costs = [float(d.read) for d in documents]
     scale = 2.0**_COST_BITS / max(costs)
     weighed = [round(cost * scale) for cost in costs]
     if layout == "packed":
         limit = sizes.capacity if alone_above is None else alone_above
-        lengths = [d.length if d.length <= limit else sizes.capacity for d in documents]
+        lengths = [d.read if d.read <= limit else sizes.capacity for d in documents]
         rows = pack(lengths, weighed, ranks=ranks, capacity=sizes.capacity)
     else:
-        widths = [sizes.of(d.length) for d in documents]
+        widths = [sizes.of(d.read) for d in documents]
         rows = pack_apart(widths, weighed, ranks=ranks, capacity=sizes.capacity)
     # Like lengths stand side by side, so that attention may take them together.
-    dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].length, i)) for row in rows], ranks)
+    dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in rows], ranks)
     join = sum if layout == "packed" else max
     return StepPlan(
         documents=tuple(documents),
         rows=dealt,
-        lengths=tuple(tuple(sizes.of(join([documents[i].length for i in row] or [0])) for row in k) for k in dealt),
+        lengths=tuple(tuple(sizes.of(join([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
         costs=tuple(tuple(_row_cost([costs[i] for i in row], layout) for row in k) for k in dealt),
         budget=budget,
         layout=layout,
@@ -174,10 +174,10 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout) -> 
     for index, document in enumerate(documents):
         if document.length < 1:
             raise UserError(f"document {index} of the step has no tokens: leave it out")
-        if document.length > sizes.capacity:
-            needed = -(-document.length // sizes.multiple) * sizes.multiple
+        if document.read > sizes.capacity:
+            needed = -(-document.read // sizes.multiple) * sizes.multiple
             raise UserError(
-                f"document {index} of the step has {document.length} tokens, but a row holds {sizes.capacity} and "
+                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity} and "
                 f"documents are never cut: set step.max_tokens_per_device={needed} or more, or data.long_documents to "
                 f"truncate or drop"
             )

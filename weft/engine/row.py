@@ -47,6 +47,7 @@ def build_row(
     indices: Sequence[int],
     documents: Mapping[int, Document],
     *,
+    read: Sequence[int],
     length: int,
     layout: Layout,
     every_token: bool,
@@ -55,32 +56,32 @@ def build_row(
 ) -> Row:
     """Lay out documents for one forward.
 
-    length: T of the row, padding included. every_token: predict all tokens, not only those with a weight. owners: fill
+    read: of each, how many of its tokens the forward takes; all but the last, or all. length: T of the row, padding
+    included. every_token: predict all tokens, not only those with a weight. owners: fill
     owner_M. A row without documents holds one of padding, so that every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
-    starts = _starts(chosen, length, layout)
-    lengths = [len(d) for d in chosen]
+    starts = _starts(read, length, layout)
     if layout == "packed":
-        tail = length - sum(lengths)
-        assert tail >= 0, f"documents of {sum(lengths)} tokens in a row of {length}"
-        all_lengths = tuple(lengths) + ((tail,) if tail else ())
+        tail = length - sum(read)
+        assert tail >= 0, f"documents of {sum(read)} tokens in a row of {length}"
+        all_lengths = tuple(read) + ((tail,) if tail else ())
         shape, bounds = (1, length), Bounds.packed(all_lengths, device)
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], apart=True)
-    places = _Places.of(starts, lengths)
+    places = _Places.of(starts, read)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
-    ids[places.row_K] = _joined([document.tokens for document in chosen], torch.int64)
-    positions = _positions(chosen, starts, shape, layout)
+    ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
+    positions = _positions(chosen, places, starts, read, shape, layout)
     return Row(
         documents=tuple(indices),
         input_ids_BT=_to(ids.view(shape), device),
         position_ids_BT=_to(positions, device),
         bounds=bounds,
         owner_M=_to(_owners(places, ids.numel()), device) if owners else None,
-        routes=_routes(chosen, starts, ids.numel(), device),
-        real_tokens=sum(lengths),
+        routes=_routes(chosen, starts, read, ids.numel(), device),
+        real_tokens=sum(read),
         **_predictions(chosen, starts, every_token, device),
     )
 
@@ -112,45 +113,53 @@ def _owners(places: _Places, tokens: int) -> Tensor:
     return owner
 
 
-def _routes(documents: Sequence[Document], starts: Sequence[int], tokens: int, device: torch.device) -> Tensor | None:
+def _routes(
+    documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int, device: torch.device
+) -> Tensor | None:
     shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
     if not shapes:
         return None
     routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
-    for start, document in zip(starts, documents, strict=True):
+    for start, taken, document in zip(starts, read, documents, strict=True):
         if document.routes is not None:
-            routes[start : start + len(document)] = document.routes
+            routes[start : start + taken] = document.routes[:taken]
     return _to(routes, device)
 
 
-def _starts(documents: Sequence[Document], length: int, layout: Layout) -> list[int]:
+def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
     """Where each document begins in the flattened row."""
     if layout == "apart":
-        return [place * length for place in range(len(documents))]
-    return list(accumulate((len(document) for document in documents), initial=0))[:-1]
+        return [place * length for place in range(len(read))]
+    return list(accumulate(read, initial=0))[:-1]
 
 
-def _positions(documents: Sequence[Document], starts: Sequence[int], shape: tuple[int, int], layout: Layout) -> Tensor:
+def _positions(
+    documents: Sequence[Document],
+    places: _Places,
+    starts: Sequence[int],
+    read: Sequence[int],
+    shape: tuple[int, int],
+    layout: Layout,
+) -> Tensor:
     """Positions that restart with every document; padding counts from 0 too."""
     if layout == "apart":
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         # Padding never reaches a position that no document has: some rotary tables depend on the longest of the row.
-        highest = max([2, *(len(d) for d in documents)])
-        used = sum(len(d) for d in documents)
+        highest, used = max([2, *read]), sum(read)
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
-    places = _Places.of(starts, [len(d) for d in documents])
     positions[places.row_K] = places.token_K
-    for start, document in zip(starts, documents, strict=True):
+    for start, taken, document in zip(starts, read, documents, strict=True):
         if document.positions is not None:
-            positions[start : start + len(document)] = document.positions
+            positions[start : start + taken] = document.positions[:taken]
     return positions.view(shape)
 
 
 def _predictions(
     documents: Sequence[Document], starts: Sequence[int], every_token: bool, device: torch.device
 ) -> dict[str, Any]:
-    """Shift within each document: position t predicts token t + 1, and the last position nothing."""
+    """Shift within each document: position t predicts token t + 1, and the last position nothing, so that no forward
+    needs it."""
     places = _Places.of(starts, [len(d) for d in documents])
     weights = _joined([d.weights for d in documents], torch.float32)
     predicted = places.token_K > 0

@@ -83,13 +83,18 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """A document as the step plan needs it; its cost is its length."""
+    """A document as the step plan needs it; its cost is its length. unread: as DocumentMeta has it."""
 
     length: int
     weight: float
     loss_tokens: int
+    unread: int
     group: int | None = None
     cost: float = 0.0
+
+    @property
+    def read(self) -> int:
+        return self.length - self.unread
 
 
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
@@ -97,8 +102,9 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     from weft.data.order import Share, Steps
     from weft.engine.plan import plan_step
 
+    whole = config.model.router_aux_loss != "none"
     metas: list[Any] = [
-        _Meta(int(length), float(trained), int(trained))
+        _Meta(int(length), float(trained), int(trained), int(length > 1 and not whole))
         for piece in pieces
         for length, trained in zip(piece.lengths, piece.losses(), strict=True)
     ]

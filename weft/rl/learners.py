@@ -3,11 +3,10 @@ with ranks of their own (weft/rl/beside.py), which work at the same time."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.cluster.rays import ActorGroup
+from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.rl.beside import CRITIC, READS, Who
 from weft.rl.parcel import Parcel
@@ -22,17 +21,17 @@ class Learners:
 
     async def describe(self) -> str:
         """What the run's opening says of the models. The first call makes the ranks' engines, which is collective."""
-        opening, *others = await asyncio.gather(
-            self._trainers.all("describe"), *(group.all("describe") for group in self._asides.values())
-        )
+        opening, *others = await together([group.all("describe") for group in self._all])
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
 
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
         """All enter RUN (Trainer.open_run); what there is to say of it."""
-        notes, *_ = await asyncio.gather(
-            self._trainers.all("open_run", folder, token, constants, last),
-            *(group.all("open_run", folder, constants, last) for group in self._asides.values()),
+        notes, *_ = await together(
+            [
+                self._trainers.all("open_run", folder, token, constants, last),
+                *(group.all("open_run", folder, constants, last) for group in self._asides.values()),
+            ]
         )
         first: list[str] = notes[0]
         return first
@@ -41,11 +40,11 @@ class Learners:
         """Set the array of each sample that each of these reads; samples are sent once to each group."""
         asked = {who: self._asides.get(who, self._trainers) for who in whose}
         parcel = Parcel(samples)
-        parts = await asyncio.gather(
-            *(
+        parts = await together(
+            [
                 group.all("read_all", tuple(who for who, own in asked.items() if own is group), parcel)
                 for group in dict.fromkeys(asked.values())
-            )
+            ]
         )
         for part in (part for group in parts for part in group):
             for who, found in part.items():
@@ -55,9 +54,11 @@ class Learners:
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
         """An optimizer step over these samples (Trainer.update); its line. Sets `old` where the update has read it."""
         parcel, share = Parcel(samples), lr / self.config.optimizer.lr
-        updated, *critics = await asyncio.gather(
-            self._trainers.all("update", parcel, number, steps, epoch, lr),
-            *(group.all("update", parcel, number, steps, share) for group in self._critics),
+        updated, *critics = await together(
+            [
+                self._trainers.all("update", parcel, number, steps, epoch, lr),
+                *(group.all("update", parcel, number, steps, share) for group in self._critics),
+            ]
         )
         for part in updated:
             for index, old in part.old.items():
@@ -70,17 +71,21 @@ class Learners:
     async def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
         """A checkpoint of what stands after this optimizer step; news of earlier ones."""
         earlier = (await self.finish())[1] if self._critics else []  # of the step before both are whole, then
-        news = await asyncio.gather(*(group.all("save", step, progress) for group in self._savers))
+        news = await together([group.all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
 
     async def finish(self) -> tuple[str, list[str]]:
         """Wait for the last checkpoint: its folder, and news."""
-        (saved, news), *others = [found[0] for found in await asyncio.gather(*(g.all("finish") for g in self._savers))]
+        (saved, news), *others = [found[0] for found in await together([group.all("finish") for group in self._savers])]
         return saved, [*news, *(text for own in others for text in own)]
 
     async def close(self) -> None:
         """All ranks leave their process groups."""
-        await asyncio.gather(*(group.all("close") for group in (self._trainers, *self._asides.values())))
+        await together([group.all("close") for group in self._all])
+
+    @property
+    def _all(self) -> list[ActorGroup]:
+        return [self._trainers, *self._asides.values()]
 
     @property
     def _savers(self) -> list[ActorGroup]:

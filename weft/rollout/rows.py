@@ -24,7 +24,7 @@ from weft.models.routing import RouteRecorder
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
-_SLOTS = 64  # slots are added so many at a time, or by a quarter
+_SLOTS = (16, 64)  # slots are added so many at a time, or by a quarter; the first while there are less than the second
 _PREFILL_TOKENS = 16_384  # of one forward of prompts, padding included; a longer prompt is forwarded alone
 _FILL = 0.8  # prompts are padded to one length where that leaves so much of real tokens
 
@@ -248,15 +248,19 @@ class CachedRows:
         if rows <= had_rows and slots <= had_slots:
             return
         if slots > had_slots:
-            slots = -(-max(slots, had_slots + had_slots // 4) // _SLOTS) * _SLOTS
+            slots = max(slots, had_slots + had_slots // 4)
+            step = _SLOTS[slots > _SLOTS[1]]
+            slots = -(-slots // step) * step
         self._room = (max(rows, had_rows), max(slots, had_slots))
         for layer, both in self._kept.items():
             self._kept[layer] = (_grown(both[0], *self._room), _grown(both[1], *self._room))
 
 
 def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
-    grown = kept.new_zeros(rows, kept.shape[1], slots, kept.shape[3])
-    grown[: kept.shape[0], :, : kept.shape[2]] = kept
+    grown, (had_rows, _, had_slots, _) = kept.new_empty(rows, kept.shape[1], slots, kept.shape[3]), kept.shape
+    grown[:had_rows, :, :had_slots] = kept
+    grown[had_rows:, :, :had_slots] = 0
+    grown[:, :, had_slots:] = 0
     return grown
 
 

@@ -42,9 +42,10 @@ class Differences:
 
 @dataclass
 class _Place:
-    """Which documents a forward has."""
+    """Which documents a forward has. held: of each, how many of its tokens; lengths: of its part of the row."""
 
     documents: list[Tokens | None] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
 
@@ -76,6 +77,15 @@ class Recorder:
                 yield
         finally:
             handle.remove()
+
+
+def _held(piece: tuple[int, ...], document: tuple[int, ...]) -> int:
+    """How many tokens of the document this part of a row, padding behind it included, begins with: all, or all but the
+    last, which a forward may do without; 0 where it is not the document."""
+    for read in (len(document), max(1, len(document) - 1)):
+        if piece[:read] == document[:read]:
+            return read
+    return 0
 
 
 class Replay:
@@ -112,13 +122,15 @@ class Replay:
         else:
             pieces = [tuple(row.tolist()) for row in rows]
         place.lengths = [len(piece) for piece in pieces]
-        place.documents = [next((k for k in self._known if piece[: len(k)] == k), None) for piece in pieces]
+        place.documents = [next((k for k in self._known if _held(piece, k)), None) for piece in pieces]
+        place.held = [0 if k is None else _held(piece, k) for piece, k in zip(pieces, place.documents, strict=True)]
 
     def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
-        for tokens, length in zip(place.documents, place.lengths, strict=True):
+        for tokens, held, length in zip(place.documents, place.held, place.lengths, strict=True):
             recorded = self.routes.get((self.stage, tokens), {}).get(layer) if tokens is not None else None
             if recorded is not None:
+                recorded = recorded[:held]
                 rows = slice(start, start + len(recorded))
                 self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
                 indices[rows] = recorded.to(indices.device)

@@ -207,10 +207,9 @@ def state_mixer_packed(plant: Plant, original: Original, config: Any) -> Any:
     "positions count on along the row instead of restarting",
     caught_by=LOGPROB, seen="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
 )  # fmt: skip
-def positions_not_reset(
-    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], shape: Any, layout: Layout
-) -> Tensor:
-    positions: Tensor = original(documents, starts, shape, layout)
+def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> Tensor:
+    positions: Tensor = original(documents, *rest)
+    layout: Layout = rest[-1]
     if layout == "apart" or len(documents) < 2:
         return positions
     plant.hit()
@@ -232,7 +231,8 @@ def shifted_after_packing(
     if every:
         return out
     for place, (before, document) in enumerate(pairwise(documents), start=1):
-        if starts[place] == starts[place - 1] + len(before) and float(document.weights[0]):
+        packed = 0 <= starts[place - 1] + len(before) - starts[place] <= 1  # the last token is not read
+        if packed and float(document.weights[0]):
             plant.hit()
             _append(out, starts[place] - 1, int(document.tokens[0]), float(document.weights[0]), place)
     return out
@@ -297,10 +297,10 @@ def padding_trained(
 
     row: Row = original(indices, documents, **options)
     covered = torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool)
-    chosen = [documents[index] for index in indices]
-    for start, document in zip(_starts(chosen, options["length"], options["layout"]), chosen, strict=True):
-        covered[start : start + len(document)] = True
-    if options["every_token"] or not chosen or covered.all():
+    read = options["read"]
+    for start, taken in zip(_starts(read, options["length"], options["layout"]), read, strict=True):
+        covered[start : start + taken] = True
+    if options["every_token"] or not indices or covered.all():
         return row
     plant.hit()
     return _with_padding_trained(row, covered)
