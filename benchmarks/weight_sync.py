@@ -6,13 +6,16 @@
 
 One and two trainer ranks and one standalone engine on CPU, one thread each, by each transport. The first sync also
 makes what stays; the first and the last compare checksums at both ends. A plain copy is one thread's, between two
-buffers that were touched before, and is measured between the syncs by the first rank.
+buffers that were touched before, and is measured between the syncs by the first rank. `bare`: as many bare processes
+that copy into shared memory, in buckets of that size, as there are ranks, and one that copies out of it: what memory
+and cores carry.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -34,10 +37,12 @@ from weft.cluster.process import join
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.engine import Engine, EngineConfig
 from weft.rollout.standalone import Standalone
+from weft.rollout.sync.planes import SLOTS
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
 from weft.rollout.sync.wire import Ticket
 
 GB, KEY = 1e9, "benchmark"
+BARE_ROUNDS = 8
 
 
 def make_config(folder: Path, gigabytes: float) -> None:
@@ -101,26 +106,87 @@ def measure(folder: str, world: int, options: SyncOptions, syncs: int) -> tuple[
     return found
 
 
+def copy_in(sock: socket.socket, path: str, rank: int, world: int, piece: int, count: int, results: Any) -> None:
+    """A bare process in place of a trainer rank: its share of every bucket, as soon as the slot is taken."""
+    torch.set_num_threads(1)
+    slots = torch.from_file(path, shared=True, size=SLOTS * piece, dtype=torch.uint8).view(SLOTS, world, -1)
+    source, seconds = torch.ones(count, slots.shape[2], dtype=torch.uint8), []
+    for _ in range(BARE_ROUNDS):
+        sock.recv(1)
+        began = time.perf_counter()
+        for number in range(count):
+            if number >= SLOTS:
+                sock.recv(1)
+            slots[number % SLOTS, rank].copy_(source[number])
+            sock.send(b"w")
+        for _ in range(min(SLOTS, count)):
+            sock.recv(1)
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        results.put(median(seconds))
+
+
+def copy_out(socks: list[socket.socket], path: str, piece: int, count: int) -> None:
+    """A bare process in place of the engine."""
+    torch.set_num_threads(1)
+    slots = torch.from_file(path, shared=True, size=SLOTS * piece, dtype=torch.uint8).view(SLOTS, -1)
+    target = torch.ones(count, piece, dtype=torch.uint8)
+    for _ in range(BARE_ROUNDS):
+        for sock in socks:
+            sock.send(b"r")
+        for number in range(count):
+            for sock in socks:
+                sock.recv(1)
+            target[number].copy_(slots[number % SLOTS])
+            for sock in socks:
+                sock.send(b"t")
+
+
+def bare(world: int, total: int, bucket_bytes: int) -> float:
+    """Bytes per second of the bare processes."""
+    piece = bucket_bytes // SLOTS // 4096 * 4096
+    context, count = mp.get_context("fork"), max(1, total // piece)
+    results, pairs = context.Queue(), [socket.socketpair() for _ in range(world)]
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="weft-bench-") as file:
+        os.truncate(file.name, SLOTS * piece)
+        processes = [
+            context.Process(target=copy_in, args=(pairs[rank][0], file.name, rank, world, piece, count, results))
+            for rank in range(world)
+        ]
+        processes.append(context.Process(target=copy_out, args=([end for _, end in pairs], file.name, piece, count)))
+        for process in processes:
+            process.start()
+        seconds: float = results.get(timeout=300)
+        for process in processes:
+            process.join()
+    return count * piece / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--syncs", type=int, default=10, help="of each, at least 3")
-    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[128])
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--transport", nargs="+", default=["shared", "group", "files"])
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; load {os.getloadavg()[0]:.1f}\n")
-    print("| ranks | transport | bucket_mb | GB | first, s | with checksums, s | median, s | GB/s | copy | share |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| ranks | transport | bucket_mb | GB | first, s | with checksums, s | median, s | GB/s | copy | bare "
+        "| of copy | of bare |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="weft-sync-bench-") as folder:
         make_config(Path(folder), options.gigabytes)
         for world, transport, bucket in product(options.ranks, options.transport, options.bucket_mb):
             kept = SyncOptions(transport, bucket * 10**6, options.syncs, 300.0, Path(folder) / "sync")
             total, seconds, copies = measure(folder, world, kept, options.syncs)
             rate, copy = total / median(seconds[1:-1]), median(copies)
+            floor = bare(world, total, bucket * 10**6)
             print(
                 f"| {world} | {transport} | {bucket} | {total / GB:.2f} | {seconds[0]:.2f} | {seconds[-1]:.3f} "
-                f"| {median(seconds[1:-1]):.3f} | {rate / GB:.2f} | {copy / GB:.2f} | {rate / copy:.2f} |",
+                f"| {median(seconds[1:-1]):.3f} | {rate / GB:.2f} | {copy / GB:.2f} | {floor / GB:.2f} "
+                f"| {rate / copy:.2f} | {rate / floor:.2f} |",
                 flush=True,
             )
 

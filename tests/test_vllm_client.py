@@ -251,6 +251,22 @@ time.sleep(600)
     assert not alive
 
 
+def test_a_guard_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    child = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+    folder, log = tmp_path / "private", tmp_path / "log"
+    folder.mkdir()
+    one = EngineProcess("e", [sys.executable, "-c", child], dict(os.environ), log, folder)
+    while "up" not in log.read_text():
+        time.sleep(0.02)
+    family = psutil.Process(one._process.pid).children(recursive=True)
+    (guard,) = psutil.Process(one._process.pid).children()
+    guard.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert one._process.wait(10) == 128 + signal.SIGKILL and not folder.exists()
+    asyncio.run(one.close())
+
+
 # ---------------------------------------------------------------- its command line and environment
 
 

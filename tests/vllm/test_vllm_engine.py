@@ -4,8 +4,6 @@ weights have changed, and it ends in an error when it ends."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -223,28 +221,31 @@ def test_options_that_the_server_does_not_know_are_told_by_it(
         loop.run(VllmEngine.start(wrong))
 
 
-@pytest.mark.parametrize("which", ["core", "server"])
+@pytest.mark.parametrize("which", ["core", "server", "guard"])
 def test_an_engine_that_is_killed_ends_all_that_waits_within_seconds(
     which: str, loop: asyncio.Runner, models: list[Path], tmp_path: Path
 ) -> None:
     async def kill_while_running() -> tuple[str, float]:
         engine = await VllmEngine.start(settings(models[0], tmp_path))
         served: Any = engine._served
-        guard = psutil.Process(served._process._process.pid)
-        server = guard.children()[0]
+        outer = psutil.Process(served._process._process.pid)
+        (guard,) = outer.children()
+        (server,) = guard.children()
         family = server.children(recursive=True)
         core = next(one for one in family if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline()))
         requests = [Request(f"prompt {n}", PROMPTS[n], (1, 2), Sampling(900)) for n in range(3)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0.5)
         began = time.monotonic()
-        os.kill((core if which == "core" else server).pid, signal.SIGKILL)
+        {"core": core, "server": server, "guard": guard}[which].kill()
         errors = await asyncio.gather(*running, return_exceptions=True)
         seconds = time.monotonic() - began
         assert all(isinstance(error, EngineDiedError) for error in errors)
         await engine.close()
-        psutil.wait_procs([guard, server, *family], timeout=10)
-        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (guard, server, *family))
+        everyone = [outer, guard, server, *family]
+        psutil.wait_procs(everyone, timeout=10)
+        left = [one for one in everyone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not left
         return str(errors[0]), seconds
 
     message, seconds = loop.run(kill_while_running())

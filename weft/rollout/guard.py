@@ -2,7 +2,8 @@
 standard input is closed: which happens when the process that started it ends, however that ends. Then FOLDER, if one is
 named, is removed. Imports nothing of weft.
 
-It does so in a child of its own: Ray ends the children of its processes when it ends these, but not theirs.
+It does so in a child of its own: Ray ends the children of its processes when it ends these, but not theirs. Should that
+child be killed, the parent does the rest.
 """
 
 from __future__ import annotations
@@ -22,21 +23,34 @@ _GRACE = 5.0  # seconds between asking and ending
 
 def main(folder: str, command: list[str]) -> int:
     """Wait for the child that guards. Returns the exit status of the command."""
+    group, tells = os.pipe()
     guard = os.fork()
     if guard == 0:
-        return _guard(folder, command)
-    return _told(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+        os.close(group)
+        return _guard(folder, command, tells)
+    os.close(tells)
+    status = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    if status < 0:
+        _clear(int(os.read(group, 32) or b"0"), folder)
+    return _told(status)
 
 
-def _guard(folder: str, command: list[str]) -> int:
-    """Run it to its end, and take what it has left of its group, and its folder, with it."""
+def _guard(folder: str, command: list[str], tells: int) -> int:
+    """Run it to its end. tells: a pipe that is told its process group."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent)
+    os.write(tells, str(child.pid).encode())
     threading.Thread(target=_end_when_closed, args=(child.pid,), daemon=True).start()
     status = child.wait()
-    _signal(child.pid, signal.SIGKILL)
+    _clear(child.pid, folder)
+    return _told(status)
+
+
+def _clear(group: int, folder: str) -> None:
+    """End what a command has left of its group, and remove its folder. group: 0 where it never began."""
+    if group:
+        _signal(group, signal.SIGKILL)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    return _told(status)
 
 
 def _told(status: int) -> int:
