@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -57,6 +58,26 @@ def test_no_forward_has_what_predicts_nothing() -> None:
     assert read == tokens - documents
     ((read, tokens, _),) = run(1, rows_of, path, "document")
     assert read == tokens
+
+
+def apart_from_plain(path: str) -> list[float]:
+    """How far logprobs are from plain transformers', for documents around the 32 tokens of the shorter rotary table."""
+    engine = open_engine(path, "1", step={"max_tokens_per_device": 128})
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for length in (31, 32, 33, 34):
+        ids = list(range(3, 3 + length))
+        documents, metas = to_documents(engine, [(ids, [1] * len(ids))])
+        read = engine.readout(engine.plan(metas), documents)[0]["logprob"]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        found.append(float((read[1:] - logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]).abs().max()))
+    return found
+
+
+def test_a_rotary_table_is_that_of_the_whole_document() -> None:
+    (found,) = run(1, apart_from_plain, saved_model("phi3_longrope"))
+    assert max(found) < 1e-5, found
 
 
 # ---------------------------------------------------------------- collectives

@@ -163,6 +163,7 @@ class Engine:
             weights=weights,
             values=config.value_head is not None,
         )
+        self._position_limit = position_limit(self.built.config.get_text_config())
         self.module = self.built.module
         self.module.head.temperature = config.temperature
         if config.exact:
@@ -236,9 +237,10 @@ class Engine:
         return document.meta(self.cost(len(document) - unread), unread)
 
     def _unread(self, length: int) -> int:
-        """Tokens at a document's end that a forward does without: the last predicts nothing. The balancing loss of
-        experts counts all."""
-        return int(length > 1 and not self.balance)
+        """Tokens at a document's end that a forward does without: the last predicts nothing. But the balancing loss of
+        experts counts it, and it is of the length by which some models choose a rotary table."""
+        limit = self._position_limit
+        return int(length > 1 and not self.balance and (limit is None or length <= limit))
 
     def cost(self, length: int) -> float:
         """Estimated FLOPs of a document of this length, forward and backward."""
@@ -260,8 +262,7 @@ class Engine:
 
     def _alone_above(self, metadata: Sequence[DocumentMeta]) -> int | None:
         """Longer documents need a row of their own, because their rotary table is another than their neighbours'."""
-        text = self.built.config.get_text_config()
-        limit = position_limit(text)
+        text, limit = self.built.config.get_text_config(), self._position_limit
         if limit is not None and rope_is_dynamic(text) and max(meta.read for meta in metadata) > limit:
             raise UserError(
                 f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
