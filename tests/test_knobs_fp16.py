@@ -99,7 +99,7 @@ def test_a_scaled_loss_keeps_small_gradients_from_vanishing() -> None:
         run(2, gradients, path, "2", {"param_dtype": "fp16", "loss_scale": scale}, Faint)[0] for scale in (1.0, 65536.0)
     )
     assert error(plain, exact) > 0.9
-    assert error(scaled, exact) < 0.02
+    assert error(scaled, exact) < 0.03  # fp16 rounds, and other rows round otherwise
 
 
 # ---------------------------------------------------------------- the scale
