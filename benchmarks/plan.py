@@ -18,8 +18,7 @@ from typing import Literal
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from weft.engine.document import DocumentMeta
-from weft.engine.plan import StepPlan, document_cost, plan_step
+from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
 
 LINEAR, QUADRATIC = 3.6e9, 344e3
 BUDGETS = (4096, 6000, 8192, 12288, 16384)

@@ -11,8 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from weft.engine.document import DocumentMeta
-from weft.engine.plan import StepPlan, document_cost, plan_step
+from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
 LINEAR, QUADRATIC = 3.6e9, 344e3

@@ -1,4 +1,4 @@
-"""The vocabulary of a step: Document and its metadata. Rows are in row.py.
+"""A training sequence. What a step plan needs to know of it is in plan.py, rows of them are in row.py.
 
 T tokens of a document or row, N predictions of a row that somebody needs.
 """
@@ -10,29 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class DocumentMeta:
-    """What the step plan needs to know of a document; cheap to share among ranks.
-
-    length: tokens. unread: how many at its end a forward does without. weight: sum of the loss weights of its predicted
-    tokens (all but the first). loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one
-    group may be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries
-    routes.
-    """
-
-    length: int
-    weight: float
-    loss_tokens: int
-    group: int | None = None
-    cost: float = 0.0
-    routed: bool = False
-    unread: int = 0
-
-    @property
-    def read(self) -> int:
-        """How many of its tokens, the first so many, a forward takes."""
-        return self.length - self.unread
+from weft.engine.plan import DocumentMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from weft.config.schema import (
     SftConfig,
     StepConfig,
 )
-from weft.engine.document import Document, DocumentMeta
+from weft.engine.document import Document
 from weft.engine.ema import Ema
 from weft.engine.foreign import ForeignRule, OnShards, find_rule
 from weft.engine.groups import check_groups
@@ -41,7 +41,7 @@ from weft.engine.optimizer import (
     set_learning_rate,
     unscale_gradients,
 )
-from weft.engine.plan import StepPlan, plan_step
+from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
 from weft.engine.replay import Replay
 from weft.engine.row import Row, build_row
 from weft.engine.sleep import PARTS, Part, Sleeper, held
@@ -237,10 +237,10 @@ class Engine:
         return document.meta(self.cost(len(document) - unread), unread)
 
     def _unread(self, length: int) -> int:
-        """Tokens at a document's end that a forward does without: the last predicts nothing. But the balancing loss of
-        experts counts it, and it is of the length by which some models choose a rotary table."""
+        """unread_tokens, all of which the balancing loss of experts counts; and they are of the length by which some
+        models choose a rotary table."""
         limit = self._position_limit
-        return int(length > 1 and not self.balance and (limit is None or length <= limit))
+        return unread_tokens(length, whole=bool(self.balance) or (limit is not None and length > limit))
 
     def cost(self, length: int) -> float:
         """Estimated FLOPs of a document of this length, forward and backward."""

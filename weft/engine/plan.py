@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from weft.engine.packing import pack, pack_apart
 from weft.errors import UserError
-
-if TYPE_CHECKING:
-    from weft.engine.document import DocumentMeta
 
 Layout = Literal["packed", "apart"]
 Shapes = Literal["free", "buckets", "fixed"]
@@ -27,6 +24,35 @@ _BUCKETS_PER_OCTAVE = 8
 _SHORTEST_ROW = 2
 # Costs become integers of so many bits, of which exact sums of 2**30 documents fit 63.
 _COST_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMeta:
+    """What the step plan needs to know of a document; cheap to share among ranks.
+
+    length: tokens. unread: how many at its end a forward does without. weight: sum of the loss weights of its predicted
+    tokens (all but the first). loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one
+    group may be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries
+    routes.
+    """
+
+    length: int
+    weight: float
+    loss_tokens: int
+    group: int | None = None
+    cost: float = 0.0
+    routed: bool = False
+    unread: int = 0
+
+    @property
+    def read(self) -> int:
+        """How many of its tokens, the first so many, a forward takes."""
+        return self.length - self.unread
+
+
+def unread_tokens(length: int, *, whole: bool) -> int:
+    """Of a document's end, which a forward does without: its last token predicts nothing. whole: but it is needed."""
+    return int(length > 1 and not whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +109,7 @@ class StepPlan:
 
     @property
     def fill(self) -> float:
-        """Real tokens / budget, over all rows."""
+        """Tokens that forwards take / budget, over all rows."""
         return sum(d.read for d in self.documents) / (self.micro_batches * self.ranks * self.budget)
 
     @property

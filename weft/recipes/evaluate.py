@@ -18,9 +18,9 @@ from weft.config.sources import source_name
 from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
 from weft.data.prompts import load_prompts
-from weft.engine.document import Document, DocumentMeta
+from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.engine.plan import StepPlan
+from weft.engine.plan import DocumentMeta, StepPlan
 from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.observe import flight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -81,30 +81,14 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     show_preview(Preview(config, limits, read, planned), tokenizer, options.samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """A document as the step plan needs it; its cost is its length. unread: as DocumentMeta has it."""
-
-    length: int
-    weight: float
-    loss_tokens: int
-    unread: int
-    group: int | None = None
-    cost: float = 0.0
-
-    @property
-    def read(self) -> int:
-        return self.length - self.unread
-
-
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
     """The first steps that the documents at hand make; None where there are none."""
     from weft.data.order import Share, Steps
-    from weft.engine.plan import plan_step
+    from weft.engine.plan import DocumentMeta, plan_step, unread_tokens
 
     whole = config.model.router_aux_loss != "none"
-    metas: list[Any] = [
-        _Meta(int(length), float(trained), int(trained), int(length > 1 and not whole))
+    metas = [
+        DocumentMeta(int(length), float(trained), int(trained), unread=unread_tokens(int(length), whole=whole))
         for piece in pieces
         for length, trained in zip(piece.lengths, piece.losses(), strict=True)
     ]

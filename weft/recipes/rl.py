@@ -47,7 +47,7 @@ from weft.rl.learners import Learners
 from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
-from weft.rl.records import read_rollouts, rollout_files
+from weft.rl.records import read_rollouts, recorded_files
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
@@ -91,10 +91,7 @@ def list_replayed(options: RlOptions) -> list[Path]:
     folder = options.replay
     if folder is not None and options.rollout_only:
         raise UserError("--rollout-only makes rollouts, and --replay trains from those that are there: leave one out.")
-    files = [] if folder is None else list(rollout_files(Path(folder)).values())
-    if folder is not None and not files:
-        raise UserError(f"--replay {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
-    return files
+    return [] if folder is None else recorded_files(folder, "--replay")
 
 
 @dataclass(frozen=True)
@@ -348,7 +345,7 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
         for sample in samples_of(groups):
-            sample.old = sample.reference = sample.values = sample.advantages = sample.correction = None
+            sample.forget_readings()
         return RolloutStep(number, groups, taken=0)
 
     return make

@@ -6,7 +6,7 @@ their own: then nobody takes turns with anybody, and a Trainer has neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,14 @@ from weft.rl.types import Floats, Sample
 Who = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
 READS: dict[Who, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # the array of a sample
+
+
+def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Who, Mapping[int, Floats]]]) -> None:
+    """Set the array of each sample that each of these has read. parts: what read_all of each rank returns."""
+    for part in parts:
+        for who, found in part.items():
+            for index, values in found.items():
+                setattr(samples[index], READS[who], values)
 
 
 def start_rank(config: RlConfig, device: Device) -> Ranks:

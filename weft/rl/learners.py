@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
-from weft.rl.beside import CRITIC, READS, Who
+from weft.rl.beside import CRITIC, Who, set_readings
 from weft.rl.parcel import Parcel
 from weft.rl.types import Sample
 
@@ -46,10 +46,7 @@ class Learners:
                 for group in dict.fromkeys(asked.values())
             ]
         )
-        for part in (part for group in parts for part in group):
-            for who, found in part.items():
-                for index, values in found.items():
-                    setattr(samples[index], READS[who], values)
+        set_readings(samples, (part for group in parts for part in group))
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
         """An optimizer step over these samples (Trainer.update); its line. Sets `old` where the update has read it."""

@@ -77,6 +77,14 @@ def rollout_files(folder: Path) -> dict[int, Path]:
     return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("step-*.parquet"))}
 
 
+def recorded_files(folder: str, option: str) -> list[Path]:
+    """The files of RUN/rollouts in their order. UserError, which names the option, where there are none."""
+    files = list(rollout_files(Path(folder)).values())
+    if not files:
+        raise UserError(f"{option} {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
+    return files
+
+
 def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
     """Move files of later steps than `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); where they are."""
     moved = []

@@ -78,6 +78,10 @@ class Sample:
     trained: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
 
+    def forget_readings(self) -> None:
+        """Drop what trainers have read of it, and what followed: it is as it was drawn and rewarded."""
+        self.old = self.reference = self.values = self.advantages = self.correction = None
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -24,7 +24,7 @@ from weft.models.routing import RouteRecorder
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
-_SLOTS = (16, 64)  # slots are added so many at a time, or by a quarter; the first while there are less than the second
+_SLOTS, _FEW = 64, 16  # slots are added so many at a time, or by a quarter; up to the first, by the second
 _PREFILL_TOKENS = 16_384  # of one forward of prompts, padding included; a longer prompt is forwarded alone
 _FILL = 0.8  # prompts are padded to one length where that leaves so much of real tokens
 
@@ -249,7 +249,7 @@ class CachedRows:
             return
         if slots > had_slots:
             slots = max(slots, had_slots + had_slots // 4)
-            step = _SLOTS[slots > _SLOTS[1]]
+            step = _FEW if slots <= _SLOTS else _SLOTS
             slots = -(-slots // step) * step
         self._room = (max(rows, had_rows), max(slots, had_slots))
         for layer, both in self._kept.items():

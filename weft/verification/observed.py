@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.engine.document import Document, DocumentMeta
+from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.plan import DocumentMeta
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.routing import Differences, Replay, Routes

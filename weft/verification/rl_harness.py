@@ -27,7 +27,7 @@ from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
 from weft.observe import flight
 from weft.rl import advantages
-from weft.rl.beside import READS, Who
+from weft.rl.beside import READS, Who, set_readings
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import documents_of, is_trained
 from weft.rl.trainer import Trainer
@@ -137,10 +137,7 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(whose, samples))
     flight.at(flight.ENDLESS)
-    for part in parts:
-        for who, found in part.items():
-            for index, values in found.items():
-                setattr(samples[index], READS[who], values)
+    set_readings(samples, parts)
 
 
 def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
-from weft.errors import UserError
-from weft.rl.records import read_rollouts, rollout_files
+from weft.rl.records import read_rollouts, recorded_files
 from weft.rl.rollouts import Transcript
 from weft.rl.trainer import Trainer
 from weft.rl.types import Group, Prompt, Sample, samples_of
@@ -63,12 +61,9 @@ def _sampled(
 def recorded_rollouts(folder: str) -> list[list[Group]]:
     """The first groups of the first rollout steps of RUN/rollouts, as they were sampled and rewarded. UserError where
     there are none."""
-    files = list(rollout_files(Path(folder)).values())[: len(_GROUPS)]
-    if not files:
-        raise UserError(f"--rollouts {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
-    steps = [read_rollouts(file)[:_MOST_GROUPS] for file in files]
+    steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
     for sample in samples_of(group for step in steps for group in step):
-        sample.old = sample.reference = sample.values = sample.advantages = sample.correction = None
+        sample.forget_readings()
     return steps
 
 

@@ -122,8 +122,8 @@ class Replay:
         else:
             pieces = [tuple(row.tolist()) for row in rows]
         place.lengths = [len(piece) for piece in pieces]
-        place.documents = [next((k for k in self._known if _held(piece, k)), None) for piece in pieces]
-        place.held = [0 if k is None else _held(piece, k) for piece, k in zip(pieces, place.documents, strict=True)]
+        found = [next(((k, held) for k in self._known if (held := _held(piece, k))), (None, 0)) for piece in pieces]
+        place.documents, place.held = [document for document, _ in found], [held for _, held in found]
 
     def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
