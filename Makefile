@@ -11,8 +11,10 @@ COMPAT := 5.17
 COMPAT_DIR := .compat/transformers-$(COMPAT)
 VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
+# torch-transformers-Python: the ends of the ranges of pyproject.toml.
+VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 
-.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-vllm bench bench-sft bench-rl docs format clean
+.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-versions test-vllm bench bench-sft bench-rl docs format clean
 
 setup: $(STAMP)
 
@@ -66,6 +68,19 @@ $(COMPAT_DIR)/.installed: | $(STAMP)
 		'transformers==$(COMPAT).*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
 	touch $@
 
+# The ends of the ranges, in environments of several GB each: never in CI. Writes docs/versions.md.
+test-versions: $(STAMP) $(VERSIONS:%=.venv-versions/%/.installed)
+	$(BIN)/python tests/versions.py $(VERSIONS:%=.venv-versions/%/bin/python) --workers $(WORKERS) \
+		--pytest-args='$(PYTEST_ARGS)'
+
+# That Python where there is one, else the usual.
+.venv-versions/%/.installed: pyproject.toml
+	own=python$(word 3,$(subst -, ,$*)); $$own -c '' 2>/dev/null || own=$(PYTHON); \
+		test -x .venv-versions/$*/bin/python || $$own -m venv .venv-versions/$*
+	.venv-versions/$*/bin/python -m pip install --quiet 'torch==$(word 1,$(subst -, ,$*)).*'
+	.venv-versions/$*/bin/python -m pip install --quiet 'transformers==$(word 2,$(subst -, ,$*)).*' -e '.[dev]'
+	touch $@
+
 # vLLM has an environment of its own.
 test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
@@ -101,4 +116,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist
+	rm -rf .venv .venv-versions .venv-vllm .venv-trl .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist

@@ -49,6 +49,7 @@ def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 def test_parity_with_compiled_layers() -> None:

@@ -359,6 +359,7 @@ MESHES = {
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("name", MESHES)
 def test_verify(name: str, weft: Weft) -> None:
     words, mesh = MESHES[name]

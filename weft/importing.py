@@ -10,6 +10,23 @@ from typing import Any
 from weft.errors import UserError
 
 
+def import_extra(module: str, extra: str, need: str) -> Any:
+    """A module that only one of weft's extras brings. need: what wants it, as in "data.path: a Parquet file".
+
+    UserError, with the extra, where it is not installed.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise UserError(
+            f"{need} needs {package}, which is not installed: pip install {package}, or install weft with its extra "
+            f"[{extra}]."
+        ) from error
+
+
 def import_named(path: str, key: str) -> Any:
     """What `package.module:Name` or `package.module.Name` is; the last dot counts where there is no colon.
 

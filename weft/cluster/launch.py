@@ -26,6 +26,7 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.status import SUCCESS
 from weft.cluster.stopping import Forwarder
 from weft.cluster.watch import STOP_SECONDS, watching
+from weft.versions import launch_config
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
     """As `launch`, and says what failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     if not debug:
         _silence_agent()
@@ -63,7 +64,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         watching(Path(scratch)) as watch,
         Forwarder(watch.processes) as forwarder,
     ):
-        config = LaunchConfig(
+        config = launch_config(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,

@@ -31,6 +31,7 @@ from weft.cluster.reports import RankReport
 from weft.cluster.status import Kind
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
+from weft.importing import import_extra
 from weft.observe import flight
 from weft.observe.flight import Record
 
@@ -101,11 +102,7 @@ def _require_listener(address: str) -> None:
 
 def import_ray() -> Any:
     """Ray, or a UserError that says how to install it."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("weft rl runs on Ray, which is not installed: pip install 'weft[rl]'.") from error
-    return ray
+    return import_extra("ray", "rl", "weft rl")
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:

@@ -23,6 +23,7 @@ from weft.config.schema import SourceConfig
 from weft.config.sources import Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
 from weft.data.blocks import BYTE_ORDER_MARK, ArrowBlock, Block, FileBlock, LineBlock, RowBlock, not_blank
 from weft.errors import UserError, first_line
+from weft.importing import import_extra
 from weft.observe import flight
 
 _T = TypeVar("_T")
@@ -221,9 +222,8 @@ def _csv_rows(path: str, separator: str) -> Iterator[_Row]:
 
 
 def _parquet(path: str, split: Split) -> Part:
-    import pyarrow
-    from pyarrow import parquet
-
+    need = f"data.path: the Parquet file {path}"
+    pyarrow, parquet = import_extra("pyarrow", "data", need), import_extra("pyarrow.parquet", "data", need)
     with _reading(path):
         try:
             file = parquet.ParquetFile(path)
@@ -244,7 +244,7 @@ def _parquet(path: str, split: Split) -> Part:
 
 
 def _saved_dataset(path: str, split: Split) -> Part:
-    datasets = _datasets()
+    datasets = _datasets(path)
     with _reading(path):
         loaded = datasets.load_from_disk(path)
     return _dataset(path, loaded, split)
@@ -252,7 +252,7 @@ def _saved_dataset(path: str, split: Split) -> Part:
 
 def _hub_dataset(path: str, subset: str | None, split: Split) -> Part:
     """Downloaded by datasets, which keeps it in its own cache."""
-    datasets = _datasets()
+    datasets = _datasets(path)
     try:
         loaded = datasets.load_dataset(path, subset, split=split.name or None)
     except Exception as error:  # a library's, a network's, the hub's: of any type
@@ -291,9 +291,8 @@ def _dataset(name: str, loaded: Any, split: Split) -> Part:
     return Part(name, size, False, blocks, digest)
 
 
-def _datasets() -> Any:
-    import datasets
-
+def _datasets(path: str) -> Any:
+    datasets = import_extra("datasets", "data", f"data.path: {path} is no JSONL file and")
     datasets.disable_progress_bars()
     return datasets
 

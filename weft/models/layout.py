@@ -128,8 +128,9 @@ class _Traced:
     def contiguous(self) -> _Traced:
         return self
 
-    def squeeze(self) -> _Traced:
-        return self._with(self.box, tuple(dim for dim in self.dims if self.box.size[dim] != 1))
+    def squeeze(self, dim: int | None = None) -> _Traced:
+        wanted = self.dims if dim is None else (self.dims[dim],)
+        return self._with(self.box, tuple(d for d in self.dims if self.box.size[d] != 1 or d not in wanted))
 
     @classmethod
     def __torch_function__(

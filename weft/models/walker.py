@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.checkpoint.boxes import Box, local_box, overlap
 from weft.models.layout import Piece
-from weft.parallel.torch_versions import all_gather_single
+from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
 

@@ -38,6 +38,7 @@ from weft.observe.tables import (
 from weft.ops.attention import EXACT, kernel_for
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.memory import hint
+from weft.versions import untested_versions
 
 
 def print_opening(
@@ -97,6 +98,8 @@ def _balancing(engine: Engine) -> str:
 def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
     """The model and how it is laid out."""
     say, built = Console(highlight=False, soft_wrap=True).print, engine.built
+    for line in untested_versions():
+        say(f"warning  {line}")
     say(
         f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters"
     )

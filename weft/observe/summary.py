@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import weft
 from weft.observe.metrics import plain
+from weft.versions import TESTED, installed_version
 
 _KEPT = 10
 
@@ -156,14 +156,7 @@ class RunSummary:
 
 def versions() -> dict[str, str | None]:
     """Versions of weft and of what its numbers depend on."""
-    return {"weft": weft.__version__} | {name: _version(name) for name in ("torch", "transformers")}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {"weft": weft.__version__} | {name: installed_version(name) or None for name in TESTED}
 
 
 def _number(value: object) -> float:

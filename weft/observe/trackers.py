@@ -195,6 +195,8 @@ def check_installed(config: TrackConfig) -> None:
         raise UserError(
             f"track.to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             f"pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of track.to."
+            + " weft's extra [track] brings tensorboard."
+            * ("tensorboard" in missing)
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.observe import timing
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.torch_versions import all_gather_single, reduce_scatter_single
+from weft.versions import all_gather_single, reduce_scatter_single
 
 
 def time_collectives(module: nn.Module) -> None:

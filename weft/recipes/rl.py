@@ -47,7 +47,7 @@ from weft.rl.learners import Learners
 from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
-from weft.rl.records import read_rollouts, recorded_files
+from weft.rl.records import import_arrow, read_rollouts, recorded_files
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
@@ -60,6 +60,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
     import_ray()
+    import_arrow()
     check_engines(config)
     task, resume = read_task(config, hooks), options.resume is not None
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UserError
+from weft.importing import import_extra
 from weft.rl.types import Group, Prompt, Sample, samples_of
 
 FOLDER = "rollouts"
@@ -23,6 +24,12 @@ _ARRAYS = {
 }  # fmt: skip
 
 
+def import_arrow() -> tuple[Any, Any]:
+    """(pyarrow, pyarrow.parquet), in which rollouts are recorded; UserError where it is not installed."""
+    need = "the record of rollouts"
+    return import_extra("pyarrow", "rl", need), import_extra("pyarrow.parquet", "rl", need)
+
+
 def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
     """RUN/rollouts/step-000001.parquet"""
     return folder / into / f"step-{step:06d}.parquet"
@@ -33,9 +40,7 @@ def write_rollouts(
 ) -> Path:
     """All samples of a rollout step, or of an evaluation, in their order. Whole or not at all. routes: keep those of a
     mixture of experts, which take layers x experts of a token bytes for each token, and more than all else."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    pa, pq = import_arrow()
     rows = [_row(step, sample) | _packed_routes(sample.routes if routes else None) for sample in samples_of(groups)]
     path = rollout_file(folder, step, into)
     path.parent.mkdir(exist_ok=True)
@@ -52,8 +57,7 @@ def write_rollouts(
 
 def read_rollouts(path: Path) -> list[Group]:
     """The groups of one file. UserError where it is none of weft's."""
-    import pyarrow.parquet as pq
-
+    _, pq = import_arrow()
     try:
         rows = pq.read_table(path).to_pylist()
         samples = [_sample(row) for row in rows]
@@ -67,8 +71,7 @@ def read_rollouts(path: Path) -> list[Group]:
 
 def hold_routes(path: Path) -> bool:
     """Whether a file of rollouts has the routes of its samples."""
-    import pyarrow.parquet as pq
-
+    _, pq = import_arrow()
     return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0
 
 

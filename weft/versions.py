@@ -1,0 +1,70 @@
+"""What torch calls differently from version to version: the one file that asks, by feature and never by number.
+
+transformers' internals, which are asked for in the same way, are models/hf.py's. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# (oldest, newest) that the suite has passed with: docs/versions.md.
+TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "torch": ((2, 11), (2, 15)),
+    "transformers": ((5, 17), (5, 23)),
+}
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each library that is installed in a version that weft was not tested with."""
+    found = []
+    for name, (oldest, newest) in TESTED.items():
+        installed = installed_version(name)
+        numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+        if numbers and not oldest <= numbers <= newest:
+            found.append(f"{name} {installed} is {'newer' if numbers > newest else 'older'} than weft was tested with: "
+                         f"{_dotted(oldest)} to {_dotted(newest)}")  # fmt: skip
+    return found
+
+
+def installed_version(package: str) -> str:
+    """As its metadata has it, "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def launch_config(*, shutdown_timeout: float, **options: Any) -> Any:
+    """torch's LaunchConfig. shutdown_timeout: seconds between SIGTERM and SIGKILL of ranks; torch 2.11 waits 30."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):
+        options["shutdown_timeout"] = shutdown_timeout
+    return LaunchConfig(**options)
+
+
+def all_gather_single(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """torch's, by the name that it has from 2.13 on; the older one warns there at every call."""
+    return _collective("all_gather_single", "all_gather_into_tensor")(output, input, **options)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """torch's, by the name that it has from 2.13 on."""
+    return _collective("reduce_scatter_single", "reduce_scatter_tensor")(output, input, **options)
+
+
+def _collective(name: str, before: str) -> Any:
+    """Looked up at every call: whoever watches collectives replaces them in torch.distributed."""
+    import torch.distributed as dist
+
+    return getattr(dist, name, None) or getattr(dist, before)
