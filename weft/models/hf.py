@@ -175,7 +175,11 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | 
 
 def enable_recompute(model: PreTrainedModel) -> None:
     """Recompute each decoder layer in backward; forward arguments (the bounds) are replayed with it."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its newer name
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def has_auxiliary_loss(model: PreTrainedModel) -> bool:

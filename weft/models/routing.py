@@ -24,10 +24,14 @@ Choose = Callable[[int, Tensor, Any], Any]
 def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
     """Hand every choice of `chosen` of `experts` within these decoder layers to `choose`, recomputation included.
 
-    Hooks of the layers, not one mode around everything, because recomputation runs layers from backward, where modes
-    of the caller do not reach.
+    Hooks, not one mode around everything, because recomputation runs layers from backward, where modes of the caller do
+    not reach. Of the layers' children, because newer transformers recompute a layer without its own hooks.
     """
-    modes = [_TopK(number, experts, chosen, choose) for number in range(len(layers))]
+    watched = [
+        (child, _TopK(number, experts, chosen, choose))
+        for number, layer in enumerate(layers)
+        for child in layer.children()
+    ]
 
     def enter(mode: _TopK) -> Any:
         return lambda module, args: mode.__enter__() and None
@@ -35,10 +39,8 @@ def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Cho
     def leave(mode: _TopK) -> Any:
         return lambda module, args, out: mode.__exit__(None, None, None)
 
-    handles = [layer.register_forward_pre_hook(enter(mode)) for layer, mode in zip(layers, modes, strict=True)]
-    handles += [
-        layer.register_forward_hook(leave(mode), always_call=True) for layer, mode in zip(layers, modes, strict=True)
-    ]
+    handles = [child.register_forward_pre_hook(enter(mode)) for child, mode in watched]
+    handles += [child.register_forward_hook(leave(mode), always_call=True) for child, mode in watched]
     try:
         yield
     finally:
