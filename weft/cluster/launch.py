@@ -55,6 +55,8 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    from weft.cluster import rendezvous
+
     if not debug:
         _silence_agent()
     with (
@@ -69,9 +71,8 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
             max_nodes=1,
             nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # port 0: the store picks a free one, so that no other program can take it
-            local_addr="127.0.0.1",
+            rdzv_backend=rendezvous.register(),
+            local_addr=rendezvous.LOOPBACK,
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are the forwarder's
             max_restarts=0,
             monitor_interval=0.1,
@@ -102,8 +103,8 @@ def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:
         reports.FOLDER_VARIABLE: scratch,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc))),
     }
-    if sys.platform == "linux":  # gloo asks the name service for this host's address otherwise, which may hang
-        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":  # nobody else is to reach the ranks; and gloo would ask the name service, which may hang
+        variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
 
 

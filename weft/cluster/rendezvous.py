@@ -1,0 +1,69 @@
+"""How ranks of one machine find each other: a store that only this machine reaches.
+
+torch's own rendezvous (c10d) keeps its store on a port of every interface, without a password, and unpickles what lies
+in it. This store listens on 127.0.0.1, and nothing of the launcher unpickles what it reads from it.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+LOOPBACK = "127.0.0.1"
+NAME = "weft"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one agent with itself; its ranks are clients of its store."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id, self._closed = run_id, False
+        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self._port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def get_backend(self) -> str:
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def register() -> str:
+    """Make the rendezvous known to torch; its name. Safe to call again."""
+    rendezvous_handler_registry.register(NAME, _create)
+    return NAME
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)
