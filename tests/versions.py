@@ -21,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 MARKERS = "not soak and (not slow or versions)"
-VERSIONS = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
+VERSIONS = (
+    "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
+)
 KINDS = ("passed", "failed", "skipped")
 INTRODUCTION = """\
 # Versions

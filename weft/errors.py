@@ -25,6 +25,16 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserError | None:
+    """What to say where transformers would only read `path` by running code that lies in it; None for another error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return UserError(
+        f"{key}: {path} asks for code of its own to be run (auto_map in one of its JSON files), which weft never does. Use "
+        "an architecture and a tokenizer that transformers ships: a newer version may have them, and then auto_map can go."
+    )
+
+
 class StorageError(UserError):
     """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.errors import UserError, first_line
+from weft.errors import UserError, first_line, runs_own_code
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -12,8 +12,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # brings torch and half of transformers, which workers may do without
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if refusal := runs_own_code(path, error):
+            raise refusal from error
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."

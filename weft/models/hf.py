@@ -49,7 +49,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from weft.errors import UserError
+from weft.errors import UserError, runs_own_code
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -72,8 +72,10 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 def read_config(path: str) -> PretrainedConfig:
     """The model's config; a message instead of a traceback where it cannot be read."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if refusal := runs_own_code(path, error):
+            raise refusal from error
         first = str(error).strip().split("\n")[0]
         raise UserError(f"model.path: cannot read a model config from {path!r}: {first}") from error
 

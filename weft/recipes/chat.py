@@ -18,7 +18,7 @@ from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import UserError
+from weft.errors import UserError, runs_own_code
 from weft.models.adapter_files import CONFIG as ADAPTER
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
@@ -70,8 +70,10 @@ def open_chat(options: ChatOptions) -> Chat:
         raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = _auto_class(path).from_pretrained(path, dtype=dtype)
+        model = _auto_class(path).from_pretrained(path, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if refusal := runs_own_code(path, error, "weft chat"):
+            raise refusal from error
         raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     chat = Chat(model.to(device).eval(), tokenizer, path, options.system, _settings(options))
     chat.begin()

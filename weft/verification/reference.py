@@ -33,7 +33,7 @@ class Reference:
         balance: float = 0.0,
         whole_step: bool = False,
     ) -> None:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         cls = getattr(transformers, config.architectures[0])
         self.plain = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval().to(device)
         self.model: nn.Module = self.plain

@@ -252,7 +252,7 @@ class PlainCritic(_Update):
     def __init__(self, path: str, weights: dict[str, Tensor], device: str = "cpu") -> None:
         """weights: what it begins with, by its parameters' names."""
         self.plain = transformers.AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+            path, num_labels=1, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
         self.plain.load_state_dict(weights, strict=False)
         self.model = self.plain.eval().to(device)
