@@ -30,8 +30,8 @@ def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserE
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
-        f"{key}: {path} asks for code of its own to be run (auto_map in one of its JSON files), which weft never does. Use "
-        "an architecture and a tokenizer that transformers ships: a newer version may have them, and then auto_map can go."
+        f"{key}: {path} asks for code of its own to be run (auto_map in one of its JSON files), which weft never does. "
+        "Use an architecture and a tokenizer that transformers ships: a newer version may have them."
     )
 
 
