@@ -103,9 +103,8 @@ def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:
         reports.FOLDER_VARIABLE: scratch,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc))),
     }
-    if (
-        sys.platform == "linux"
-    ):  # nobody else is to reach the ranks; and gloo would ask the name service, which may hang
+    # For this machine alone; and gloo would ask the name service for its address otherwise, which may hang.
+    if sys.platform == "linux":
         variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
 
