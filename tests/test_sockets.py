@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,3 +59,37 @@ def test_sft(nproc: int, here: Path) -> None:
     finally:
         run.process.terminate()
         run.wait()
+
+
+def test_rl(here: Path) -> None:
+    """A Ray of its own, two trainer ranks and an engine in a process of its own."""
+    write_jsonl(here / "asked.jsonl", *[{"messages": [{"role": "user", "content": "1 2"}], "answer": "3"}] * 8)
+    run = Run(
+        (
+            "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts=2", "rl.group_size=2",
+            "rollout.engine=hf", "rollout.max_prompt_tokens=32", "rollout.max_new_tokens=4",
+            "step.max_tokens_per_device=128", "train.steps=100000", "run.dir=run-rl", "--nproc", "2",
+        ),
+        here,
+    )  # fmt: skip
+    try:
+        run.wait_for(r"step +2/", timeout=240.0)
+        found = listening(run.pid)
+        assert not list(outside(found)), found
+        assert {name for name, _ in found} >= {"gcs_server", "raylet"}
+        joined = join_ray(run)
+        assert "JOINED" not in joined and "Failed to connect" in joined, joined
+    finally:
+        run.process.terminate()
+        run.wait()
+
+
+def join_ray(run: Run) -> str:
+    """What a process that has not the token is told when it joins the run's Ray and runs a task there."""
+    (server,) = [child for child in psutil.Process(run.pid).children(recursive=True) if child.name() == "gcs_server"]
+    port = next(one.laddr.port for one in server.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+    source = f"import ray; ray.init('127.0.0.1:{port}'); print('JOINED', ray.get(ray.remote(lambda: 5).remote()))"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it would not even look on loopback
+    done = subprocess.run([sys.executable, "-c", source], env=kept, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr

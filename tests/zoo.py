@@ -49,8 +49,9 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
         num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16, expand=2)),
     "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", dict(
-        num_hidden_layers=6, num_key_value_heads=4, layer_types=["mamba", "hybrid"] * 3, hybrid_layer_ids=[1, 3, 5],
-        n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, num_mem_blocks=1, chunk_size=16, use_mem_rope=True)),
+        num_hidden_layers=6, num_key_value_heads=4, layers_block_type=["mamba", "hybrid"] * 3,
+        hybrid_layer_ids=[1, 3, 5], n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, num_mem_blocks=1, chunk_size=16,
+        use_mem_rope=True)),
     "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         num_hidden_layers=4, head_dim=16, intermediate_size_mlp=80, num_local_experts=4, num_experts_per_tok=1,
         attention_chunk_size=16, floor_scale=8, attn_scale=0.1)),

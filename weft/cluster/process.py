@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,9 +72,25 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, device_id=device_id)
         return Ranks(0, 1, 0, chosen)
-    dist.init_process_group(backend, timeout=wait, device_id=device_id)
     rank, world = environment
+    store = _loopback_store(rank, wait)
+    place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=wait, device_id=device_id, **place)
     return Ranks(rank, world, local_rank, chosen)
+
+
+def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
+    """The store of ranks that meet on loopback, which the first rank keeps there alone: torch would listen on every
+    interface. None for ranks that meet elsewhere, or in the store of their launcher."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if rank:
+        return dist.TCPStore(address, port, is_master=False, timeout=wait)
+    listener = socket.create_server((address, port), backlog=1024)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=wait
+    )
 
 
 def pretend(world: int, device: Device = "cpu") -> Ranks:

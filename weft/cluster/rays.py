@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -60,10 +62,10 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
 
     Other Ray clusters of this machine are left alone. UserError where the cluster has not the room for `bundles`.
     """
-    ray = import_ray()
+    own = address is None
+    ray = import_ray(own)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    own = address is None
     if address is not None:
         _require_listener(address)
     options: dict[str, Any] = {"address": "local" if own else address}
@@ -100,9 +102,27 @@ def _require_listener(address: str) -> None:
         ) from error
 
 
-def import_ray() -> Any:
-    """Ray, or a UserError that says how to install it."""
+def import_ray(alone: bool = False) -> Any:
+    """Ray, or a UserError that says how to install it.
+
+    alone: for a cluster of this machine's own. It listens on loopback, and asks those who come for a token that only
+    its processes have. Ray reads both settings when it is first imported; a token is not asked for where a program has
+    imported it before.
+    """
+    if alone:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what Ray calls more than this machine
+        if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     return import_extra("ray", "rl", "weft rl")
+
+
+def exposure(address: str | None) -> list[str]:
+    """What there is to say of who may use the cluster."""
+    if address is None or os.environ.get("RAY_AUTH_MODE") == "token":
+        return []
+    return [
+        f"warning  the Ray cluster at {address} asks for no token (RAY_AUTH_MODE): whoever reaches it runs code there"
+    ]
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.cluster.options import Device, RlOptions
-from weft.cluster.rays import import_ray
+from weft.cluster.rays import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ from weft.rollout.base import RolloutEngine, Sampling
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
     """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
     check_installed(config.track)
-    import_ray()
+    import_ray(alone=config.cluster.address is None)
     import_arrow()
     check_engines(config)
     task, resume = read_task(config, hooks), options.resume is not None
@@ -79,7 +79,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             start = take_up(config, held.folder, start)
         seconds = partial(time_rollout_steps, options, hooks, held.folder)
         settled = settle(config, options, plan.rollouts, seconds)
-        notes = (*start.notes, *settled.notes, *notes_on_replay(config, replayed))
+        notes = (*exposure(config.cluster.address), *start.notes, *settled.notes, *notes_on_replay(config, replayed))
         config, start = settled.config, replace(start, notes=notes)
         write_config(settled.recorded, held.folder)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups):

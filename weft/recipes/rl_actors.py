@@ -74,7 +74,7 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     places, beside_ranks = places_of(config, options.world, gpu), apart(config)
     busy = places.busy + sum(beside_ranks.values())
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
-    common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})}
+    common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if alone else {})}
 
     def ranks(world: int) -> list[Mapping[str, str]]:
         return [

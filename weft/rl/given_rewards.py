@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from weft.cluster.rays import import_ray
 from weft.errors import UserError, first_line
+from weft.importing import import_extra
 
 MAIN = "__main__"  # the module that functions are said to be of which no other process can import
 
@@ -62,10 +62,8 @@ def _own_name(function: Any, place: int, taken: Sequence[str]) -> str:
 
 
 def _pickled(function: Any, name: str) -> bytes:
-    """By value, with what it uses of this program (Ray's cloudpickle)."""
-    import_ray()
-    from ray import cloudpickle
-
+    """By value, with what it uses of this program (cloudpickle)."""
+    cloudpickle = import_extra("cloudpickle", "rl", "a reward function of a program")
     try:
         data: bytes = cloudpickle.dumps(function)
     except Exception as error:

@@ -40,7 +40,11 @@ def _is_exact(config: PretrainedConfig) -> bool:
         return False
     vocabulary = small.get_input_embeddings().weight.shape[0]
     with torch.inference_mode():
-        cached, whole = (_walk(rows, vocabulary) for rows in (CachedRows(small), WholeRows(small)))
+        whole = _walk(WholeRows(small), vocabulary)
+        try:
+            cached = _walk(CachedRows(small), vocabulary)
+        except (ValueError, RuntimeError, LookupError, AttributeError, TypeError):  # in the family's own code
+            return False
     pairs = list(zip(cached, whole, strict=True))
     worst = torch.stack([(one - other).abs().max() for one, other in pairs]).max()
     largest = torch.stack([other.abs().max() for _, other in pairs]).max()
