@@ -44,23 +44,23 @@ class Part:
 
 
 _SFT = (
-    "Random weights; one packed row of log-normal documents a step; bf16 compute over fp32 masters, AdamW. bare: a plain "
-    "PyTorch loop with the same attention kernel (benchmarks/gpu_sft.py says what it does). MFU is of the measured "
-    "matmul rate, causal attention counted half, recomputation not at all. GiB: the most at once. planner: weights, "
-    "gradients, optimizer and gathered units, as weft's planner says; estimate: with activations and the head."
+    "Random weights; one packed row of log-normal documents a step; bf16 compute over fp32 masters, AdamW. bare: a "
+    "plain PyTorch loop with the same attention kernel (benchmarks/gpu_sft.py says what it does). MFU is of the "
+    "measured matmul rate, causal attention counted half, recomputation not at all. GiB: the most at once. planner: "
+    "weights, gradients, optimizer and gathered units, as weft's planner says; estimate: with activations and the head."
 )
 PARTS = (
     Part("rates", 30, "Rates", "bf16 products of random matrices, and copies: the floor of all that follows."),
     Part("tests", 150, "tests/cuda", "Output in tests.txt."),
     Part("sft-4b", 110, "SFT, Qwen3-4B", _SFT),
-    Part("kernels", 30, "Attention kernels", "A 4B layer's attention over a row of 16,384 tokens, forward and backward."),
-    Part("head", 20, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul share: "
-         "three products at the measured rate / time. extra: beyond the gradients."),
+    Part("kernels", 45, "Attention kernels", "A 4B layer's attention over 16,384 tokens, forward and backward."),
+    Part("head", 20, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul "
+         "share: three products at the measured rate / time. extra: beyond the gradients."),
     Part("profile", 35, "Profile of the 4B step", "By kernel in profile-4b.txt; the trace is beside it."),
     Part("sft-0.6b", 70, "SFT, Qwen3-0.6B", _SFT),
     Part("sft-30b-a3b", 50, "SFT, Qwen3-30B-A3B, as many layers as fit", _SFT),
-    Part("rl", 35, "A step of reinforcement learning, Qwen3-0.6B", "In one process: 32 prompts of 256 tokens, 8 samples "
-         "of 256 tokens each (64 in step 1, which warms up). difference: the engine's logprobs from the trainer's."),
+    Part("rl", 35, "A step of reinforcement learning, Qwen3-0.6B", "In one process: 32 prompts of 256 tokens, 8 "
+         "samples of 256 tokens each (64 in step 1, which warms up). difference: engine's logprobs from trainer's."),
     Part("files", 40, "Files", "A 4B model written and read; a checkpoint of 0.6B with its trainer state."),
     Part("sft-8b", 40, "SFT, Qwen3-8B", _SFT),
 )  # fmt: skip
@@ -275,8 +275,8 @@ def main() -> int:
         (folder / name).unlink(missing_ok=True)
     machine = ask_machine(options)
     if not machine:
-        why = f"no {options.device} device answers here ({folder}/gpu.log)"
-        print(f"{why}: --device cpu --tiny tries all of it", file=sys.stderr)
+        said = (folder / "gpu.log").read_text().strip().splitlines()[-1]
+        print(f"no {options.device} device here (--device cpu --tiny tries all of it): {said}", file=sys.stderr)
         return 2
     wanted = options.parts or [part.name for part in PARTS]
     chosen = [part for part in PARTS if part.name in wanted or part.name.split("-")[0] in wanted]

@@ -82,7 +82,7 @@ def _step(run: Run, trainer: Trainer, prompts: Sequence[Prompt], number: int, ne
         advantages(groups, trainer.config.rl)
         samples = samples_of(groups)
         line = trainer.update(samples, number, 2, 1, LR).line
-        assert not line["skipped"], line
+        assert not line.get("skipped"), line
         return {"tokens": sum(len(sample) for sample in samples)}
 
     for phase in (sync, generate, sleep, read, update):

@@ -28,7 +28,7 @@ class Run:
     out: Path
     path: Path
     rows: list[Row] = field(default_factory=list)
-    _longest: float = 0.0
+    _longest: dict[str, float] = field(default_factory=dict)
 
     def pick(self, full: Any, tiny: Any) -> Any:
         """The one of two sizes that this run has."""
@@ -52,10 +52,13 @@ class Run:
         draft.write_text(text)
         draft.replace(self.path)
 
-    def attempt(self, row: Row, fill: Callable[[], Row]) -> bool:
-        """Add what `fill` finds to the row, or why there is nothing: no time, no memory, an error; whether it did."""
+    def attempt(self, row: Row, fill: Callable[[], Row], like: str = "") -> bool:
+        """Add what `fill` finds to the row, or why there is nothing: no time, no memory, an error; whether it did.
+
+        like: a word for those that take about as long: none is begun for which the longest of them would be too long.
+        """
         began = time.monotonic()
-        if self.left < self._longest:
+        if self.left < self._longest.get(like, 0.0):
             found: Row = {"note": "not run: no time left"}
         else:
             try:
@@ -66,7 +69,7 @@ class Run:
                 traceback.print_exc()
                 found = {"note": failure(error)}
         self.device.collect()  # what the failed one held is free only here
-        self._longest = max(self._longest, time.monotonic() - began)
+        self._longest[like] = max(self._longest.get(like, 0.0), time.monotonic() - began)
         notes = [text for text in (row.pop("note", ""), found.pop("note", "")) if text]
         row.update(found | ({"note": "; ".join(notes)} if notes else {}))
         self.save()

@@ -286,8 +286,9 @@ def sft(run: Run, shape: str) -> None:
         layers = whole.fitting(lengths[0], room)
         if layers < whole.layers:
             path = write_model(Path(folder) / "model", config_of(shape, run.tiny, layers))
-        contest = Contest(run, path, whole, Sizes.of(path, run.device).flops, layers, room)
-        for case in CASES[: run.pick(None, 3)]:
+        flops = Sizes.of(path, run.device).flops if layers < whole.layers else whole.flops
+        contest = Contest(run, path, whole, flops, layers, room)
+        for case in run.pick(CASES, CASES[1:3]):
             contest.add_row(case, lengths[case.long])
 
 
@@ -313,7 +314,8 @@ class Contest:
             "bare": lambda: bare_step(self.path, self.run.device, case.recompute, case.compile),
         }
         for who, make in makes.items():
-            self.run.attempt(row, partial(self._measured, who, make, case, tokens))
+            kind = "compiled" if case.compile else "not compiled"
+            self.run.attempt(row, partial(self._measured, who, make, case, tokens), like=kind)
         if "weft tokens/s" in row and "bare tokens/s" in row:
             row["weft / bare"] = row["weft tokens/s"] / row["bare tokens/s"]
             self.run.save()
