@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import Row, Run
-from weft.checkpoint.files import create
 from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.document import Document
@@ -77,9 +76,14 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = hf.build_meta(hf.read_config(str(folder)), dtype=torch.bfloat16, attention="eager")
-    pieces = layout_of(model, None)
-    shapes = {piece.disk: torch.empty(piece.shape, dtype=torch.bfloat16, device="meta") for piece in pieces}
-    create(folder / "model.safetensors", shapes)
+    header, end = {}, 0
+    for piece in layout_of(model, None):
+        begin, end = end, end + 2 * math.prod(piece.shape)
+        header[piece.disk] = {"dtype": "BF16", "shape": list(piece.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
     return str(folder)
 
 
