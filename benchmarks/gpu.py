@@ -238,6 +238,7 @@ def describe_machine(options: argparse.Namespace) -> None:
     from benchmarks.device import Device
 
     if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees none")
         return
     device = Device(options.device)
     cuda = f"CUDA {torch.version.cuda}, " if device.cuda else ""
