@@ -13,8 +13,10 @@ VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
 # torch-transformers-Python: the ends of the ranges of pyproject.toml.
 VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
+GPU_OUT ?= .gpu
+MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-versions test-vllm bench bench-sft bench-rl docs format clean
+.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -99,6 +101,13 @@ bench-sft: $(STAMP) .venv-trl/.installed
 bench-rl: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/rl.py
 
+# Everything there is to measure on one GPU, in so many minutes; the page of the docs is what came of it. Not in an
+# environment that is made for it: images for GPUs bring a torch that suits them, so without a .venv python3 is taken as it is.
+gpu:
+	python=$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)); \
+	$$python benchmarks/gpu.py --minutes $(MINUTES) --out $(GPU_OUT); status=$$?; \
+	test ! -e $(GPU_OUT)/gpu.md || cp $(GPU_OUT)/gpu.md docs/benchmarks/gpu.md; exit $$status
+
 # TRL has an environment of its own, with the transformers of ours: the comparison is of trainers.
 .venv-trl/.installed: | $(STAMP)
 	test -x $(TRL_BIN)/python || $(PYTHON) -m venv .venv-trl
@@ -116,4 +125,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-versions .venv-vllm .venv-trl .compat .demo .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist
+	rm -rf .venv .venv-versions .venv-vllm .venv-trl .compat .demo .gpu .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.device import Device
 from weft.ops.head import LogitTransform, chunked_readouts
 
 MIB = 2**20
@@ -73,7 +73,7 @@ class Problem:
     def __init__(self, options: argparse.Namespace, tokens: int) -> None:
         torch.manual_seed(0)
         place = {"device": options.device, "dtype": getattr(torch, options.dtype)}
-        self.device = torch.device(options.device)
+        self.device = Device(options.device)
         self.hidden = torch.empty(tokens, options.width, **place).normal_().requires_grad_()
         self.weight = torch.empty(options.vocabulary, options.width, **place).normal_(0, 0.05).requires_grad_()
         self.targets = torch.randint(options.vocabulary, (tokens,), device=options.device)
@@ -81,36 +81,10 @@ class Problem:
     def run(self, loss: Loss) -> tuple[float, float]:
         """(seconds, loss) of one forward and backward."""
         self.hidden.grad = self.weight.grad = None
-        self._synchronize()
-        start = time.perf_counter()
+        began = self.device.now()
         value = loss(self.hidden, self.weight, self.targets)
         value.backward()
-        self._synchronize()
-        return time.perf_counter() - start, value.item()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def peak(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return _process_memory("VmHWM")
-
-    def reset_peak(self) -> int:
-        """Bytes in use, from which the peak now rises."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        Path("/proc/self/clear_refs").write_text("5")
-        return _process_memory("VmRSS")
-
-
-def _process_memory(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
+        return self.device.now() - began, value.item()
 
 
 def measure_one(name: str, options: argparse.Namespace, tokens: int) -> dict[str, float]:
@@ -118,11 +92,11 @@ def measure_one(name: str, options: argparse.Namespace, tokens: int) -> dict[str
     problem = Problem(options, tokens)
     warm = Problem(argparse.Namespace(**{**vars(options), "vocabulary": 512}), 16)
     warm.run(LOSSES[name])
-    base = problem.reset_peak()
+    base = problem.device.reset_peak()
     cpu = time.process_time()
     first, loss = problem.run(LOSSES[name])
     cpu = time.process_time() - cpu
-    peak = problem.peak()
+    peak = problem.device.peak()
     assert problem.weight.grad is not None and problem.hidden.grad is not None
     gradients = problem.weight.grad.nbytes + problem.hidden.grad.nbytes
     seconds = [first] + [problem.run(LOSSES[name])[0] for _ in range(options.runs - 1)]
@@ -157,15 +131,8 @@ def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) ->
 
 
 def machine(options: argparse.Namespace) -> str:
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{_processor()}, {os.cpu_count()} cores"
-    return f"{where}; torch {torch.__version__}, {torch.get_num_threads()} threads; load {os.getloadavg()[0]:.1f}"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads; load {os.getloadavg()[0]:.1f}"
+    return f"{Device(options.device).name}; torch {torch.__version__}; {cores}"
 
 
 def main() -> None:
@@ -192,7 +159,7 @@ def main() -> None:
 def report(options: argparse.Namespace, tokens: int, names: list[str]) -> None:
     """Table rows of one number of tokens; the naive loss only where memory holds its three [N, V] tensors."""
     needed = 12 * tokens * options.vocabulary + 12 * options.vocabulary * options.width
-    if options.device == "cpu" and "naive" in names and needed > 0.9 * _available():
+    if options.device == "cpu" and "naive" in names and needed > 0.9 * Device("cpu").free:
         names = [name for name in names if name != "naive"]
         print(f"| {tokens} | naive | not run: needs {needed / 2**30:.0f} GiB |" + " |" * 5, flush=True)
     seconds = measure_times(options, tokens, names)
@@ -206,13 +173,6 @@ def report(options: argparse.Namespace, tokens: int, names: list[str]) -> None:
         times = [f"{own:.2f} | {ratio(own, naive, '.2f')}" for own, naive in zip(seconds[name], base, strict=True)]
         cells = (str(tokens), name, *times, f"{memory[name]:.0f} | {ratio(memory[name], base_memory, '.1%')}")
         print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def test_sft(nproc: int, here: Path) -> None:
         run.wait()
 
 
+@pytest.mark.slow
 def test_rl(here: Path) -> None:
     """A Ray of its own, two trainer ranks and an engine in a process of its own."""
     write_jsonl(here / "asked.jsonl", *[{"messages": [{"role": "user", "content": "1 2"}], "answer": "3"}] * 8)

@@ -1,0 +1,380 @@
+"""The parts of benchmarks/gpu.py but for training (gpu_sft.py) and reinforcement learning (gpu_rl.py)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.device import Device, copy_rate, matmul_rate, matmul_seconds
+from benchmarks.gpu_rl import rl
+from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_sft import (
+    config_of,
+    document_lengths,
+    open_engine,
+    rows_of,
+    sft,
+    weft_step,
+    write_model,
+)
+from benchmarks.head import LOSSES, Problem
+from weft.checkpoint.export import save_huggingface
+from weft.checkpoint.save import Saver
+from weft.cluster.process import join
+from weft.config.schema import CheckpointConfig, ModelConfig
+from weft.engine.engine import Engine, EngineConfig
+from weft.ops import attention
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+
+# ---------------------------------------------------------------- rates
+
+
+def rates(run: Run) -> None:
+    """Matrix products and copies: the floor of everything else."""
+    device = run.device
+    size = run.pick(8192, 256)
+    run.attempt(run.add(what=f"matmul {size}^3"), lambda: {"rate": matmul_rate(device) / 1e12, "unit": "TFLOP/s"})
+    tokens = run.pick(8192, 64)
+    for shape in ("0.6b", "4b", "8b"):
+        row = run.add(what=f"matmuls of a {shape} layer, forward and backward, {tokens} tokens")
+        run.attempt(row, partial(_layer_rate, device, config_of(shape, run.tiny), tokens))
+    elements = run.pick(2**31, 2**16)
+    there = torch.empty(elements, dtype=torch.uint8, device=device.kind)
+    pairs: dict[str, Callable[[], float]] = {
+        "device to device, read + written": lambda: copy_rate(device, there, torch.empty_like(there)),
+        "host to device, pinned": lambda: copy_rate(device, device.on_host(elements), there),
+        "device to host, pinned": lambda: copy_rate(device, there, device.on_host(elements)),
+        "host to device, pageable": lambda: copy_rate(device, torch.ones(elements, dtype=torch.uint8), there),
+    }
+    for what, rate in pairs.items():
+        run.attempt(run.add(what=what), lambda: {"rate": rate() / 1e9, "unit": "GB/s"})  # noqa: B023 - called at once
+
+
+def _layer_rate(device: Device, config: dict[str, Any], tokens: int) -> Row:
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    linears = Counter([(hidden, heads), (hidden, keys), (hidden, keys), (heads, hidden)])
+    linears += Counter([(hidden, inner), (hidden, inner), (inner, hidden)])
+    seconds = flops = 0.0
+    for (inputs, outputs), count in linears.items():
+        for m, k, n in ((tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)):
+            seconds += count * matmul_seconds(device, m, k, n)
+            flops += count * 2.0 * m * k * n
+    return {"rate": flops / seconds / 1e12, "unit": "TFLOP/s"}
+
+
+# ---------------------------------------------------------------- tests
+
+
+def tests(run: Run) -> None:
+    """tests/cuda by pytest, in a process of its own; its output is in tests.txt."""
+    run.attempt(run.add(what="tests/cuda"), partial(_pytest, run))
+
+
+def _pytest(run: Run) -> Row:
+    log = run.out / "tests.txt"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/cuda",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+    ]
+    limit, note = max(1.0, run.left - 3), ""
+    with log.open("w") as stream:
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, timeout=limit)
+        except subprocess.TimeoutExpired:
+            note = f"stopped after {limit:.0f} s"
+    text = log.read_text()
+    counts = Counter(re.findall(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE))
+    failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/cuda/)?(\S+)", text, re.MULTILINE)
+    if not note and done.returncode:
+        said = (text.strip().splitlines() or ["pytest said nothing"])[-1].strip("= ")
+        nothing = done.returncode in (4, 5)  # no such folder, or no test in it
+        note = f"{'not run' if nothing else 'failed'}: {said}; {', '.join(failed[:20])}".rstrip("; ")
+    found: Row = {name.lower(): counts[name] for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    return found | ({"note": note} if note else {})
+
+
+# ---------------------------------------------------------------- the head
+
+
+def head(run: Run) -> None:
+    """The chunked head beside naive logits: time and memory beyond the gradients."""
+    tokens = run.pick(8192, 64)
+    options = argparse.Namespace(
+        device=run.device.kind,
+        dtype="bfloat16",
+        width=run.pick(2560, 32),
+        vocabulary=run.pick(151_936, 512),
+    )
+    naive: Row = {}
+    for name in ("naive", "chunked, known direction", "chunked", "chunked, entropy too"):
+        row = run.add(loss=name)
+        if run.attempt(row, partial(_time_loss, run.device, name, options, tokens)):
+            naive = naive or row
+            row["/ naive"] = row["ms"] / naive["ms"]
+            run.save()
+
+
+def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: int) -> Row:
+    problem = Problem(options, tokens)
+    matmul_rate(device)
+    problem.run(LOSSES[name])
+    problem.hidden.grad = problem.weight.grad = None
+    base = device.reset_peak()
+    _, loss = problem.run(LOSSES[name])
+    assert problem.weight.grad is not None and problem.hidden.grad is not None
+    extra = device.peak() - base - problem.weight.grad.nbytes - problem.hidden.grad.nbytes
+    seconds = device.seconds(lambda: problem.run(LOSSES[name]), runs=5, warm=1)
+    floor = 6.0 * tokens * options.vocabulary * options.width / matmul_rate(device)
+    return {"ms": seconds * 1e3, "matmul share": floor / seconds, "extra MiB": extra / MIB, "value": loss}
+
+
+# ---------------------------------------------------------------- attention
+
+
+def kernels(run: Run) -> None:
+    """Each kernel of ops/attention.py at the shape of a 4B layer, forward and backward."""
+    tokens = run.pick(16_384, 64)
+    for name in ("varlen", "per_document", "flex"):  # the last is compiled, which takes long
+        for lengths in (document_lengths(tokens, 0), [tokens]):
+            row = run.add(kernel=name, documents=len(lengths), longest=max(lengths))
+            run.attempt(row, partial(_time_kernel, run, name, tuple(lengths)), like=name)
+
+
+def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
+    heads, keys, width = run.pick((32, 8, 128), (4, 2, 16))
+    dtype = torch.bfloat16 if run.device.cuda else torch.float32
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(1, sum(lengths), count, width, device=run.device.kind, dtype=dtype).transpose(1, 2)
+
+    query, key, value = (draw(count).requires_grad_() for count in (heads, keys, keys))
+    upstream = draw(heads).transpose(1, 2)
+
+    def bounds() -> attention.Bounds:
+        return attention.Bounds.packed(lengths, query.device)
+
+    def both(own: attention.Bounds) -> None:
+        out, _ = attention.attend(name, nn.Module(), query, key, value, **{attention.BOUNDS_ARGUMENT: own})
+        torch.autograd.grad(out, (query, key, value), upstream)
+
+    try:
+        both(bounds())
+    except ValueError as error:
+        return {"note": f"not run: {error}"}
+    once = bounds()
+    seconds = run.device.seconds(lambda: both(once))
+    base = run.device.reset_peak()
+    both(once)
+    extra = run.device.peak() - base
+    flops = sum(12.0 * heads * width * n * n / 2 for n in lengths)
+    return {
+        "ms": seconds * 1e3,
+        "ms, new bounds": run.device.seconds(lambda: both(bounds())) * 1e3,
+        "TFLOP/s": flops / seconds / 1e12,
+        "extra MiB": extra / MIB,
+    }
+
+
+# ---------------------------------------------------------------- files
+
+
+def files(run: Run) -> None:
+    """A 4B model written and read, and the state of a 0.6B one saved beside training."""
+    elements = run.pick(2**30, 2**16)
+    there = torch.empty(elements, dtype=torch.uint8, device=run.device.kind)
+    floor = copy_rate(run.device, run.device.on_host(elements), there)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = write_model(folder / "4b", config_of("4b", run.tiny))
+        for what, make in (
+            ("plain write of zeros", partial(_plain_write, folder, elements)),
+            ("export of 4b, bf16", partial(_export, run, model, folder / "export")),
+            ("load of it into fp32 masters", partial(_load, run, folder / "export")),
+            ("safetensors' load_file of it", partial(_load_file, run, folder / "export")),
+        ):
+            _rated(run, what, make, floor)
+        model = write_model(folder / "0.6b", config_of("0.6b", run.tiny))
+        _save_state(run, model, folder / "run", floor)
+
+
+def _rated(run: Run, what: str, make: Callable[[], tuple[float, float]], floor: float) -> None:
+    """make: does it; (bytes, seconds)."""
+
+    def fill() -> Row:
+        size, seconds = make()
+        rate = size / seconds
+        return {"GB": size / 1e9, "seconds": seconds, "GB/s": rate / 1e9, "of a pinned copy": rate / floor}
+
+    run.attempt(run.add(what=what), fill)
+
+
+def _plain_write(folder: Path, size: int) -> tuple[float, float]:
+    data, began = bytes(size), Device("cpu").now()
+    with (folder / "plain").open("wb") as stream:
+        stream.write(data)
+        os.fsync(stream.fileno())
+    (folder / "plain").unlink()
+    return size, Device("cpu").now() - began
+
+
+def _export(run: Run, model: str, target: Path) -> tuple[float, float]:
+    engine = open_engine(model, run.device, 64)
+    began = run.device.now()
+    save_huggingface(engine, target)
+    return _bytes(target), run.device.now() - began
+
+
+def _load(run: Run, model: Path) -> tuple[float, float]:
+    ranks = join(run.device.kind)  # type: ignore[arg-type]
+    engine = Engine(EngineConfig(model=ModelConfig(path=str(model))), ranks)
+    run.device.now()
+    assert engine.loaded is not None
+    return engine.loaded.bytes_read, engine.loaded.seconds
+
+
+def _load_file(run: Run, model: Path) -> tuple[float, float]:
+    began = run.device.now()
+    for file in sorted(model.glob("*.safetensors")):
+        load_file(file, device=run.device.kind)
+    return _bytes(model), run.device.now() - began
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def _save_state(run: Run, model: str, folder: Path, floor: float) -> None:
+    """Two rows: until training goes on, and until the checkpoint is whole."""
+    tokens = run.pick(2048, 64)
+    engine = open_engine(model, run.device, tokens)
+    (row,) = rows_of(tokens, engine.built.config.vocab_size, 1)
+    weft_step(engine)(row)  # the optimizer has a state only then
+    (folder / "checkpoints").mkdir(parents=True)
+    saver = Saver(engine, folder, CheckpointConfig(), {})
+    began = run.device.now()
+
+    def wait() -> tuple[float, float]:
+        saver.save(1, {})
+        return engine.memory.resident - engine.memory.gradients, run.device.now() - began
+
+    def finish() -> tuple[float, float]:
+        saver.finish()
+        return _bytes(folder), run.device.now() - began
+
+    _rated(run, "checkpoint of 0.6b: training waits (copy of the state)", wait, floor)
+    _rated(run, "checkpoint of 0.6b: whole on the disk", finish, floor)
+
+
+# ---------------------------------------------------------------- profile
+
+# Kind of work -> what its kernels (on CPU, its operations) are called; the first that matches.
+KINDS = {
+    "attention": r"flash|fmha|attention|attn|flex",
+    "optimizer": r"adam|multi_tensor|foreach|lpnorm|clip_grad",
+    "matmul": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|::(add|b|baddb)?mm\b|::matmul|::linear|grouped_mm",
+    "copies, casts": r"memcpy|memset|copy|::cat|CatArray|fill|::to\b|nccl|c10d",
+    "sort, index": r"sort|index|gather|scatter|embedding|cumsum|topk",
+}
+_TOP = 30
+
+
+def profiled(run: Run) -> None:
+    """Two steps of 4B under torch's profiler: a table by kind of work here, by kernel in profile-4b.txt."""
+    tokens = run.pick(8192, 48)
+    with TemporaryDirectory() as folder:
+        engine = open_engine(write_model(Path(folder) / "4b", config_of("4b", run.tiny)), run.device, tokens)
+        rows = rows_of(tokens, engine.built.config.vocab_size, 5)
+        step = weft_step(engine)
+        for row in rows[:3]:
+            step(row)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.device.cuda else [])]
+        run.device.now()
+        with profile(activities=activities) as seen:
+            began = run.device.now()
+            for row in rows[3:]:
+                step(row)
+            wall = run.device.now() - began
+    events = work_of(seen.events(), run.device.cuda)
+    summarise(run, events, wall)
+    seen.export_chrome_trace(str(run.out / "profile-4b.json.gz"))
+
+
+def work_of(events: Sequence[FunctionEvent], cuda: bool) -> list[FunctionEvent]:
+    """Kernels of the device, or operations of the CPU."""
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    return [event for event in events if event.device_type == kind and not event.is_user_annotation]
+
+
+def kind_of(name: str) -> str:
+    """The kind of work that a kernel does, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def busy_seconds(events: Sequence[FunctionEvent]) -> float:
+    """In which at least one of them ran."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
+
+
+def summarise(run: Run, events: Sequence[FunctionEvent], wall: float) -> None:
+    """Rows by kind of work, and a file of the kernels that take longest."""
+    seconds, calls = Counter[str](), Counter[str]()
+    for event in events:
+        taken = event.time_range.elapsed_us() if run.device.cuda else event.self_cpu_time_total
+        seconds[event.name] += taken / 1e6
+        calls[event.name] += 1
+    kinds = Counter[str]()
+    for name, taken in seconds.items():
+        kinds[kind_of(name)] += taken
+    for kind, taken in kinds.most_common():
+        run.add(work=kind, **{"ms of 2 steps": taken * 1e3, "share": taken / wall})
+    idle = wall - busy_seconds(events)
+    run.add(work="idle", **{"ms of 2 steps": idle * 1e3, "share": idle / wall})
+    head = f"{wall * 1e3:.1f} ms of wall-clock, two steps; {len(events)} kernels"
+    lines = [head, "", "      ms  share  calls  kernel"]
+    for name, taken in seconds.most_common(_TOP):
+        lines.append(f"{taken * 1e3:8.2f} {taken / wall:6.1%} {calls[name]:6}  [{kind_of(name)}] {name[:150]}")
+    (run.out / "profile-4b.txt").write_text("\n".join(lines) + "\n")
+
+
+FUNCTIONS: dict[str, Callable[[Run], None]] = {
+    "rates": rates,
+    "tests": tests,
+    "sft-4b": partial(sft, shape="4b"),
+    "kernels": kernels,
+    "head": head,
+    "profile": profiled,
+    "sft-0.6b": partial(sft, shape="0.6b"),
+    "sft-30b-a3b": partial(sft, shape="30b-a3b"),
+    "rl": rl,
+    "files": files,
+    "sft-8b": partial(sft, shape="8b"),
+}

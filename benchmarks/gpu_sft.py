@@ -1,0 +1,355 @@
+"""Steps of supervised fine-tuning for benchmarks/gpu.py: weft's Engine beside a bare PyTorch loop, on random Qwen3.
+
+The bare loop is what one would write by hand for one device: transformers' model in the compute dtype, called with the
+same attention kernel on the same packed rows; naive logits with F.cross_entropy; fp32 masters that fused AdamW steps, a
+few hundred million elements at a time, after clipping the (bf16) gradients; the new weights are copied back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.device import Device, matmul_rate
+from benchmarks.gpu_rows import Row, Run
+from weft.cluster.process import join
+from weft.config.schema import ModelConfig, StepConfig
+from weft.engine.document import Document
+from weft.engine.engine import Engine, EngineConfig
+from weft.models import hf
+from weft.models.layout import layout_of
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe.flops import FlopFacts, document_flops
+from weft.ops import attention
+from weft.parallel.mesh import own_part
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
+# Name -> a config of the examples, and what differs from it.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.6b": ("Qwen3-0.6B", {}),
+    "4b": ("Qwen3-4B", {}),
+    "8b": ("Qwen3-4B", {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}),
+    "30b-a3b": ("Qwen3-30B-A3B", {}),
+}
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WARM_UP, STEPS = 3, 4
+LR = 1e-5
+GIB = 2**30
+_USABLE = 0.97  # of a device's memory: the rest is fragments
+_CHUNK = 2**28  # elements that the bare loop's optimizer steps at once
+
+Step = Callable[[list[Tensor]], float | Tensor]  # takes the documents of a row; the loss
+
+
+# ---------------------------------------------------------------- models
+
+
+def config_of(shape: str, tiny: bool, layers: int | None = None) -> dict[str, Any]:
+    """A config.json."""
+    name, changes = SHAPES[shape]
+    config = json.loads((EXAMPLES / name / "config.json").read_text()) | changes
+    if tiny:
+        config |= TINY | (TINY_EXPERTS if "num_experts" in config else {})
+    return config | ({} if layers is None else {"num_hidden_layers": layers})
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    """A directory with this config and a file of weights that says what is in it and holds nothing: random ones drawn
+    on the CPU, or read from a disk, would take longer than all the rest."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = hf.build_meta(hf.read_config(str(folder)), dtype=torch.bfloat16, attention="eager")
+    header, end = {}, 0
+    for piece in layout_of(model, None):
+        begin, end = end, end + 2 * math.prod(piece.shape)
+        header[piece.disk] = {"dtype": "BF16", "shape": list(piece.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    return str(folder)
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module) -> None:
+    """Fill this rank's shards where they are."""
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        own = own_part(parameter)
+        own.fill_(1.0) if parameter.ndim < 2 else own.normal_(0.0, 0.02)
+
+
+def open_engine(path: str, device: Device, tokens: int, **model: Any) -> Engine:
+    """An Engine with random weights. model: further keys of the config's section."""
+    step = StepConfig(max_tokens_per_device=tokens)
+    ranks = join(device.kind)  # type: ignore[arg-type]
+    engine = Engine(EngineConfig(model=ModelConfig(path=path, **model), step=step), ranks, fill=False)
+    draw_weights(engine.module)
+    return engine
+
+
+# ---------------------------------------------------------------- documents
+
+
+def document_lengths(tokens: int, seed: int) -> list[int]:
+    """Log-normal, mean 400, at most 4096, until they fill `tokens` exactly."""
+    source, left, found = np.random.default_rng(seed), tokens, []
+    while left:
+        found.append(min(left, int(np.clip(source.lognormal(5.5, 1.0), 16, 4096))))
+        left -= found[-1]
+    return found
+
+
+def rows_of(tokens: int, vocabulary: int, count: int) -> list[list[Tensor]]:
+    """For each step, documents that fill one row."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randint(vocabulary, (n,), generator=generator) for n in document_lengths(tokens, seed)]
+        for seed in range(count)
+    ]
+
+
+# ---------------------------------------------------------------- the contestants
+
+
+def weft_step(engine: Engine) -> Step:
+    """An optimizer step, planning included."""
+
+    def step(row: list[Tensor]) -> float:
+        documents = {i: Document(ids, torch.ones(len(ids))) for i, ids in enumerate(row)}
+        plan = engine.plan([engine.meta(document) for document in documents.values()])
+        metrics = engine.accumulate(plan, documents, CrossEntropy())
+        result = engine.apply(LR)
+        assert not result.skipped and metrics["loss"] is not None, result.reason
+        return metrics["loss"]
+
+    return step
+
+
+class Masters:
+    """fp32 copies of a model's parameters, which AdamW steps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.parts: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.AdamW]] = []
+        chunk: list[nn.Parameter] = []
+        for parameter in parameters:
+            chunk.append(parameter)
+            if sum(p.numel() for p in chunk) >= _CHUNK or parameter is parameters[-1]:
+                masters = [p.detach().to(torch.float32, copy=True) for p in chunk]
+                rule = torch.optim.AdamW(masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+                self.parts.append((chunk, masters, rule))
+                chunk = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, step, and copy back; the gradients are gone afterwards."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for parameters, masters, rule in self.parts:
+            for parameter, master in zip(parameters, masters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+            rule.step()
+            rule.zero_grad()
+            torch._foreach_copy_(list(parameters), masters)
+
+
+def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
+    """What one would write by hand."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    attention.register()
+    dtype = torch.bfloat16 if device.cuda else torch.float32
+    with torch.device(device.kind):
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="weft_auto").train()
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile:
+        attention.stay_out_of_graphs()
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    masters = Masters(list(model.parameters()))
+
+    def step(row: list[Tensor]) -> Tensor:
+        lengths = tuple(len(ids) for ids in row)
+        ids = torch.cat(row)[None].to(device.kind)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device.kind)
+        labels = torch.cat([F.pad(own[1:], (0, 1), value=-100) for own in row]).to(device.kind)
+        bounds = attention.Bounds.packed(lengths, ids.device)
+        found = model(input_ids=ids, position_ids=positions, use_cache=False, **{attention.BOUNDS_ARGUMENT: bounds})
+        loss = F.cross_entropy(found.logits[0].float(), labels)
+        del found
+        loss.backward()
+        masters.step()
+        return loss.detach()
+
+    return step
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a shape with all of its layers, by weft's planner; activations and the head's room are rough: tensors
+    that transformers' Qwen3 keeps for backward, counted by reading it."""
+
+    config: dict[str, Any]
+    flops: FlopFacts
+    layers: int
+    resident: int
+    layer: int  # of it, each layer's
+    gathered: int
+
+    @staticmethod
+    def of(path: str, device: Device) -> Sizes:
+        """By an engine without weights."""
+        ranks = join(device.kind)  # type: ignore[arg-type]
+        engine = Engine(EngineConfig(model=ModelConfig(path=path)), ranks, weights=False)
+        elements = sum(p.numel() for p in engine.module.parameters())
+        count = len(engine.module.layers)
+        own = sum(p.numel() for p in engine.module.layers[0][1].parameters())
+        resident = engine.memory.resident
+        config = json.loads((Path(path) / "config.json").read_text())
+        return Sizes(config, engine.built.flops, count, resident, resident * own // elements, engine.memory.gathered)
+
+    def activations(self, layers: int, tokens: int, recompute: str) -> int:
+        """In bf16, of decoder layers."""
+        config = self.config
+        hidden, width = config["hidden_size"], config["head_dim"]
+        heads = (config["num_attention_heads"] + config["num_key_value_heads"]) * width
+        experts = config.get("num_experts_per_tok", 0)
+        inner = experts * config["moe_intermediate_size"] if experts else config["intermediate_size"]
+        layer = tokens * (16 * hidden + 10 * heads + 8 * inner + 4 * experts * hidden)
+        return 2 * layer + layers * tokens * 2 * hidden if recompute == "full" else layers * layer
+
+    def planned(self, layers: int) -> int:
+        """What weft's planner says of so many layers."""
+        return self.resident - (self.layers - layers) * self.layer + self.gathered
+
+    def needed(self, who: str, layers: int, tokens: int, recompute: str) -> int:
+        """Of the whole step."""
+        vocabulary = self.config["vocab_size"]
+        head = 12 * tokens * vocabulary if who == "bare" else GIB + 4 * vocabulary * self.config["hidden_size"]
+        unsharded = self.gathered if who == "bare" else 0
+        return self.planned(layers) - unsharded + head + self.activations(layers, tokens, recompute)
+
+    def fitting(self, tokens: int, room: float) -> int:
+        """As many layers as weft has room for; where that is not all, as many as the bare loop has, too."""
+
+        def most(who: str) -> int:
+            return next((n for n in range(self.layers, 1, -1) if self.needed(who, n, tokens, "full") <= room), 1)
+
+        own = most("weft")
+        return own if own == self.layers else min(own, most("bare"))
+
+
+# ---------------------------------------------------------------- the part
+
+
+@dataclass(frozen=True)
+class Case:
+    """long: the longer of two rows."""
+
+    long: bool
+    recompute: str
+    compile: bool
+
+
+# Those that tell most first.
+CASES = (
+    Case(False, "none", False), Case(False, "none", True), Case(True, "full", False), Case(False, "full", False),
+    Case(True, "none", False), Case(True, "full", True), Case(False, "full", True), Case(True, "none", True),
+)  # fmt: skip
+
+
+def sft(run: Run, shape: str) -> None:
+    """A row for each case, weft first, the bare loop then."""
+    with TemporaryDirectory() as folder:
+        path = write_model(Path(folder) / "whole", config_of(shape, run.tiny))
+        whole, room = Sizes.of(path, run.device), run.device.free * _USABLE
+        lengths = run.pick((8192, 16384), (48, 96))
+        layers = whole.fitting(lengths[0], room)
+        if layers < whole.layers:
+            path = write_model(Path(folder) / "model", config_of(shape, run.tiny, layers))
+        flops = Sizes.of(path, run.device).flops if layers < whole.layers else whole.flops
+        contest = Contest(run, path, whole, flops, layers, room)
+        for case in run.pick(CASES, CASES[1:3]):
+            contest.add_row(case, lengths[case.long])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """weft and the bare loop on one model, of the config in `path`. whole: with all layers. room: bytes of memory."""
+
+    run: Run
+    path: str
+    whole: Sizes
+    flops: FlopFacts
+    layers: int
+    room: float
+
+    def add_row(self, case: Case, tokens: int) -> None:
+        """What both make of a case."""
+        of = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
+        row = self.run.add(row=tokens, recompute=case.recompute, compile="yes" if case.compile else "no", layers=of)
+        makes: dict[str, Callable[[], Step]] = {
+            "weft": lambda: weft_step(
+                open_engine(self.path, self.run.device, tokens, recompute=case.recompute, compile=case.compile)
+            ),
+            "bare": lambda: bare_step(self.path, self.run.device, case.recompute, case.compile),
+        }
+        for who, make in makes.items():
+            kind = "compiled" if case.compile else "not compiled"
+            self.run.attempt(row, partial(self._measured, who, make, case, tokens), like=kind)
+        if "weft tokens/s" in row and "bare tokens/s" in row:
+            row["weft / bare"] = row["weft tokens/s"] / row["bare tokens/s"]
+            self.run.save()
+
+    def _measured(self, who: str, make: Callable[[], Step], case: Case, tokens: int) -> Row:
+        needed = self.whole.needed(who, self.layers, tokens, case.recompute)
+        if needed > self.room:
+            return {"note": f"{who} not run: it would take about {needed / GIB:.0f} of {self.room / GIB:.0f} GiB"}
+        torch._dynamo.reset()
+        rows = rows_of(tokens, self.whole.config["vocab_size"], self.run.pick(WARM_UP + STEPS, 2))
+        seconds, peak = time_steps(make, self.run, rows)
+        flops = sum(document_flops(self.flops, len(ids)) for row in rows for ids in row) / len(rows)
+        found = {f"{who} tokens/s": tokens / seconds, f"{who} MFU": flops / seconds / matmul_rate(self.run.device)}
+        if who == "weft":
+            planned = self.whole.planned(self.layers)
+            return found | {"weft GiB": peak / GIB, "planner GiB": planned / GIB, "estimate GiB": needed / GIB}
+        return found | {"bare GiB": peak / GIB}
+
+
+def time_steps(make: Callable[[], Step], run: Run, rows: list[list[Tensor]]) -> tuple[float, int]:
+    """(median seconds of a step, the most bytes at once). The first few warm up."""
+    matmul_rate(run.device)  # its matrices are no part of the peak
+    run.device.reset_peak()
+    step, seconds, loss = make(), [], math.nan
+    warm = min(WARM_UP, len(rows) - 1)
+    for row in rows:
+        began = run.device.now()
+        loss = step(row)
+        seconds.append(run.device.now() - began)
+        if run.left < 0 and len(seconds) > warm:
+            break
+    assert math.isfinite(loss), "the loss is not finite"
+    return statistics.median(seconds[warm:]), run.device.peak()
