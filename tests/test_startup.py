@@ -19,6 +19,7 @@ from weft.cluster.options import VerifyOptions
 from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
 from weft.errors import UserError
 from weft.models import hf, startup
+from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 LAYOUTS = {
     "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
     "llama4_text": "packed", "lfm2": "apart", "qwen3_next": "apart", "zamba2": "apart", "mamba2": "apart",
-    "falcon": "apart",
+    "falcon": "apart", "jamba": "apart", "recurrent_gemma": "apart",
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_layout(family: str) -> None:
 
 def test_check_rows_are_longer_than_every_window_and_chunk() -> None:
     config = tiny_config("gemma2", sliding_window=4096, num_hidden_layers=26)
-    small = narrow(fewer_layers(config, 2))
+    small = narrow(fewer_layers(config, 2, kinds_of(config)))
     assert max(LENGTHS) > small.sliding_window == 16
     chunks = narrow(tiny_config("llama4_text", attention_chunk_size=8192))
     assert max(LENGTHS) > chunks.attention_chunk_size == 16

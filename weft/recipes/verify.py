@@ -19,6 +19,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine, EngineConfig
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
@@ -129,7 +130,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"
     if layers is not None:
-        shape = fewer_layers(shape, layers)
+        shape = fewer_layers(shape, layers, kinds_of(shape))
         why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
         words += f", cut to {shape.get_text_config().num_hidden_layers} layers ({why})"
     shared = [str(Path(folder) / "model")]
