@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests import forked
 from tests.machine import business
+from weft.cluster import process
 from weft.cluster.failures import diagnose
 from weft.cluster.guard import guarded
 from weft.cluster.launch import launch
@@ -213,6 +214,20 @@ def test_ranks_can_be_pretended() -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
         assert mesh["dp_shard"].size() == 4
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("backend", "lacks"), [("cuda:gloo", "cpu"), ("cpu:gloo", "cuda")])
+def test_a_process_group_that_lacks_a_device_is_refused(
+    backend: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for NCCL alone cannot move what weft has on the CPU."""
+    monkeypatch.setattr(process, "choose_device", lambda *_: torch.device("cuda", 0))
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match=rf"\({backend}\) moves no tensors of {lacks}.*'cpu:gloo,cuda:nccl'"):
+            join("auto")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

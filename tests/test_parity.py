@@ -26,7 +26,20 @@ def test_families(family: str, mesh: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope"],
+    [
+        "qwen3_next",
+        "falcon",
+        "mamba2",
+        "llama4_text",
+        "gpt2",
+        "phi",
+        "mixtral",
+        "glm4_moe",
+        "olmo2",
+        "phi3_longrope",
+        "jamba",
+        "recurrent_gemma",
+    ],
 )
 def test_more_families(family: str) -> None:
     check(family, "2", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.cluster.options import VerifyOptions
+from weft.cluster.process import Ranks
 from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
 from weft.errors import UserError
 from weft.models import hf, startup
+from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
@@ -37,7 +40,7 @@ CPU = torch.device("cpu")
 LAYOUTS = {
     "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
     "llama4_text": "packed", "lfm2": "apart", "qwen3_next": "apart", "zamba2": "apart", "mamba2": "apart",
-    "falcon": "apart",
+    "falcon": "apart", "jamba": "apart", "recurrent_gemma": "apart",
 }  # fmt: skip
 
 
@@ -51,7 +54,7 @@ def test_layout(family: str) -> None:
 
 def test_check_rows_are_longer_than_every_window_and_chunk() -> None:
     config = tiny_config("gemma2", sliding_window=4096, num_hidden_layers=26)
-    small = narrow(fewer_layers(config, 2))
+    small = narrow(fewer_layers(config, 2, kinds_of(config)))
     assert max(LENGTHS) > small.sliding_window == 16
     chunks = narrow(tiny_config("llama4_text", attention_chunk_size=8192))
     assert max(LENGTHS) > chunks.attention_chunk_size == 16
@@ -242,6 +245,40 @@ def test_verify_compares_in_fp32_whatever_the_kernel_asked_for() -> None:
     exact = verified_config(config, "elsewhere")
     assert (exact.model.attention, exact.model.path, exact.fsdp.param_dtype) == ("auto", "elsewhere", "fp32")
     assert (exact.lora.rank, exact.lora.dropout) == (2, 0.0)  # the reference has none
+
+
+def switches_of_verify(path: str) -> tuple[str, bool, bool]:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="d.jsonl"))
+    passed = verify_recipe.run(config, VerifyOptions(device="cpu"))
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, passed
+
+
+def test_verify_has_no_tf32_in_products_or_convolutions() -> None:
+    assert run(1, switches_of_verify, saved_model("llama"))[0] == ("highest", False, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "host_copies", "device_copies", "fits"),
+    [
+        ("cpu", 40, 0, True),
+        ("cpu", 20, 0, False),
+        ("cuda", 40, 10, True),
+        ("cuda", 40, 6, False),
+        ("cuda", 20, 10, False),
+    ],
+)
+def test_the_reference_needs_room_where_it_runs(
+    device: str, host_copies: int, device_copies: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved_model("llama")
+    shape = hf.build_meta(hf.read_config(path), dtype=torch.float32, attention="eager")
+    weights = sum(p.numel() for p in shape.parameters()) * 4
+    monkeypatch.setattr(verify_recipe.psutil, "virtual_memory", lambda: Mock(available=host_copies * weights))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device_copies * weights, 0))
+    config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="d.jsonl"))
+    assert verify_recipe._fits(config, Ranks(0, 1, 0, torch.device(device))) == fits
 
 
 def cut_short(path: str) -> None:

@@ -48,6 +48,12 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon": ("FalconConfig", "FalconForCausalLM", dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2)),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
         num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16, expand=2)),
+    "jamba": ("JambaConfig", "JambaForCausalLM", dict(
+        num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
+        num_experts=4, mamba_d_state=8, mamba_dt_rank=8)),
+    "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(
+        num_hidden_layers=3, block_types=["recurrent", "recurrent", "attention"], attention_window_size=16,
+        lru_width=64, logits_soft_cap=3.0)),
     "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", dict(
         num_hidden_layers=6, num_key_value_heads=4, layers_block_type=["mamba", "hybrid"] * 3,
         hybrid_layer_ids=[1, 3, 5], n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, num_mem_blocks=1, chunk_size=16,

@@ -53,7 +53,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
     alone, without any port. timeout: seconds that a collective waits before it raises. A process group that exists
-    already is used as it is.
+    already is used as it is; UserError where it does not serve both the CPU and this rank's device.
     """
     if dist.is_initialized():
         return _present(device)
@@ -63,7 +63,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    backend = _backend(chosen)
     device_id = chosen if chosen.type == "cuda" else None
     wait = timedelta(seconds=timeout)
     if environment is None:
@@ -122,7 +122,21 @@ def choose_device(device: Device, local_rank: int) -> torch.device:
 def _present(device: Device) -> Ranks:
     rank = dist.get_rank()
     local_rank = _local_rank(rank)
-    return Ranks(rank, dist.get_world_size(), local_rank, choose_device(device, local_rank), owner=False)
+    chosen = choose_device(device, local_rank)
+    config = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+    missing = {"cpu", chosen.type} - {part.partition(":")[0] for part in config.split(",")}
+    if missing:
+        raise UserError(
+            f"the process group that exists already ({config}) moves no tensors of {' and '.join(sorted(missing))}, "
+            f"where weft has some. Make it with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or "
+            "leave it to weft."
+        )
+    return Ranks(rank, dist.get_world_size(), local_rank, chosen, owner=False)
+
+
+def _backend(device: torch.device) -> str:
+    """What a rank needs, all of whose numbers about a step are on the CPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _local_rank(rank: int) -> int:

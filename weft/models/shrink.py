@@ -7,54 +7,79 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from weft.models.kinds import Kinds, meta_model
+
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
 _ORIGINAL_POSITIONS = 64
 _HEADS = 4
+_HIDDEN = 256
 # At the usual 0.02 a narrow model is nearly linear: rotary tables rounded to bf16 move its logits by 1e-5 only; at 0.2
 # by 5e-3, while the rounding of fp32 stays where it was.
 _INITIALIZER_RANGE = 0.2
-_PERIODS = ("full_attention_interval", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers",
-            "sliding_window_pattern", "hybrid_layer_period")  # fmt: skip
 _SMALL = {
     "intermediate_size": 128, "ffn_dim": 128, "n_inner": 128, "ffn_hidden_size": 128, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "vocab_size": 512,
-    "vocab_size_per_layer_input": 512,    "q_lora_rank": 32, "kv_lora_rank": 16,
+    "vocab_size_per_layer_input": 512, "q_lora_rank": 32, "kv_lora_rank": 16, "chunk_size": _WINDOW,
+    "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
 }  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Of state mixers, and of attention that is wider than the rest.
+_WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "attention_hidden_size")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def fewer_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """A copy with about `layers` layers, more where it takes more to have one of each type. Widths stay."""
+def fewer_layers(config: PretrainedConfig, layers: int, whole: Kinds) -> PretrainedConfig:
+    """A copy with `layers` layers, more where it takes more to have one of every kind in `whole`. Widths stay.
+
+    The first layer of each kind is kept where the config has lists that say so of every layer; else, the shortest run
+    of layers from the first on; all layers, where no such part has every kind.
+    """
+    total, firsts = len(whole.layers), [whole.layers.index(kind) for kind in set(whole.layers)]
+    others = [number for number in range(total) if number not in firsts]
+    spread = sorted(firsts + others[: max(0, layers - len(firsts))])
+    for kept in (spread, list(range(max(layers, max(firsts) + 1)))):
+        if len(kept) < total:
+            small = _with_layers(config, kept)
+            if _has_all_kinds(small, whole):
+                return small
+    return copy.deepcopy(config)
+
+
+def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
+    """A copy that has these layers only: lists of one entry per layer, or of numbers of layers, are cut with them."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     total = int(text.num_hidden_layers)
-    types = getattr(text, "layer_types", None)
-    periods = [value for name in _PERIODS if isinstance(value := getattr(text, name, None), int)]
-    if types:
-        kept = sorted({types.index(kind) for kind in types})
-        kept += [i for i in range(total) if i not in kept][: max(0, layers - len(kept))]
-    else:
-        kept = list(range(min(total, max([layers, *periods]))))
-    kept.sort()
     for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == total and total > 1:
+        if not isinstance(value, list | tuple) or total < 2:
+            continue
+        if "layer" in name and value and list(value) == sorted(set(range(total)).intersection(value)):
+            setattr(text, name, type(value)(place for place, number in enumerate(kept) if number in value))
+        elif len(value) == total:
             setattr(text, name, type(value)(value[i] for i in kept))
     text.num_hidden_layers = len(kept)
-    if getattr(text, "first_k_dense_replace", 0) >= len(kept):
-        text.first_k_dense_replace = min(1, len(kept) - 1)
     return small
+
+
+def _has_all_kinds(config: PretrainedConfig, whole: Kinds) -> bool:
+    try:
+        return whole.are_those_of(meta_model(config))
+    except Exception:  # lists that do not fit together any more: whatever the family raises of them
+        return False
 
 
 def narrow(config: PretrainedConfig) -> PretrainedConfig:
     """A copy with small widths, few experts, a window of 16, and long-context rules that begin at 64 tokens."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # some keys have other values in some layers, and raise when read
+        text.allow_global_per_layer_attribute_access = True
     _narrow_heads(text)
     for name, value in _SMALL.items():
         _lower(text, name, value)
+    experts = _enough_experts(text)
     for name in _EXPERTS:
-        _lower(text, name, 8)
+        _lower(text, name, experts)
     for name in ("sliding_window", "attention_chunk_size"):
         _lower(text, name, _WINDOW)
     for name in _TOKEN_IDS:
@@ -68,21 +93,35 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
 
 def _lower(config: Any, name: str, ceiling: int) -> None:
     value = getattr(config, name, None)
-    if isinstance(value, int) and not isinstance(value, bool) and value > ceiling:
+    if isinstance(value, list):
+        setattr(config, name, [min(one, ceiling) for one in value])
+    elif isinstance(value, int) and not isinstance(value, bool) and value > ceiling:
         setattr(config, name, ceiling)
 
 
+def _enough_experts(text: Any) -> int:
+    """Twice as many as a token is sent to, at least 8, at least 4 in each group that it chooses from."""
+    experts = max(8, 2 * (getattr(text, "num_experts_per_tok", None) or 0))
+    groups = getattr(text, "n_group", None) or 1
+    return groups * max(4, -(-experts // groups))
+
+
 def _narrow_heads(text: Any) -> None:
-    """Four heads of at most the width they had; head counts keep the ratio of query to key heads."""
-    heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
-    if heads <= _HEADS:
-        return
-    width = getattr(text, "head_dim", None) or hidden // heads
-    kv = getattr(text, "num_key_value_heads", None)
-    text.num_attention_heads = _HEADS
-    if isinstance(kv, int):
-        text.num_key_value_heads = max(1, kv * _HEADS // heads)
-    text.hidden_size = _HEADS * int(width)
+    """Four heads of at most the width they had; head counts keep the ratio of query to key heads, and what goes with
+    the hidden width its ratio to that. Without attention, a hidden width of at most 256."""
+    heads, hidden = getattr(text, "num_attention_heads", None), int(text.hidden_size)
+    if heads is None:
+        text.hidden_size = min(hidden, _HIDDEN)
+    elif heads > _HEADS:
+        width = getattr(text, "head_dim", None) or hidden // heads
+        kv = getattr(text, "num_key_value_heads", None)
+        text.num_attention_heads = _HEADS
+        if isinstance(kv, int):
+            text.num_key_value_heads = max(1, kv * _HEADS // heads)
+        text.hidden_size = _HEADS * int(width)
+    for name in _WITH_HIDDEN if heads is not None else ("num_heads",):
+        if isinstance(value := getattr(text, name, None), int):
+            setattr(text, name, max(1, value * text.hidden_size // hidden))
 
 
 def _early_long_context(text: Any) -> None:

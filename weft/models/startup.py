@@ -7,6 +7,7 @@ A family that passes packed is laid out packed; one that passes only right-padde
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.families import family_of
+from weft.models.kinds import Kinds, kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
@@ -89,7 +91,8 @@ def examine(config: PretrainedConfig) -> Findings:
     text = config.get_text_config()
     _check_layer_types(text)
     family = family_of(text.model_type)
-    ours, theirs, copy = _small_copies(config)
+    small, theirs, words = _small_copies(config, "per_document")
+    ours = TrainModule(small).eval()
     documents = _documents(text_vocabulary(ours))
     expected = [_alone(theirs, ids) for ids in documents]
     layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
@@ -107,7 +110,7 @@ def examine(config: PretrainedConfig) -> Findings:
         if worst <= LOGIT_TOLERANCE:
             attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
             traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, copy, ours.facts.head)
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, words, ours.facts.head)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
@@ -131,43 +134,49 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 def small_copy(config: PretrainedConfig) -> PreTrainedModel:
     """A small random model of this architecture that attends as weft does. UserError where none can be built."""
     attention.register()
-    failure: Exception | None = None
-    for _, make in _shrinkings(config):
-        try:
-            _alone(_build(make(), "eager"), torch.arange(3))
-            return _build(small := make(), implementation(small, "auto"))
-        except UserError:
-            raise
-        except Exception as error:  # a shape that this family cannot be shrunk to
-            failure = error
-    raise _refusal(config, f"no small copy of it could be built ({failure})") from failure
+    return _small_copies(config, "auto")[0]
 
 
-def _shrinkings(config: PretrainedConfig) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
-    """(in words, how to make one), the smallest first."""
+def _shrinkings(config: PretrainedConfig, whole: Kinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+    """(in words, how to make one), the cheapest first."""
+    fewer = fewer_layers(config, 2, whole)
+    count = f"{fewer.get_text_config().num_hidden_layers} layers"
     return [
-        ("2 layers, narrow", lambda: narrow(fewer_layers(config, 2))),
+        (f"{count}, narrow", lambda: narrow(fewer)),
         ("all layers, narrow", lambda: narrow(config)),
-        ("2 layers", lambda: fewer_layers(config, 2)),
+        (count, lambda: copy.deepcopy(fewer)),
     ]
 
 
-def _small_copies(config: PretrainedConfig) -> tuple[TrainModule, PreTrainedModel, str]:
-    """The same random model twice: as weft runs it, and as HuggingFace's eager code runs it."""
-    failure: Exception | None = None
-    for words, make in _shrinkings(config):
+def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
+    """The same random model twice, as weft runs it and as HuggingFace's eager code runs it, and what it is in words.
+
+    It has every kind of layer that the whole model has. UserError where there is no such copy.
+    """
+    try:
+        whole = kinds_of(config)
+        shrinkings = _shrinkings(config, whole)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the family raises of its config
+        raise _refusal(config, f"no model could be built from its config ({error})") from error
+    failure = ""
+    for words, make in shrinkings:
         try:
             small = make()
-            ours, theirs = (_build(make(), name) for name in (implementation(small, "per_document"), "eager"))
+            ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
+            alike = whole.are_those_of(theirs)
             _alone(theirs, torch.arange(3))
         except UserError:
             raise
         except Exception as error:  # a shape that this family cannot be shrunk to
-            failure = error
+            failure = failure or str(error)
             continue
-        theirs.load_state_dict(ours.state_dict())
-        return TrainModule(ours).eval(), theirs.eval(), words
-    raise _refusal(config, f"no small copy of it could be built ({failure})") from failure
+        if alike:
+            theirs.load_state_dict(ours.state_dict())
+            return ours, theirs, words
+        failure = failure or f"one of {words} has not the kinds of layers that the whole model has"
+    raise _refusal(config, f"no small copy of it could be built ({failure})")
 
 
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:

@@ -19,8 +19,10 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine, EngineConfig
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
+from weft.planner.memory import local_ranks
 from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify
@@ -34,7 +36,12 @@ from weft.verification.show import print_verdict
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3  # smaller ones drown in the rounding of the weights themselves
 Config = TypeVar("Config", SftConfig, RlConfig)
-COPIES = 10  # of the fp32 weights: what the reference and the record of the engine hold at their peak
+# Of the fp32 weights, at the peak. In the host's memory: what reference and engine computed, with the reference itself
+# (measured with one rank), and what each further rank records. On an accelerator: the reference that trains, whose
+# optimizer has two states, and a copy of its gradients, beside the engine.
+COPIES = 24
+COPIES_OF_A_RANK = 5
+COPIES_ON_DEVICE = 7
 RL_COPIES = 30  # with a reference, a critic, and the plain side twice
 
 
@@ -50,7 +57,7 @@ class Subject:
 
 def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
     """Entry point of one rank: whether everything is within tolerance, the same answer on every rank."""
-    torch.set_float32_matmul_precision("highest")
+    compute_in_fp32()
     with join(options.device, config.train.timeout) as ranks, tempfile.TemporaryDirectory() as folder:
         subject = choose_subject(config, options, ranks, folder)
         with planted(options.plant) as plant:
@@ -65,6 +72,16 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
             print_verdict(verdict, config, ranks, subject.words, plant)
         dist.broadcast_object_list(answer, src=0)
         return answer[0]
+
+
+def compute_in_fp32() -> None:
+    """No TF32, in matrix products and in cuDNN's convolutions (of state mixers), whose default it is.
+
+    By torch's older switches, which no version from 2.11 to 2.15 warns of; once the newer ones (fp32_precision) are
+    used for cuDNN, torch's own readers of the older ones raise.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -120,7 +137,7 @@ def verified_config(config: Config, path: str) -> Config:
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
     """The user's weights where the reference fits beside them; else, or as asked, a random copy with fewer layers."""
     layers = options.layers
-    fits = [_fits(config)]
+    fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
         layers = 2
@@ -129,7 +146,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"
     if layers is not None:
-        shape = fewer_layers(shape, layers)
+        shape = fewer_layers(shape, layers, kinds_of(shape))
         why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
         words += f", cut to {shape.get_text_config().num_hidden_layers} layers ({why})"
     shared = [str(Path(folder) / "model")]
@@ -152,9 +169,16 @@ def _of_a_copy(error: UserError, subject: Subject) -> str:
     )
 
 
-def _fits(config: SftConfig | RlConfig) -> bool:
+def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
+    """Whether the reference has room on the first rank's device, and all that is compared in the host's memory."""
     shape = hf.without_noise(hf.read_config(config.model.path))
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
-    copies = RL_COPIES if isinstance(config, RlConfig) else COPIES
-    needed = sum(p.numel() for p in model.parameters()) * 4 * copies
-    return needed < 0.8 * psutil.virtual_memory().available
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    rl = isinstance(config, RlConfig)
+    others = COPIES_OF_A_RANK * (local_ranks(ranks.world) - 1)
+    if weights * (RL_COPIES if rl else COPIES + others) > 0.8 * psutil.virtual_memory().available:
+        return False
+    if ranks.device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(ranks.device)
+    return weights * (RL_COPIES if rl else COPIES_ON_DEVICE) < 0.8 * free

@@ -92,11 +92,12 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
-        found = [plain.gradients(step) for step in steps]
+        found = [(loss, _on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
     for step, (loss, gradients) in zip(steps, found, strict=True):
         norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-        others = [plain.gradients(list(step)[::-1])[1], plain.padded_gradients(step)]
-        out.steps.append(ExpectedGradient(loss, norm, _on_cpu(gradients), [_on_cpu(other) for other in others]))
+        others = [_on_cpu(plain.gradients(list(step)[::-1])[1]), _on_cpu(plain.padded_gradients(step))]
+        out.steps.append(ExpectedGradient(loss, norm, gradients, others))
+    del plain  # its room is that of the references that train
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     reordered = [list(step)[::-1] for step in steps]
     out.others = [trainer.train(reordered)[1], trainer.train(steps, padded=True)[1]]
