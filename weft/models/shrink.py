@@ -41,9 +41,17 @@ def fewer_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         if isinstance(value, list | tuple) and len(value) == total and total > 1:
             setattr(text, name, type(value)(value[i] for i in kept))
     text.num_hidden_layers = len(kept)
+    _renumber(text, kept)
     if getattr(text, "first_k_dense_replace", 0) >= len(kept):
         text.first_k_dense_replace = min(1, len(kept) - 1)
     return small
+
+
+def _renumber(text: Any, kept: list[int]) -> None:
+    """What the config says of single layers by their number, such as gemma4 of the width of their heads."""
+    said = text.to_dict().get("per_layer_config")
+    if said:
+        text.per_layer_config = {new: said[str(old)] for new, old in enumerate(kept) if str(old) in said} or None
 
 
 def narrow(config: PretrainedConfig) -> PretrainedConfig:
@@ -67,9 +75,14 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _lower(config: Any, name: str, ceiling: int) -> None:
-    value = getattr(config, name, None)
+    value = _of_all_layers(config, name)
     if isinstance(value, int) and not isinstance(value, bool) and value > ceiling:
         setattr(config, name, ceiling)
+
+
+def _of_all_layers(config: Any, name: str) -> Any:
+    """transformers refuses to read from a config what it says otherwise of some layers."""
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
 
 
 def _narrow_heads(text: Any) -> None:
@@ -77,8 +90,8 @@ def _narrow_heads(text: Any) -> None:
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
     if heads <= _HEADS:
         return
-    width = getattr(text, "head_dim", None) or hidden // heads
-    kv = getattr(text, "num_key_value_heads", None)
+    width = _of_all_layers(text, "head_dim") or hidden // heads
+    kv = _of_all_layers(text, "num_key_value_heads")
     text.num_attention_heads = _HEADS
     if isinstance(kv, int):
         text.num_key_value_heads = max(1, kv * _HEADS // heads)
