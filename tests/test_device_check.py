@@ -148,6 +148,8 @@ def test_a_planted_bug_is_found(
         check(family)
     assert found in str(refusal.value) and "Set model.attention=per_document" in str(refusal.value)
     assert not list(device_check.FOLDER.glob("*"))
+    config, findings = examined(family)
+    check_on_device(config, "per_document", findings, CPU, BF16)  # as the refusal says
 
 
 # ---------------------------------------------------------------- what is remembered

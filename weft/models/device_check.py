@@ -41,8 +41,11 @@ FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 def check_on_device(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """UserError where a kernel that model.attention chooses is wrong, or does not run, on this device in this dtype."""
-    if not findings.uses_bounds:
+    """UserError where a kernel that model.attention chooses is wrong, or does not run, on this device in this dtype.
+
+    per_document, with which the others are compared, is taken as it is where it is asked for by name.
+    """
+    if not findings.uses_bounds or kernel == "per_document":
         return
     content = _content(config, kernel, findings, device, dtype)
     file = FOLDER.expanduser() / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
@@ -125,16 +128,16 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
     generator = torch.Generator().manual_seed(2)
     vocabulary = text_vocabulary(module)
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
-    with torch.no_grad():
-        hidden = hidden_of(module, documents, layout, _bounds(module, layout))
-        largest = torch.cat(hidden).abs().max()
-        for place in (0, 2):
-            changed = list(documents)
-            changed[place] = (documents[place] + 7) % vocabulary
-            moved = hidden_of(module, changed, layout, _bounds(module, layout))
-            off = torch.cat([moved[n] - hidden[n] for n in range(len(documents)) if n != place]).abs().max() / largest
-            if not off <= tolerance:
-                yield f"another document moves hidden states by {float(off):.1e}, {tolerance:.0e} is allowed"
+    # With gradients though none are asked for: what is compiled for them is needed anyway, and takes longest.
+    hidden = hidden_of(module, documents, layout, _bounds(module, layout))
+    largest = torch.cat(hidden).abs().max()
+    for place in (0, 2):
+        changed = list(documents)
+        changed[place] = (documents[place] + 7) % vocabulary
+        moved = hidden_of(module, changed, layout, _bounds(module, layout))
+        off = torch.cat([moved[n] - hidden[n] for n in range(len(documents)) if n != place]).abs().max() / largest
+        if not off <= tolerance:
+            yield f"another document moves hidden states by {float(off):.1e}, {tolerance:.0e} is allowed"
     reached = _reached(module, documents, layout, 2)
     others = torch.stack([x for n, x in enumerate(reached) if n != 2]).max() / reached[2]
     if not others <= tolerance:
