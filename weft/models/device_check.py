@@ -130,18 +130,19 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
     # With gradients though none are asked for: what is compiled for them is needed anyway, and takes longest.
     hidden = hidden_of(module, documents, layout, _bounds(module, layout))
-    largest = torch.cat(hidden).abs().max()
+    largest = torch.cat(hidden).detach().abs().max()
     for place in (0, 2):
         changed = list(documents)
         changed[place] = (documents[place] + 7) % vocabulary
         moved = hidden_of(module, changed, layout, _bounds(module, layout))
-        off = torch.cat([moved[n] - hidden[n] for n in range(len(documents)) if n != place]).abs().max() / largest
+        others = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != place]
+        off = torch.cat(others).abs().max() / largest
         if not off <= tolerance:
             yield f"another document moves hidden states by {float(off):.1e}, {tolerance:.0e} is allowed"
     reached = _reached(module, documents, layout, 2)
-    others = torch.stack([x for n, x in enumerate(reached) if n != 2]).max() / reached[2]
-    if not others <= tolerance:
-        yield f"gradients reach another document, {float(others):.1e} of its own, {tolerance:.0e} is allowed"
+    share = torch.stack([x for n, x in enumerate(reached) if n != 2]).max() / reached[2]
+    if not share <= tolerance:
+        yield f"gradients reach another document, {float(share):.1e} of its own, {tolerance:.0e} is allowed"
 
 
 def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place: int) -> list[Tensor]:
