@@ -5,8 +5,11 @@ transformers' internals, which are asked for in the same way, are models/hf.py's
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +64,16 @@ def all_gather_single(output: Tensor, input: Tensor, **options: Any) -> Any:
 def reduce_scatter_single(output: Tensor, input: Tensor, **options: Any) -> Any:
     """torch's, by the name that it has from 2.13 on."""
     return _collective("reduce_scatter_single", "reduce_scatter_tensor")(output, input, **options)
+
+
+@cache
+def varlen_attention() -> Callable[..., Any]:
+    """torch's varlen_attn for any ratio of heads. From 2.12 on that has to be said; 2.11 has no word for it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
 
 
 def _collective(name: str, before: str) -> Any:

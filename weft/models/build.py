@@ -15,6 +15,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.adapter_files import plan_lora
 from weft.models.cost import flop_facts, with_adapters
+from weft.models.device_check import check_on_device
 from weft.models.layout import Piece, layout_of
 from weft.models.load import LoadPlan, plan_load
 from weft.models.lora import LoraPlan, attach, untied_for
@@ -78,6 +79,8 @@ def build_model(
     if values:
         hf_config = hf.with_values(hf_config)
     check_kernel(hf_config, config.attention, findings, device, compute)
+    if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
+        check_on_device(hf_config, config.attention, findings, device, compute)
     name = implementation(hf_config, config.attention)
     dtypes: dict[str, torch.dtype] = {}
     load = None

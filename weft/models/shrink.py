@@ -58,7 +58,15 @@ def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
         elif len(value) == total:
             setattr(text, name, type(value)(value[i] for i in kept))
     text.num_hidden_layers = len(kept)
+    _renumber(text, kept)
     return small
+
+
+def _renumber(text: Any, kept: list[int]) -> None:
+    """What the config says of single layers by their number, such as gemma4 of the width of their heads."""
+    said = text.to_dict().get("per_layer_config")
+    if said:
+        text.per_layer_config = {new: said[str(old)] for new, old in enumerate(kept) if str(old) in said} or None
 
 
 def _has_all_kinds(config: PretrainedConfig, whole: Kinds) -> bool:

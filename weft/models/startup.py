@@ -23,7 +23,7 @@ from weft.models.kinds import Kinds, kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
-from weft.ops.attention import Bounds
+from weft.ops.attention import Bounds, Traits
 
 # Together longer than every window and chunk (16) of a small copy; one of them alone as well; one of a single token.
 LENGTHS = (37, 1, 23, 30)
@@ -38,8 +38,8 @@ KNOWN_LAYER_TYPES = {
 class Findings:
     """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
 
-    attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. traits: what that
-    needs of a kernel beyond causality (window, softcap, sinks). copy: what was checked, in words. head: its name.
+    attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. attention: the
+    kinds of its calls. copy: what was checked, in words. head: its name.
     """
 
     layout: Layout
@@ -47,7 +47,7 @@ class Findings:
     error: float
     attention_calls: int
     attends: bool
-    traits: tuple[str, ...]
+    attention: tuple[Traits, ...]
     copy: str
     head: str
 
@@ -75,19 +75,21 @@ def check_kernel(
             f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
             "Set model.attention=auto."
         )
-    able = [name for name in attention.KERNELS if attention.serves(name, device, compute, findings.traits)]
-    if kernel not in able:
-        traits = f" with {', '.join(findings.traits)}" if findings.traits else ""
+    unserved: dict[str, list[Traits]] = {
+        name: [traits for traits in findings.attention if not of_table.suits(device, compute, traits)]
+        for name, of_table in attention.KERNELS.items()
+    }
+    if unserved[kernel]:
+        able = [name for name, lacking in unserved.items() if not lacking]
         raise UserError(
-            f"model.attention={kernel} cannot serve this run: {str(compute).removeprefix('torch.')} on "
-            f"{device.type}{traits}. Set model.attention to auto or {' or '.join(able)}."
+            f"model.attention={kernel} cannot serve this run: {str(compute).removeprefix('torch.')} on {device.type}, "
+            f"{' and '.join(map(str, unserved[kernel]))}. Set model.attention to auto or {' or '.join(able)}."
         )
 
 
 def examine(config: PretrainedConfig) -> Findings:
     """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
     attention.register()
-    attention.traits_seen.clear()
     text = config.get_text_config()
     _check_layer_types(text)
     family = family_of(text.model_type)
@@ -96,21 +98,22 @@ def examine(config: PretrainedConfig) -> Findings:
     documents = _documents(text_vocabulary(ours))
     expected = [_alone(theirs, ids) for ids in documents]
     layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
-    worst = float("inf")
+    worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
         uses_bounds = family.attention is None and hf.accepts(ours.base, attention.BOUNDS_ARGUMENT)
         if layout == "packed" and not uses_bounds:
             continue
         try:
-            calls, worst = _check_layout(ours, documents, expected, layout, uses_bounds)
+            with attention.watched(lambda call: kinds.add(call.traits)):
+                calls, worst = _check_layout(ours, documents, expected, layout, uses_bounds)
         except RuntimeError as error:  # bounds did not reach attention, or the family cannot run this layout
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
         if worst <= LOGIT_TOLERANCE:
-            attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
-            traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, words, ours.facts.head)
+            attends = family.attention is not None or bool(kinds)
+            found = tuple(sorted(kinds))
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, found, words, ours.facts.head)
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
@@ -131,10 +134,10 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def small_copy(config: PretrainedConfig) -> PreTrainedModel:
+def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
     """A small random model of this architecture that attends as weft does. UserError where none can be built."""
     attention.register()
-    return _small_copies(config, "auto")[0]
+    return _small_copies(config, kernel)[0]
 
 
 def _shrinkings(config: PretrainedConfig, whole: Kinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
@@ -202,16 +205,21 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
     """Each document's logits [T, V] from one row of this layout."""
-    lengths = [len(ids) for ids in documents]
+    head = module.head
+    hidden = hidden_of(module, documents, layout, bounds)
+    return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
+
+
+def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
+    """Each document's last hidden states [T, H] from one row of this layout."""
+    lengths, device = [len(ids) for ids in documents], module.head.weight.device
     if layout == "packed":
         ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(n) for n in lengths])[None]
-        hidden = module.hidden(ids, positions, bounds)[0].split(lengths)
-    else:
-        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
-        positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
-        hidden = [h[:n] for h, n in zip(module.hidden(ids, positions, bounds), lengths, strict=True)]
-    head = module.head
-    return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
+        return list(module.hidden(ids.to(device), positions.to(device), bounds)[0].split(lengths))
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
+    hidden_BTH = module.hidden(ids.to(device), positions.to(device), bounds)
+    return [hidden_TH[:n] for hidden_TH, n in zip(hidden_BTH, lengths, strict=True)]
 
 
 def _bounds(layout: Layout, uses_bounds: bool) -> Bounds | None:

@@ -35,7 +35,7 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
-from weft.ops.attention import EXACT, kernel_for
+from weft.ops.attention import EXACT, choose
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.memory import hint
 from weft.versions import untested_versions
@@ -183,11 +183,13 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
         return "attention of the family's own, eager" if built.findings.attends else "no attention"
-    kernel = EXACT
-    if not engine.config.exact:
-        kernel = kernel_for(config.model.attention, engine.device, engine.precision.compute, built.findings.traits)
-    traits = f" with {', '.join(built.findings.traits)}" if built.findings.traits else ""
-    return f"attention kernel {kernel}{traits}"
+    if engine.config.exact:
+        return f"attention kernel {EXACT}"
+    kinds: dict[str, list[str]] = {}
+    for traits in built.findings.attention:
+        kernel = choose(config.model.attention, engine.device, engine.precision.compute, traits)
+        kinds.setdefault(kernel, []).append(str(traits))
+    return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
 
 
 def _elements(module: nn.Module) -> int:

@@ -7,7 +7,8 @@ as the forward argument `doc_bounds`; the row's own mask is never trusted, becau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.ops.decode import one_token
+from weft.versions import varlen_attention
 
 BOUNDS_ARGUMENT = "doc_bounds"
 EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
@@ -56,6 +58,26 @@ class Bounds:
         return Bounds(lengths, cu_seqlens=cumulative)
 
 
+@dataclass(frozen=True, order=True)
+class Traits:
+    """What attention calls of one kind ask of a kernel beyond causality. width: of queries and keys, per head."""
+
+    width: int
+    value_width: int
+    grouped: bool = False  # fewer key heads than query heads
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+
+    def __str__(self) -> str:
+        widths = f"{self.width}" if self.value_width == self.width else f"{self.width}/{self.value_width}"
+        return ", ".join([f"heads {widths} wide", *(["grouped"] if self.grouped else []), *self.names])
+
+
 @dataclass(frozen=True)
 class Call:
     """One attention call: tensors as HuggingFace passes them, keys and values not repeated."""
@@ -72,6 +94,14 @@ class Call:
     @property
     def plain(self) -> bool:
         return self.softcap is None and self.sinks_H is None
+
+    @property
+    def traits(self) -> Traits:
+        heads, width = self.query_BHTD.shape[1], self.query_BHTD.shape[3]
+        return Traits(
+            width, self.value_BKTE.shape[3], heads != self.key_BKTD.shape[1],
+            self.window is not None, self.softcap is not None, self.sinks_H is not None,
+        )  # fmt: skip
 
     def windowed(self, length: int) -> bool:
         return self.window is not None and self.window < length
@@ -126,22 +156,19 @@ def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def varlen(call: Call) -> Tensor:
-    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row."""
-    from torch.nn.attention.varlen import varlen_attn
+    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row.
 
+    It knows one width for all three, a multiple of 8: zeros behind them change no score, and come out as zeros.
+    """
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
-    width = value.shape[-1]
-    if width != query.shape[-1]:
-        value = F.pad(value, (0, query.shape[-1] - width))
+    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     cumulative, longest = _cumulative(call)
     left = -1 if call.window is None else call.window - 1
-    out = varlen_attn(
-        query, key, value, cumulative, cumulative, longest, longest,
-        scale=call.scaling, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    batch = call.query_BHTD.shape[0]
-    return out[..., :width].unflatten(0, (batch, -1)).transpose(1, 2)
+    out: Tensor = varlen_attention()(
+        q, k, v, cumulative, cumulative, longest, longest, scale=call.scaling, window_size=(left, 0)
+    )
+    return out[..., : value.shape[-1]].unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
 
 
 def _cumulative(call: Call) -> tuple[Tensor, int]:
@@ -166,60 +193,44 @@ def flex(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the calls it is right for."""
+    """A kernel and the calls it is right for. widths: of queries, keys and values, per head."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
     needs_16_bit: bool
     softcap_and_sinks: bool
+    widths: range = range(1, 2**16)
 
-    def suits(self, call: Call) -> bool:
-        query = call.query_BHTD
+    def suits(self, device: torch.device, dtype: torch.dtype, traits: Traits) -> bool:
         return (
-            (query.is_cuda or not self.cuda_only)
-            and (query.dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
-            and (call.plain or self.softcap_and_sinks)
+            (device.type == "cuda" or not self.cuda_only)
+            and (dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
+            and (self.softcap_and_sinks or not (traits.softcap or traits.sinks))
+            and traits.width in self.widths
+            and traits.value_width in self.widths
         )
 
 
-# In order of preference: `auto` takes the first that suits the call.
+# In order of preference: `auto` takes the first that suits the call. Flash kernels end at a width of 256. flex begins
+# at 16; beyond 256 its tiles do not fit every GPU's shared memory, and torch's memory-efficient kernel, which
+# per_document runs there, takes any width.
 KERNELS: dict[str, Kernel] = {
-    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, softcap_and_sinks=False),
-    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True),
+    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, softcap_and_sinks=False, widths=range(1, 257)),
+    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True, widths=range(16, 257)),
     "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, softcap_and_sinks=True),
 }
-traits_seen: set[str] = set()  # what calls asked for beyond causality, and ATTENTION; the start-up check reads it
-ATTENTION = "attention"  # some call was made at all: state-space models make none
 
 
-def choose(preference: str, call: Call) -> str:
-    """The kernel for this call: the one asked for, or the first that suits it."""
+def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Traits) -> str:
+    """The kernel for calls of this kind: the one asked for, or the first that suits them."""
     if preference == "auto":
-        return next(name for name, kernel in KERNELS.items() if kernel.suits(call))
-    if not KERNELS[preference].suits(call):
+        return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
+    if not KERNELS[preference].suits(device, dtype, traits):
         raise ValueError(
-            f"model.attention={preference} cannot serve a call with dtype {call.query_BHTD.dtype} on "
-            f"{call.query_BHTD.device.type}, softcap {call.softcap}, sinks {call.sinks_H is not None}. "
+            f"model.attention={preference} cannot serve a call in {dtype} on {device.type} with {traits}. "
             "Set model.attention=auto."
         )
     return preference
-
-
-def kernel_for(preference: str, device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> str:
-    """The kernel that calls of this kind will get, for the line printed at start."""
-    return choose(preference, _probe(device, dtype, traits))
-
-
-def serves(name: str, device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> bool:
-    """Whether this kernel is right for calls of this kind."""
-    return KERNELS[name].suits(_probe(device, dtype, traits))
-
-
-def _probe(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> Call:
-    probe = torch.empty(1, 1, 1, 1, device=device, dtype=dtype)
-    sinks = torch.empty(1, device=device) if "sinks" in traits else None
-    softcap = 1.0 if "softcap" in traits else None
-    return Call(probe, probe, probe, Bounds((1,)), 1.0, None, softcap, sinks)
 
 
 # ---------------------------------------------------------------- the function registered with transformers
@@ -227,6 +238,17 @@ def _probe(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) ->
 # model_type -> what to do to a call of a family that HuggingFace's arguments do not fully describe.
 Adapter = Callable[[nn.Module, Tensor, dict[str, Any]], tuple[Tensor, Bounds | None]]
 ADAPTERS: dict[str, Adapter] = {}
+_watching: list[Callable[[Call], None]] = []
+
+
+@contextmanager
+def watched(look: Callable[[Call], None]) -> Iterator[None]:
+    """Meanwhile `look` is shown every call."""
+    _watching.append(look)
+    try:
+        yield
+    finally:
+        _watching.remove(look)
 
 
 def attend(
@@ -255,7 +277,8 @@ def attend(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks_H=kwargs.get("s_aux"),
     )  # fmt: skip
-    traits_seen.update((ATTENTION, *_traits(call)))
+    for look in _watching:
+        look(call)
     return _kernel(preference, call)(call).transpose(1, 2).contiguous(), None
 
 
@@ -264,12 +287,9 @@ def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
         from weft.ops.exact_attention import attend_exactly
 
         return attend_exactly
-    return KERNELS[choose(preference, call)].run if call.bounds.past is None else one_token
-
-
-def _traits(call: Call) -> list[str]:
-    traits = {"window": call.window, "softcap": call.softcap, "sinks": call.sinks_H}
-    return [name for name, value in traits.items() if value is not None]
+    if call.bounds.past is not None:
+        return one_token
+    return KERNELS[choose(preference, call.query_BHTD.device, call.query_BHTD.dtype, call.traits)].run
 
 
 def register() -> None:

@@ -1,58 +1,104 @@
-"""Flex attention over packed documents (CUDA): windows, soft-caps and sinks in one compiled kernel."""
+"""Flex attention over packed documents (CUDA, compiled): windows, soft-caps and sinks in one kernel.
+
+B batch, H query heads, T tokens of a row, E value width, N blocks of 128 tokens. Token q sees the keys first_T[q] .. q:
+from where its document begins, or its window, whichever is later. first_T never falls, so the keys that a block of
+queries sees are one range of blocks, and where it begins and ends follows from the first and last query of the block.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+import torch._dynamo.config
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 if TYPE_CHECKING:
     from weft.ops.attention import Call
 
-
-@lru_cache(maxsize=1)
-def _compiled() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    return torch.compile(flex_attention, dynamic=True), create_block_mask
+BLOCK = 128  # what the tiles of all of flex's kernels divide
+# Kinds of calls (heads, widths, dtype, soft-cap, sinks, with gradients or without) in a process; torch's limit is 8.
+_GRAPHS = 64
 
 
 def flex_documents(call: Call) -> Tensor:
-    """[B, H, T, E]. A sink is one more logit whose value is zero: out * sigmoid(logsumexp - sink)."""
-    attention, _ = _compiled()
-
-    def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        assert call.softcap is not None
-        return torch.tanh(score / call.softcap) * call.softcap
-
-    query, key, value = call.query_BHTD, call.key_BKTD, call.value_BKTE
-    out, lse = attention(
-        query, key, value,
-        score_mod=None if call.softcap is None else cap, block_mask=_mask(call), scale=call.scaling,
-        enable_gqa=query.shape[1] != key.shape[1], return_lse=True,
-    )  # fmt: skip
-    if call.sinks_H is not None:
-        out = out * torch.sigmoid(lse - call.sinks_H.to(lse.dtype)[None, :, None])[..., None].to(out.dtype)
-    return out
+    """[B, H, T, E]."""
+    softcap = None if call.softcap is None else repr(call.softcap)
+    return compiled()(
+        call.query_BHTD, call.key_BKTD, call.value_BKTE, _mask(call), repr(call.scaling), softcap, call.sinks_H
+    )
 
 
-def _mask(call: Call) -> Any:
+@cache
+def compiled() -> Callable[..., Tensor]:
+    """`attend` as one graph for rows of every length. A graph too many is an error, where else torch would compute
+    [T, T] scores without a word."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    return torch.compile(attend, dynamic=True, fullgraph=True)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: str, softcap: str | None, sinks_H: Tensor | None
+) -> Tensor:
+    """A sink is one more logit whose value is zero: out * sigmoid(logsumexp - sink).
+
+    scale, softcap: as text, which is a constant of the graph; a float would be a variable, which flex does not take.
+    """
+    cap = None
+    if softcap is not None:
+        limit = float(softcap)
+
+        def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return torch.tanh(score / limit) * limit
+
+    options = {
+        "score_mod": cap, "block_mask": mask, "scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1],
+        "kernel_options": {"BACKEND": "TRITON"},  # also for rows so short that another kernel would be chosen
+    }  # fmt: skip
+    if sinks_H is None:
+        return flex_attention(query, key, value, **options)
+    out, more = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    seen = torch.sigmoid(more.lse - sinks_H.to(more.lse.dtype)[None, :, None])
+    return (out * seen[..., None]).to(out.dtype)
+
+
+def _mask(call: Call) -> BlockMask:
     """The block mask of this row for this window, made once per row."""
     bounds, window, length = call.bounds, call.window, call.query_BHTD.shape[2]
     if ("mask", window) not in bounds.cache:
-        device = call.query_BHTD.device
-        if bounds.apart:
-            document = torch.zeros(length, dtype=torch.int32, device=device)
-        else:
+        token_T = torch.arange(length, dtype=torch.int32, device=call.query_BHTD.device)
+        first_T = torch.zeros_like(token_T)
+        if not bounds.apart:
             assert bounds.cu_seqlens is not None
-            document = torch.searchsorted(bounds.cu_seqlens[1:], torch.arange(length, device=device), right=True)
+            first_T = bounds.cu_seqlens[torch.searchsorted(bounds.cu_seqlens[1:], token_T, right=True)]
+        if window is not None:
+            first_T = torch.maximum(first_T, token_T - (window - 1))
+        bounds.cache[("mask", window)] = block_mask(first_T)
+    found: BlockMask = bounds.cache[("mask", window)]
+    return found
 
-        def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            same = (document[q] == document[kv]) & (q >= kv)
-            return same if window is None else same & (q - kv < window)
 
-        _, create = _compiled()
-        bounds.cache[("mask", window)] = create(visible, None, None, length, length, device=device)
-    return bounds.cache[("mask", window)]
+def block_mask(first_T: Tensor) -> BlockMask:
+    """torch's create_block_mask of the same rule, without its [T, T]: from tables of [N, N], on the device alone."""
+    length = len(first_T)
+    block_N = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=first_T.device)
+    last_N = block_N * BLOCK + (BLOCK - 1)  # queries; of the last block perhaps beyond the row, where none is whole
+    seen_NN = (block_N >= first_T[block_N * BLOCK][:, None] // BLOCK) & (block_N <= block_N[:, None])
+    whole_NN = (block_N * BLOCK >= first_T[last_N.clamp(max=length - 1)][:, None]) & (block_N < block_N[:, None])
+    whole_NN &= (last_N < length)[:, None]
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & (kv >= first_T[q])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen_NN & ~whole_NN), *_listed(whole_NN), BLOCK, visible, seq_lengths=(length, length)
+    )
+
+
+def _listed(table_NN: Tensor) -> tuple[Tensor, Tensor]:
+    """([1, 1, N] how many key blocks each query block has, [1, 1, N, N] which, these first), int32."""
+    order = table_NN.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return table_NN.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
