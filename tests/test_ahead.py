@@ -218,7 +218,7 @@ def trained(path: str, folder: str, listed: bool) -> tuple[list[dict[str, Any]],
     data = RunData(documents, report, HeldOut({"": held_out}, {"": report}))
     sft.train(config, engine, data, Path(folder), Phases())
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("seconds", "second", "mfu", "memory")
+    clocks = ("time/", "second", "mfu", "memory")
     kept = [{k: v for k, v in line.items() if not any(word in k for word in clocks)} for line in lines]
     return kept, dict(engine.tensors())
 
