@@ -81,7 +81,7 @@ RANKS, COUNT = 8, 4096
 
 def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
     """Of a step of these documents, those that each of 8 simulated ranks builds."""
-    documents, found = table_of(lengths), []
+    documents, found = table_of(lengths), list[list[int]]()
     original = Documents.build
 
     def build(self: Documents, index: int) -> Document:
@@ -168,7 +168,7 @@ def test_an_error_of_the_items_is_raised_where_the_next_was_to_come() -> None:
 
 
 def test_who_stops_early_leaves_no_thread() -> None:
-    made = []
+    made: list[int] = []
     with closing(ahead(range(100), made.append)) as items:
         for n, _ in items:
             if n == 2:
@@ -213,7 +213,7 @@ def trained(path: str, folder: str, listed: bool) -> tuple[list[dict[str, Any]],
     if listed:
         documents, held_out = Listed(documents), Listed(held_out)
     config = config_of(path, eval=schema.EvalConfig(path="held out", every=2))
-    report = DataReport(config.data.path, len(documents), 0, 0, 40, "")
+    report = DataReport("two files", len(documents), 0, 0, 40, "")
     engine = Engine(EngineConfig.of(config), join("cpu"))
     data = RunData(documents, report, HeldOut({"": held_out}, {"": report}))
     sft.train(config, engine, data, Path(folder), Phases())
@@ -267,7 +267,7 @@ def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     config = replace(config, data=replace(config.data, shuffle=False))
     documents = Listed(list(table_of([9] * 40)), bad=16)  # the third step's
     engine = Engine(EngineConfig.of(config), join("cpu"))
-    data = RunData(documents, DataReport(config.data.path, 40, 0, 0, 9, ""))
+    data = RunData(documents, DataReport("two files", 40, 0, 0, 9, ""))
     with pytest.raises(OSError) as caught:
         sft.train(config, engine, data, Path(folder), Phases())
     where = flight.own.record().where()
