@@ -33,7 +33,7 @@ class _Samples(MeasuredDocuments):
         return len(self.samples)
 
     def measures(self) -> Measures:
-        counts = np.array([np.count_nonzero(sample.sampled[1:]) for sample in self.samples], np.int64)
+        counts = np.array([np.count_nonzero(_trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
         return Measures(
             length=np.array([len(sample) for sample in self.samples], np.int64),
             # What adding up so many equal numbers of 24 bits gives in fp64: every partial sum is exact.
@@ -54,7 +54,7 @@ class _Samples(MeasuredDocuments):
         if not chosen:
             return {}
         tokens = _column([sample.tokens for sample in chosen], np.int64)
-        weighed = [self.samples[index].sampled * self._weights[index] for index in indices]
+        weighed = [_trained_tokens(self.samples[index]) * self._weights[index] for index in indices]
         weights = _column(weighed, np.float32)
         columns = {name: _column(arrays, np.float32) for name, arrays in self.arrays(chosen).items()}
         return {
@@ -93,7 +93,7 @@ class TrainedSamples(_Samples):
     def __init__(self, samples: Sequence[Sample], config: RlConfig) -> None:
         self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
         trained = [samples[place] for place in self.places]
-        super().__init__(trained, [_weight(sample.sampled, config) for sample in trained], routed=True)
+        super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True)
         self.old_is_known = bool(trained) and trained[0].old is not None  # else old is the policy that is trained
         self._corrects = config.rl.corrects
         counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _READ}
@@ -131,10 +131,15 @@ def is_trained(sample: Sample, config: RlConfig) -> bool:
     return sample.counts and sample.length > 0 and not masked
 
 
-def _weight(sampled: Flags, config: RlConfig) -> np.float32:
-    """Of a sampled token 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
+def _trained_tokens(sample: Sample) -> Flags:
+    """[T] those that the policy drew."""
+    return sample.sampled
+
+
+def _weight(sample: Sample, config: RlConfig) -> np.float32:
+    """Of a trained token 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
     if config.rl.aggregation == "sequence_mean":
-        return np.float32(1.0 / np.count_nonzero(sampled))
+        return np.float32(1.0 / np.count_nonzero(_trained_tokens(sample)))
     return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
 
 
