@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, TextIO
@@ -34,17 +36,18 @@ from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
 from weft.data.tokenizer import load_tokenizer
-from weft.engine.document import Document
+from weft.engine.document import first_sources
 from weft.engine.engine import Engine, EngineConfig
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
 from weft.observe.progress import Progress
 from weft.observe.summary import RunSummary
+from weft.recipes.ahead import ahead
 from weft.recipes.reading import deal, read_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start
-from weft.recipes.sft import take_step
+from weft.recipes.sft import lay_out, take_step
 
 
 class Bench:
@@ -53,16 +56,19 @@ class Bench:
     def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
         documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
         self.step = next(iter(deal(config, documents).starting_at(1)))
-        self.documents: list[Document] = [documents[index] for index in self.step.documents]
         self.engine = Engine(EngineConfig.of(config), ranks)
+        self.sources = first_sources(documents, self.step.documents)
+        self.objective = CrossEntropy()
+        self.upcoming = ahead(repeat(self.step), partial(lay_out, self.engine, documents, self.objective))
         self.recorder = Recorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
         self.console = Console(file=terminal, force_terminal=True, width=160)
 
     def take(self, progress: Progress | None) -> float:
         """Seconds of one step and, with `progress`, of all that is made of it."""
         began = time.perf_counter()
-        flight.step(1, 1, [document.source for document in self.documents])
-        taken = take_step(self.engine, self.documents, CrossEntropy(), 1e-5)
+        step, laid_out = next(self.upcoming)
+        flight.step(1, 1, self.sources, len(step.documents))
+        taken = take_step(self.engine, laid_out, self.objective, 1e-5)
         flight.at("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
@@ -118,7 +124,9 @@ def main() -> None:
         keys = [f"model.path={out / 'model'}", f"data.path={out / 'chat.jsonl'}", f"step.documents={options.documents}"]
         config = load_config([], [*keys, "step.max_tokens_per_device=2048", "track.to=[tensorboard]"])
         with Path(os.devnull).open("w") as terminal:
-            found = measure(Bench(config, ranks, out / "run", terminal), options.blocks, options.size)
+            bench = Bench(config, ranks, out / "run", terminal)
+            with closing(bench.upcoming):
+                found = measure(bench, options.blocks, options.size)
         if ranks.is_first:
             report(found, ranks.world)
 

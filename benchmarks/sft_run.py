@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
     from weft.engine.document import Document
     from weft.engine.engine import Engine, EngineConfig
+    from weft.engine.plan import StepPlan
+    from weft.engine.rows import Rows
     from weft.objectives.cross_entropy import CrossEntropy
+    from weft.recipes.ahead import ahead
 
     rule = spec["optimizer"]
     optimizer = OptimizerConfig(
@@ -45,16 +49,19 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     objective = CrossEntropy()
     documents = [Document(torch.tensor(d["ids"]), torch.tensor(d["trained"]).float()) for d in spec["documents"]]
 
-    def step(indices: list[int]) -> tuple[int, float, float]:
-        chosen = [documents[i] for i in indices]
-        plan = engine.plan([engine.meta(document) for document in chosen])
-        metrics = engine.accumulate(plan, {i: chosen[i] for i in engine.needs(plan)}, objective)
+    def lay_out(indices: list[int]) -> tuple[StepPlan, Rows]:
+        plan, own = engine.deal([documents[i] for i in indices])
+        return plan, engine.rows(plan, own, objective).ahead()
+
+    def step(laid_out: Future[tuple[StepPlan, Rows]]) -> tuple[int, float, float]:
+        plan, rows = laid_out.result()
+        metrics = engine.accumulate(plan, rows, objective)
         engine.apply(rule["lr"])
         assert metrics["loss"] is not None
         return plan.totals.tokens, metrics["loss"], plan.totals.cost
 
-    for indices in spec["steps"]:
-        yield lambda indices=indices: step(indices)  # type: ignore[misc]
+    for _, laid_out in ahead(spec["steps"], lay_out):
+        yield lambda laid_out=laid_out: step(laid_out)  # type: ignore[misc]
 
 
 def bare_steps(spec: Spec) -> Iterator[Step]:

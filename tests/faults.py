@@ -54,8 +54,8 @@ def _prepare(fault: Fault) -> None:
 
     original, struck = flight.at, Path("struck-at").absolute()
 
-    def at(phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None) -> None:
-        original(phase, micro_batch, documents)
+    def at(phase: str, micro_batch: int = 0, *about: Any, **more: Any) -> None:
+        original(phase, micro_batch, *about, **more)
         record = flight.own.record()
         here = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
         if here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once)):
@@ -64,9 +64,9 @@ def _prepare(fault: Fault) -> None:
             struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
-    def step(number: int, of: int, documents: Sequence[str] = ()) -> None:
-        step_original(number, of, documents)
-        at("plan", 0, documents)
+    def step(number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
+        step_original(number, of, documents, count)
+        at("plan", 0, documents, count)
 
     step_original = flight.step
     flight.at, flight.step = at, step

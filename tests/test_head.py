@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import head
-from weft.ops.head import LogitTransform, chunked_readouts, logprob_and_top1
+from weft.ops.head import Direction, LogitTransform, chunked_readouts, logprob_and_top1
 
 TRANSFORMS = {
     "none": LogitTransform(),
@@ -139,7 +139,7 @@ def test_one_prediction() -> None:
     assert torch.equal(same, logprob)
 
 
-HINTS = ["right", "a multiple", "another direction", "zero", "partly zero"]
+HINTS = ["right", "a multiple", "partly zero", "both zero"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -149,15 +149,15 @@ HINTS = ["right", "a multiple", "another direction", "zero", "partly zero"]
 def test_a_known_direction_changes_nothing_but_the_work(
     hint: str, transform: LogitTransform, tile: tuple[int, int] | None, dtype: torch.dtype
 ) -> None:
-    """Whatever the hint says: a wrong one is noticed."""
     hidden, weight, bias, targets = problem(11, dtype)
     upstream = torch.randn(11, dtype=dtype)
     if hint == "partly zero":
         upstream[3:6] = 0
-    guesses = {"right": upstream, "a multiple": -3.7 * upstream, "zero": 0 * upstream, "partly zero": 2 * upstream}
-    guess = guesses.get(hint, torch.ones_like(upstream))
+    if hint == "both zero":
+        upstream *= 0
+    direction = Direction({"a multiple": -3.7, "partly zero": 2}.get(hint, 1) * upstream)
     actual, _ = chunked_readouts(
-        hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, upstream=guess, tile=tile
+        hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, direction=direction, tile=tile
     )
     expected, _ = full_readouts(hidden, weight, bias, targets, transform, 0.7)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -168,13 +168,28 @@ def test_a_known_direction_changes_nothing_but_the_work(
         got = torch.autograd.grad([actual], inputs, [upstream], retain_graph=retain)
         for one, other in zip(got, wanted, strict=True):
             close(one, other, tolerance)
+    assert [bool(flag) for flag in direction.wrong] == [False]  # the second backward computed afresh
 
 
-def test_a_right_hint_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["another", "zero", "one token in a thousand"])
+def test_a_direction_that_is_wrong_is_flagged(wrong: str) -> None:
+    hidden, weight, bias, targets = problem(1000, torch.float32)
+    upstream = torch.rand(1000) + 0.5
+    guess = {"another": torch.ones(1000), "zero": torch.zeros(1000)}.get(wrong, upstream.clone())
+    if wrong == "one token in a thousand":
+        guess[7] *= 1.00001
+    direction = Direction(guess)
+    logprob, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False, direction=direction)
+    (logprob @ upstream).backward()
+    assert [bool(flag) for flag in direction.wrong] == [True]
+
+
+def test_a_right_direction_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, targets = problem(11, torch.float32)
     upstream = torch.rand(11)
     monkeypatch.setattr(head, "_differentiate", lambda *_: pytest.fail("computed again"))
-    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, upstream=upstream)
+    direction = Direction(upstream)
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
     (logprob @ (upstream / 7)).backward()
     assert hidden.grad is not None and hidden.grad.any()
 
@@ -183,9 +198,9 @@ def test_a_right_hint_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_known_direction_in_bf16(tokens: int) -> None:
     hidden, weight, _, targets = problem(tokens, torch.bfloat16, vocabulary=1000, width=32)
     grads = []
-    for upstream in (None, torch.ones(tokens)):
+    for direction in (None, Direction(torch.ones(tokens))):
         logprob, _ = chunked_readouts(
-            hidden, weight, None, targets, LogitTransform(), entropy=False, upstream=upstream, tile=(16, 100)
+            hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction, tile=(16, 100)
         )
         grads.append(gradients([logprob.sum()], [torch.tensor(0.5)], [hidden, weight]))
     for one, other in zip(*grads, strict=True):

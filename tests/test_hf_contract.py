@@ -13,7 +13,6 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, remove_tied_weights_from_state_dict
 
 from tests.cases import describe, parity, saved_model
@@ -37,8 +36,7 @@ def test_signatures() -> None:
         PreTrainedModel._from_config
     )
     assert "gradient_checkpointing_kwargs" in parameters(PreTrainedModel.gradient_checkpointing_enable)
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        assert parameters(interface.register) == ["key", "value"]
+    assert parameters(AttentionInterface.register) == ["key", "value"]
 
 
 def test_the_registered_function_gets_what_weft_reads() -> None:

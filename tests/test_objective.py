@@ -46,6 +46,10 @@ class Mute(Focal):
         terms = super().__call__(batch)
         return Terms(terms.loss_sum, {})
 
+class Hasty(Focal):
+    def upstream(self, weights_N):
+        return -weights_N
+
 class Needy(Focal):
     def __init__(self, gamma):
         super().__init__(gamma)
@@ -108,6 +112,15 @@ def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureF
 def test_an_objective_without_a_loss_to_show_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "train.objective=own_losses:Mute", "run.dir=mute"]) == 2
     assert "train.objective: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*WORDS, "train.objective=own_losses:Hasty", "run.dir=hasty"]) == 2
+    assert "train.objective: upstream() of Hasty is not the gradient of its loss" in capsys.readouterr().err
+    assert not (here / "hasty" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -223,3 +225,35 @@ def test_what_the_embedded_engine_drew_is_trained_along_its_routes(tmp_path: Pat
     byte_tokenizer().save_pretrained(tmp_path / "model")
     ((worst, shares),) = run(1, drawn_and_trained, str(tmp_path / "model"))
     assert worst < 1e-4 and shares[0] == 0.0 and 0.0 < shares[1] < 1.0, (worst, shares)
+
+
+def copied_routes(path: str) -> list[int]:
+    """Samples whose routes this rank copies to read 8, and to train them."""
+    config = load_config([], [f"model.path={path}", "data.path=owner/data", "rl.reward=[length]"], RlConfig)
+    trainer, counts = Trainer(config, "cpu"), []
+    samples = [sample(n, 9, 1.0, rollout=[-1.0] * 9, advantages=[1.0] * 9) for n in range(8)]
+    for number, drawn in enumerate(samples):
+        drawn.routes = np.full((len(drawn) - 1, LAYERS, CHOSEN), [number % 2, 2], np.int16)
+    with mock.patch("weft.rl.documents.aligned", wraps=aligned) as counting:
+        read = trainer.read("policy", samples)
+        counts.append(counting.call_count)
+        for old in everything(read):
+            for index, values in old.items():
+                samples[index].old = samples[index].correction = values
+        trainer.update(samples, 1, 1, 1, 0.05)
+        counts.append(counting.call_count - counts[0])
+    return [*counts, len(read)]
+
+
+def everything(mine: Any) -> list[Any]:
+    """Of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def test_a_rank_copies_the_routes_of_its_own_samples_only(tmp_path: Path) -> None:
+    path = saved_model("qwen3_moe", vocab_size=264)
+    shutil.copytree(path, tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    assert run(2, copied_routes, str(tmp_path / "model")) == [[4, 4, 4], [4, 4, 4]]

@@ -14,10 +14,11 @@ from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
 from weft.config.presets import PRESETS
 from weft.config.rl_schema import RlConfig
+from weft.engine.document import metas
 from weft.errors import UserError
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, require_comparable
-from weft.rl.documents import deal, documents_of
+from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
 from weft.rl.kl import kl
 from weft.rl.types import Group, Sample
 from weft.rollout.base import Sampling
@@ -296,6 +297,21 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     assert sorted(documents[0].arrays) == ["advantage", "correction", "old_logprob"]
     masked = documents_of(samples, rl_config(algorithm(mask_truncated=True, correction="none")))
     assert [d.source for d in masked] == ["sample 0.0/0"] and "correction" not in masked[0].arrays
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
+    random = np.random.default_rng(0)
+    samples = [sample(n, int(random.integers(1, 400)), 1.0, gaps=[1, 5]) for n in range(50)]
+    for number, given in enumerate(samples):
+        given.sampled[0] = number % 7 == 0  # whose weight is never used
+        given.old = given.advantages = given.correction = np.zeros(len(given), np.float32)
+        given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
+    trained = TrainedSamples(samples, rl_config(algorithm(aggregation=aggregation), max_new_tokens=77))
+    measured, built = (metas(given, lambda n: 1, float) for given in (trained, list(trained)))
+    assert measured == built and len(built) == 50
+    read = ReadSamples(samples, routed=False)
+    assert metas(read, lambda n: 1, float) == metas(list(read), lambda n: 1, float)
 
 
 def test_dealing() -> None:

@@ -267,9 +267,9 @@ def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path, monk
     """On weights that are finite: others would not be saved."""
     original, z = Engine.accumulate, byte_tokenizer().convert_tokens_to_ids("z")
 
-    def accumulate(engine: Engine, plan: Any, documents: Any, objective: Any) -> Any:
-        metrics = original(engine, plan, documents, objective)
-        if any(z in document.tokens for document in documents.values()):
+    def accumulate(engine: Engine, plan: Any, rows: Any, objective: Any) -> Any:
+        metrics = original(engine, plan, rows, objective)
+        if any(z in rows[micro].input_ids_BT for micro in range(plan.micro_batches)):
             engine._nonfinite = "there is a z"
         return metrics
 

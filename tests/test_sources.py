@@ -17,7 +17,7 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.schema import SourceConfig
 from weft.data import sources as sources_module
-from weft.data.documents import Documents, load_documents
+from weft.data.documents import Documents, lengths_of, load_documents
 from weft.data.records import Reading, Record
 from weft.data.sources import open_source
 from weft.errors import UserError
@@ -306,7 +306,7 @@ def test_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [document.dataset for document in documents] == ["a"] * 7 + ["B"] * 4
     assert [(share.documents, share.weight, share.in_epoch) for share in documents.shares] == [(7, 0.5, 4), (4, 1.0, 4)]
     assert (report.documents, report.in_epoch, [one.documents for one in report.sources]) == (11, 8, [7, 4])
-    assert report.tokens == sum(one.tokens for one in report.sources) == sum(documents.lengths)
+    assert report.tokens == sum(one.tokens for one in report.sources) == sum(lengths_of(documents))
     assert "a (a.jsonl): 7 documents" in str(report) and "an epoch takes 4 documents" in str(report)
     alone, _ = load_documents("a.jsonl", byte_tokenizer(), max_length=100)
     assert flat(documents)[:7] == flat(alone) and alone[0].dataset == ""

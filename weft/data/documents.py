@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import torch
@@ -16,9 +15,9 @@ from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.opened import Data, Source, open_data
 from weft.data.order import Share
 from weft.data.records import ALL_FORMATS, NEEDED
-from weft.data.table import Table
+from weft.data.table import Array, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
-from weft.engine.document import Document
+from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.errors import UserError
 
 
@@ -56,28 +55,29 @@ class DataReport:
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
 
 
-class Documents(Sequence[Document]):
+class Documents(MeasuredDocuments):
     """Documents, made of flat arrays when they are asked for. shares: the sources they are of, for the order."""
 
     def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share]) -> None:
         self._pieces, self.shares = pieces, shares
         self._ends = np.cumsum([len(piece.kept) for piece in pieces])
-        self.lengths: list[int] = [int(length) for piece in pieces for length in piece.lengths]
+        lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
+        losses: Array = np.concatenate([piece.losses for piece in pieces])
+        weights = losses.astype(np.float64)  # a trained token weighs 1
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        number = int(np.searchsorted(self._ends, place, side="right"))
-        piece = self._pieces[number]
-        row = place - int(self._ends[number]) + len(piece.kept)
+    def measures(self) -> Measures:
+        return self._measures
+
+    def source(self, index: int) -> str:
+        piece, row = self._place(index)
+        return piece.table.where(int(piece.kept[row]))
+
+    def build(self, index: int) -> Document:
+        piece, row = self._place(index)
         kept = int(piece.kept[row])
         ids, trained = piece.table.tokens(kept, int(piece.lengths[row]))
         return Document(
@@ -87,10 +87,19 @@ class Documents(Sequence[Document]):
             dataset=piece.source,
         )
 
+    def _place(self, index: int) -> tuple[Piece, int]:
+        """Its piece, and its row in that."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        piece = self._pieces[number]
+        return piece, index - int(self._ends[number]) + len(piece.kept)
+
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:
     """Tokens of each document, without making it where they are known."""
-    return documents.lengths if isinstance(documents, Documents) else [len(document) for document in documents]
+    if isinstance(documents, MeasuredDocuments):
+        lengths: list[int] = documents.measures().length.tolist()
+        return lengths
+    return [len(document) for document in documents]
 
 
 def shares_of(documents: Sequence[Document]) -> Sequence[Share] | None:
@@ -163,7 +172,7 @@ class _Loaded:
             path=self.source.label,
             documents=self.share.documents,
             tokens=sum(int(piece.lengths.sum()) for piece in self.pieces),
-            loss_tokens=sum(int(piece.losses().sum()) for piece in self.pieces),
+            loss_tokens=sum(int(piece.losses.sum()) for piece in self.pieces),
             longest=max(int(piece.lengths.max(initial=0)) for piece in self.pieces),
             digest=digests[0] if len(digests) == 1 else _digest(digests),
             dropped=sum(len(piece.table) - len(piece.kept) for piece in self.pieces),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from weft.errors import UserError
 LongDocuments = Literal["error", "truncate", "drop"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """A table as training sees it. source: its name, "" without data.sources. kept: documents; lengths: cut ones."""
 
@@ -28,8 +29,9 @@ class Piece:
     def truncated(self) -> int:
         return int((self.lengths < self.table.lengths[self.kept]).sum())
 
+    @cached_property
     def losses(self) -> Array:
-        """Trained tokens of each document."""
+        """Trained tokens of each document, the first left out, which nothing predicts."""
         losses = self.table.losses[self.kept].astype(np.int64)
         for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
             losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))

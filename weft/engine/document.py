@@ -5,9 +5,13 @@ T tokens of a document or row, N predictions of a row that somebody needs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.plan import DocumentMeta
@@ -49,3 +53,103 @@ class Document:
             routed=self.routes is not None,
             unread=unread,
         )
+
+
+class Measures(NamedTuple):
+    """Of several documents what DocumentMeta has of one, [documents] each; none of them is in a group."""
+
+    length: NDArray[np.int64]
+    weight: NDArray[np.float64]
+    loss_tokens: NDArray[np.int64]
+    routed: NDArray[np.bool_]
+
+
+class MeasuredDocuments(Sequence[Document]):
+    """Documents that are built when they are asked for, and can be planned without: a rank builds its own only."""
+
+    @abstractmethod
+    def measures(self) -> Measures:
+        """Equal to what `Document.meta` says of each, to the last bit."""
+
+    @abstractmethod
+    def source(self, index: int) -> str:
+        """Document.source of one."""
+
+    @abstractmethod
+    def build(self, index: int) -> Document:
+        """The document of this index, which counts from 0."""
+
+    def take(self, indices: Sequence[int]) -> dict[int, Document]:
+        """Those of these indices."""
+        return {index: self.build(index) for index in indices}
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        places = range(len(self))[index]
+        return self.build(places) if isinstance(places, int) else [self.build(place) for place in places]
+
+
+class Chosen(MeasuredDocuments):
+    """Some of other documents, in this order."""
+
+    def __init__(self, documents: MeasuredDocuments, indices: Sequence[int]) -> None:
+        self._documents, self._indices = documents, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def measures(self) -> Measures:
+        all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
+        return Measures(all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen])
+
+    def source(self, index: int) -> str:
+        return self._documents.source(self._indices[index])
+
+    def build(self, index: int) -> Document:
+        return self._documents.build(self._indices[index])
+
+
+def choose(documents: Sequence[Document], indices: Sequence[int]) -> Sequence[Document]:
+    """Some of them, in this order, measured where they all are, and not built yet."""
+    if isinstance(documents, MeasuredDocuments):
+        return Chosen(documents, indices)
+    return [documents[index] for index in indices]
+
+
+def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Document]:
+    """Those of these indices, built."""
+    if isinstance(documents, MeasuredDocuments):
+        return documents.take(indices)
+    return {index: documents[index] for index in indices}
+
+
+def first_sources(documents: Sequence[Document], indices: Sequence[int], most: int = 8) -> list[str]:
+    """Where the first few of those of these indices come from, for messages."""
+    if isinstance(documents, MeasuredDocuments):
+        return [documents.source(index) for index in indices[:most]]
+    return [documents[index].source for index in indices[:most]]
+
+
+def metas(
+    documents: Sequence[Document], unread: Callable[[int], int], cost: Callable[[int], float]
+) -> list[DocumentMeta]:
+    """The metadata of each. unread: of a length, as DocumentMeta has it; cost: of so many tokens that are read."""
+    if not isinstance(documents, MeasuredDocuments):
+        return [_meta(document, unread, cost) for document in documents]
+    columns = documents.measures()
+    lengths = columns.length.tolist()
+    left = [unread(length) for length in lengths]
+    costs = [cost(length - own) for length, own in zip(lengths, left, strict=True)]
+    rest = (columns.weight.tolist(), columns.loss_tokens.tolist(), costs, columns.routed.tolist(), left)
+    return [
+        DocumentMeta(length, weight, loss_tokens, None, own_cost, routed, own)
+        for length, weight, loss_tokens, own_cost, routed, own in zip(lengths, *rest, strict=True)
+    ]
+
+
+def _meta(document: Document, unread: Callable[[int], int], cost: Callable[[int], float]) -> DocumentMeta:
+    own = unread(len(document))
+    return document.meta(cost(len(document) - own), own)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -28,7 +29,8 @@ from weft.config.schema import (
     SftConfig,
     StepConfig,
 )
-from weft.engine.document import Document
+from weft.engine import nonfinite
+from weft.engine.document import Document, metas, take
 from weft.engine.ema import Ema
 from weft.engine.foreign import ForeignRule, OnShards, find_rule
 from weft.engine.groups import check_groups
@@ -43,7 +45,8 @@ from weft.engine.optimizer import (
 )
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
 from weft.engine.replay import Replay
-from weft.engine.row import Row, build_row
+from weft.engine.row import Row
+from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
 from weft.models import hf
@@ -61,9 +64,10 @@ from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
 from weft.observe.timing import waiting
 from weft.ops.exact import numerics
+from weft.ops.head import Direction
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
-from weft.parallel.mesh import Mesh, build_mesh, own_part
+from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.units import Unit
 from weft.planner.memory import Trained, capacity, check_fits, local_ranks, memory_needs
@@ -204,8 +208,11 @@ class Engine:
         self._nonfinite: str | None = None
         self._sleeper = Sleeper(self.device)
         flops = self.built.flops
+        self._cost = cache(partial(document_flops, flops))  # of a length; a step has many of the same
         experts = flops.experts if flops.expert else 0
         self._replay = Replay(self.module, experts, flops.experts_per_token, config.model.compile)
+        rank, on_device = self.mesh.data_rank, self.device.type == "cuda"
+        self._rows = RowBuilder(rank, self.built.layout, bool(self.balance), on_device, self._replay)
         self.loss_scale: LossScale | None = None
         if config.purpose == "train" and self.precision.compute == torch.float16:
             self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
@@ -233,8 +240,11 @@ class Engine:
 
     def meta(self, document: Document) -> DocumentMeta:
         """The document's metadata with its cost in this model."""
-        unread = self._unread(len(document))
-        return document.meta(self.cost(len(document) - unread), unread)
+        return self.metas([document])[0]
+
+    def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
+        """The metadata of each; those that are measured are not built for it."""
+        return metas(documents, self._unread, self.cost)
 
     def _unread(self, length: int) -> int:
         """unread_tokens, all of which the balancing loss of experts counts; and they are of the length by which some
@@ -244,7 +254,7 @@ class Engine:
 
     def cost(self, length: int) -> float:
         """Estimated FLOPs of a document of this length, forward and backward."""
-        return document_flops(self.built.flops, length)
+        return self._cost(length)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows; the same on every rank, from the same metadata.
@@ -274,15 +284,28 @@ class Engine:
         """The step's indices of the documents that this rank will be asked for."""
         return sorted(index for row in plan.of_rank(self.mesh.data_rank) for index in row)
 
+    def deal(self, documents: Sequence[Document]) -> tuple[StepPlan, dict[int, Document]]:
+        """The plan of a step of these documents, and those that this rank needs; of measured ones no other is built."""
+        plan = self.plan(self.metas(documents))
+        return plan, take(documents, self.needs(plan))
+
+    def rows(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Rows:
+        """This rank's rows for accumulate(), on the host: they may be built in another thread."""
+        return self._lay_out(plan, documents, objective.every_token)
+
+    def _lay_out(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool) -> Rows:
+        routed = self.config.replay and (self.lora is None or self.lora.switch.on)
+        return self._rows.rows(plan, documents, every_token, routed)
+
     # ------------------------------------------------------------ forward and backward
 
     def accumulate(
-        self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective
+        self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective
     ) -> dict[str, float | None]:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
-        documents: at least those of `needs(plan)`, by index in the step. Gradients are sums over the step's tokens
-        divided once by `objective.normaliser(plan)`. Routes that documents carry are followed; the metric
+        documents: at least those of `needs(plan)`, by index in the step, or rows() of them. Gradients are sums over the
+        step's tokens divided once by `objective.normaliser(plan)`. Routes that documents carry are followed; the metric
         `routing/differing` says of how many (token, layer) pairs the router would have chosen otherwise.
         """
         assert self.optimizer is not None, "this engine was opened for inference"
@@ -291,13 +314,16 @@ class Engine:
         normaliser = objective.normaliser(plan)
         balance_factor = self.balance / plan.totals.tokens
         sums, losses = Sums(), []
+        sums.add("_wrong", 0.0, 1.0)
         flight.planned(plan.fingerprint())
-        rows = self._sources(plan, documents)
-        shares_E = self._expert_shares(plan, documents, rows) if self._balances_steps else None
+        rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
+        shares_E = self._expert_shares(plan, rows) if self._balances_steps else None
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
         for micro in range(plan.micro_batches):
-            flight.at("rows", micro + 1, rows[micro])
-            row = self._row(plan, micro, documents, objective.every_token)
+            flight.at("rows", micro + 1, rows.sources[micro])
+            row = rows[micro].to(self.device)
+            upstream_N = objective.upstream(row.weights_N)
+            direction = None if upstream_N is None else Direction(upstream_N)
             flight.at("forward", micro + 1)
             last = micro == plan.micro_batches - 1
             with (
@@ -305,7 +331,7 @@ class Engine:
                 self._replay.following(row) as seen_routes,
                 numerics(self.config.exact),
             ):
-                terms = self._forward(row, objective, shares_E)
+                terms = self._forward(row, objective, direction, shares_E)
                 flight.at("backward", micro + 1)
                 loss, seen = terms.loss_sum / normaliser, terms.loss_sum.detach()
                 if terms.balance_sum is not None:
@@ -313,62 +339,40 @@ class Engine:
                     sums.add("aux_loss", terms.balance_sum, row.real_tokens)
                 (loss * self._scale).backward()
             losses.append(seen)
+            for flag in () if direction is None else direction.wrong:
+                sums.add("_wrong", flag, 1.0)
             if routed:
                 sums.add("routing/differing", *seen_routes.share(self.device))
             for name, (total, weight) in terms.metrics.items():
                 sums.add(name, total, weight)
-        return self._reduce(plan, rows, sums, losses)
+        metrics = self._reduce(plan, rows.sources, sums, losses)
+        if metrics.pop("_wrong") and self._nonfinite is None:
+            raise UserError(
+                f"train.objective: upstream() of {type(objective).__name__} is not the gradient of its loss by the "
+                "logprobs, up to one factor: return None there, and it is computed from the loss."
+            )
+        return metrics
 
     def _reduce(
-        self, plan: StepPlan, rows: list[list[str]], sums: Sums, losses: list[Tensor]
+        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor]
     ) -> dict[str, float | None]:
         """One reduction for all metrics; a loss that is not finite anywhere is known everywhere afterwards.
 
         So are plans that are not the same on all ranks: their digests take part.
         """
-        flight.at("reduce", documents=[source for row in rows for source in row])
+        flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         metrics = sums.reduce(self.mesh.data_group, alike={"the plan of the step": plan.fingerprint()})
         if metrics.pop("_nonfinite"):
-            self._nonfinite = self._name_nonfinite(rows, (~finite).nonzero().flatten().tolist())
+            self._nonfinite = nonfinite.name_losses(sources, (~finite).nonzero().flatten().tolist())
         return metrics
-
-    def _name_nonfinite(self, rows: list[list[str]], micro_batches: list[int]) -> str:
-        """Where the loss was not finite: rank, micro-batch and its documents; the same text on every rank."""
-        mine = [
-            f"rank {self.ranks.rank}, micro-batch {micro + 1}, documents {_some(rows[micro], 8)}"
-            for micro in micro_batches
-        ]
-        return f"loss is not finite: {_some(self._gathered(mine), 4, '; ')}"
-
-    def _gathered(self, mine: list[str]) -> list[str]:
-        """The lists of all ranks in one, each text once; collective."""
-        parts: list[list[str]] = [[] for _ in range(self.ranks.world)]
-        dist.all_gather_object(parts, mine)
-        return list(dict.fromkeys(text for part in parts for text in part))
-
-    def _sources(self, plan: StepPlan, documents: Mapping[int, Document]) -> list[list[str]]:
-        """Where the documents of each row of this rank come from."""
-        return [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.mesh.data_rank)]
-
-    def _row(self, plan: StepPlan, micro: int, documents: Mapping[int, Document], every_token: bool) -> Row:
-        rank = self.mesh.data_rank
-        replayed = self.config.replay and (self.lora is None or self.lora.switch.on)
-        for index in plan.rows[micro][rank] if replayed else ():
-            self._replay.check(documents[index])
-        row = build_row(
-            plan.rows[micro][rank], documents, read=[plan.documents[index].read for index in plan.rows[micro][rank]],
-            length=plan.row_length(micro, rank), layout=self.built.layout, every_token=every_token, device=self.device,
-            owners=bool(self.balance),
-        )  # fmt: skip
-        return row if replayed else replace(row, routes=None)
 
     @property
     def _balances_steps(self) -> bool:
         return bool(self.balance) and self.config.model.router_aux_loss == "step"
 
-    def _expert_shares(self, plan: StepPlan, documents: Mapping[int, Document], rows: list[list[str]]) -> Tensor:
+    def _expert_shares(self, plan: StepPlan, rows: Rows) -> Tensor:
         """[E]: how many of a token's choices fall on each expert, on average over the whole step; collective.
 
         A forward of every row, on the random numbers (the dropout of adapters) that the forward with a gradient draws.
@@ -377,8 +381,8 @@ class Engine:
         devices = [self.device] if self.device.type == "cuda" else []
         with self._without_gradients(evaluating=False), torch.random.fork_rng(devices):
             for micro in range(plan.micro_batches):
-                flight.at("count", micro + 1, rows[micro])
-                row = self._row(plan, micro, documents, every_token=False)
+                flight.at("count", micro + 1, rows.sources[micro])
+                row = rows[micro].to(self.device)
                 row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])  # nothing for the head
                 balance = replace(self._balance(row), counting=True)
                 with self._replay.following(row):
@@ -392,19 +396,19 @@ class Engine:
         assert row.owner_M is not None
         return Balance(row.owner_M, len(row.documents), self.built.flops.experts_per_token, shares_E)
 
-    def _forward(self, row: Row, objective: Objective, shares_E: Tensor | None = None) -> Terms:
+    def _forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:
         balance = self._balance(row, shares_E) if self.balance else None
-        readouts = self._read(row, objective.readouts, objective.upstream(row.weights_N), balance)
+        readouts = self._read(row, objective.readouts, direction, balance)
         balance_sum = readouts.pop("balance", None)
         terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
         return replace(terms, balance_sum=balance_sum)
 
     def _read(
-        self, row: Row, what: frozenset[str], upstream: Tensor | None = None, balance: Balance | None = None
+        self, row: Row, what: frozenset[str], direction: Direction | None = None, balance: Balance | None = None
     ) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
         return self.module(
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, upstream, balance
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance
         )
 
     # ------------------------------------------------------------ without gradients
@@ -428,12 +432,11 @@ class Engine:
 
         documents: those of `needs(plan)`. The sums are not yet those of all ranks.
         """
-        sums = Sums()
-        rows = self._sources(plan, documents)
+        sums, rows = Sums(), self.rows(plan, documents, objective)
         with self._without_gradients():
             for micro in range(plan.micro_batches):
-                flight.at("evaluate", micro + 1, rows[micro])
-                row = self._row(plan, micro, documents, objective.every_token)
+                flight.at("evaluate", micro + 1, rows.sources[micro])
+                row = rows[micro].to(self.device)
                 exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
                 batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
                 for name, (total, weight) in objective(batch).metrics.items():
@@ -449,11 +452,11 @@ class Engine:
         carry are followed.
         """
         out: dict[int, dict[str, Tensor]] = {}
-        rows = self._sources(plan, documents)
+        rows = self._lay_out(plan, documents, every_token=True)
         with self._without_gradients():
             for micro in range(plan.micro_batches):
-                flight.at("readout", micro + 1, rows[micro])
-                row = self._row(plan, micro, documents, every_token=True)
+                flight.at("readout", micro + 1, rows.sources[micro])
+                row = rows[micro].to(self.device)
                 with self._replay.following(row):
                     found = self._read(row, frozenset(what))
                 lengths = [len(documents[index]) for index in row.documents]
@@ -494,7 +497,7 @@ class Engine:
         overflow, reason = False, self._nonfinite or ""
         if not reason and not math.isfinite(norm):
             overflow = self.loss_scale is not None and self.loss_scale.overflow()
-            reason = f"fp16 overflow at loss scale {scale:g}" if overflow else self._name_bad_gradients()
+            reason = f"fp16 overflow at loss scale {scale:g}" if overflow else nonfinite.name_gradients(self.module)
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
@@ -509,12 +512,6 @@ class Engine:
     def _scale(self) -> float:
         """What the gradients of this step are multiplied by until apply()."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
-
-    def _name_bad_gradients(self) -> str:
-        """Which parameters' gradients are not finite although every loss is; the same text on every rank."""
-        mine = [name for name, p in self.module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
-        names = self._gathered(mine)
-        return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")
 
     # ------------------------------------------------------------ sleep
 
@@ -580,16 +577,6 @@ def _set_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-
-
-def _some(texts: list[str], limit: int, separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return separator.join(texts[:limit]) + more
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(own_part(gradient).isfinite().all())
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -140,15 +140,14 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> float:
             local.append(own_part(parameter.grad))
     if not shards:
         return 0.0
-    keys = list(shards)
-    squares = torch.stack([_sum_of_squares(shards[key], device) for key in keys])
-    for group in dict.fromkeys(group for key in keys for group in key):
-        index = [i for i, key in enumerate(keys) if group in key]
-        part = squares[index]
+    squares = {key: _sum_of_squares(tensors, device) for key, tensors in shards.items()}
+    for group in dict.fromkeys(group for key in squares for group in key):
+        keys = [key for key in squares if group in key]
+        part = torch.stack([squares[key] for key in keys])
         with waiting():
             dist.all_reduce(part, group=group)
-        squares[index] = part
-    return float(squares.sum().sqrt().item())
+        squares |= zip(keys, part.unbind(), strict=True)
+    return float(torch.stack(list(squares.values())).sum().sqrt().item())
 
 
 def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:

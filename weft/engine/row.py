@@ -7,8 +7,8 @@ targets[i], the next token of the same document; weights and arrays are those of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -23,7 +23,8 @@ Layout = Literal["packed", "apart"]
 
 @dataclass(frozen=True)
 class Row:
-    """documents: the step's indices of the documents in it, in order. document_N: place of each prediction's document
+    """documents: the step's indices of the documents in it, in order. position_ids_BT: [3, B, T] where a document has
+    three positions for each token. document_N: place of each prediction's document
     in that list. token_N: the target's place in its document. owner_M: of every token of the flattened row, the place
     of its document; -1 for padding; None where nobody asked. routes: [tokens of the flattened row, layers, k], -1 where
     there are none; None where no document has any. real_tokens: without padding."""
@@ -42,6 +43,23 @@ class Row:
     routes: Tensor | None
     real_tokens: int
 
+    def pinned(self) -> Row:
+        """The same in page-locked memory, from which it goes to a device without anybody waiting."""
+        return self._moved(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Row:
+        """The same on a device, once it has arrived there; of a row on the host itself."""
+        if device.type == "cpu":
+            return self
+        bounds = self.bounds if self.bounds.apart else Bounds.packed(self.bounds.lengths, device)
+        return replace(self._moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Row:
+        tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        arrays = {name: move(values) for name, values in self.arrays.items()}
+        changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}
+        return replace(self, **changed)
+
 
 def build_row(
     indices: Sequence[int],
@@ -51,10 +69,9 @@ def build_row(
     length: int,
     layout: Layout,
     every_token: bool,
-    device: torch.device,
     owners: bool = False,
 ) -> Row:
-    """Lay out documents for one forward.
+    """Lay out documents for one forward, on the host.
 
     read: of each, how many of its tokens the forward takes; all but the last, or all. length: T of the row, padding
     included. every_token: predict all tokens, not only those with a weight. owners: fill
@@ -66,23 +83,22 @@ def build_row(
         tail = length - sum(read)
         assert tail >= 0, f"documents of {sum(read)} tokens in a row of {length}"
         all_lengths = tuple(read) + ((tail,) if tail else ())
-        shape, bounds = (1, length), Bounds.packed(all_lengths, device)
+        shape, bounds = (1, length), Bounds.packed(all_lengths, torch.device("cpu"))
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], apart=True)
     places = _Places.of(starts, read)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
     ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
-    positions = _positions(chosen, places, starts, read, shape, layout)
     return Row(
         documents=tuple(indices),
-        input_ids_BT=_to(ids.view(shape), device),
-        position_ids_BT=_to(positions, device),
+        input_ids_BT=ids.view(shape),
+        position_ids_BT=_positions(chosen, places, starts, read, shape, layout),
         bounds=bounds,
-        owner_M=_to(_owners(places, ids.numel()), device) if owners else None,
-        routes=_routes(chosen, starts, read, ids.numel(), device),
+        owner_M=_owners(places, ids.numel()) if owners else None,
+        routes=_routes(chosen, starts, read, ids.numel()),
         real_tokens=sum(read),
-        **_predictions(chosen, starts, every_token, device),
+        **_predictions(chosen, starts, every_token),
     )
 
 
@@ -113,9 +129,7 @@ def _owners(places: _Places, tokens: int) -> Tensor:
     return owner
 
 
-def _routes(
-    documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int, device: torch.device
-) -> Tensor | None:
+def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int) -> Tensor | None:
     shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
     if not shapes:
         return None
@@ -123,7 +137,7 @@ def _routes(
     for start, taken, document in zip(starts, read, documents, strict=True):
         if document.routes is not None:
             routes[start : start + taken] = document.routes[:taken]
-    return _to(routes, device)
+    return routes
 
 
 def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
@@ -149,40 +163,36 @@ def _positions(
         highest, used = max([2, *read]), sum(read)
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
     positions[places.row_K] = places.token_K
+    if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
+        positions = positions.repeat(3, 1)  # where a token is in time, height and width; of a text all the same
     for start, taken, document in zip(starts, read, documents, strict=True):
         if document.positions is not None:
-            positions[start : start + taken] = document.positions[:taken]
-    return positions.view(shape)
+            positions[..., start : start + taken] = document.positions[..., :taken]
+    return positions.view(*positions.shape[:-1], *shape)
 
 
-def _predictions(
-    documents: Sequence[Document], starts: Sequence[int], every_token: bool, device: torch.device
-) -> dict[str, Any]:
+def _predictions(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
     """Shift within each document: position t predicts token t + 1, and the last position nothing, so that no forward
     needs it."""
     places = _Places.of(starts, [len(d) for d in documents])
     weights = _joined([d.weights for d in documents], torch.float32)
     predicted = places.token_K > 0
     wanted = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
-    found: dict[str, Any] = {
+    arrays = {name: torch.cat([d.arrays[name] for d in documents])[wanted] for name in _array_names(documents)}
+    return {
         "selected_N": places.row_K[wanted] - 1,
         "targets_N": _joined([d.tokens for d in documents], torch.int64)[wanted],
         "weights_N": weights[wanted],
         "document_N": places.document_K[wanted],
         "token_N": places.token_K[wanted],
+        "arrays": arrays if documents else _no_arrays(weights),
     }
-    arrays = {name: torch.cat([d.arrays[name] for d in documents])[wanted] for name in _array_names(documents)}
-    joined = {name: _to(tensor, device) for name, tensor in found.items()}
-    joined["arrays"] = {name: _to(tensor, device) for name, tensor in arrays.items()}
-    if not documents:  # nobody here knows the arrays' names, and objectives ask for them all the same
-        joined["arrays"] = defaultdict(lambda: torch.zeros(0, device=device))
-    return joined
 
 
 def _array_names(documents: Sequence[Document]) -> list[str]:
     return list(documents[0].arrays) if documents else []
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def _no_arrays(like: Tensor) -> dict[str, Tensor]:
+    """Of a row without documents: nobody here knows the arrays' names, and objectives ask for them all the same."""
+    return defaultdict(lambda: torch.zeros(0, device=like.device))

@@ -2,7 +2,7 @@
 signatures.
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
-- modeling_utils.AttentionInterface.register, masking_utils.AttentionMaskInterface.register
+- modeling_utils.AttentionInterface.register (masking_utils makes no mask for a name without a mask function)
 - PreTrainedModel._from_config, .all_tied_weights_keys, .base_model_prefix, .gradient_checkpointing_enable,
   ._can_record_outputs with output_router_logits= (and load_balancing_loss_func in the family's module),
   .initialize_weights with ._is_hf_initialized, ._keys_to_ignore_on_load_unexpected,
@@ -41,7 +41,6 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -60,13 +59,12 @@ _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make `attn_implementation=name` call `function`, and give it no mask: documents are kept apart by bounds."""
+    """Make `attn_implementation=name` call `function`, and give it no mask: documents are kept apart by bounds.
+
+    No mask function is registered, not even one that makes none: for that transformers would look for documents in the
+    positions first, and wait for the device in every forward.
+    """
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def read_config(path: str) -> PretrainedConfig:

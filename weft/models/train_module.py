@@ -18,7 +18,7 @@ from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
-from weft.ops.head import LogitTransform, chunked_readouts, logprob_and_top1
+from weft.ops.head import Direction, LogitTransform, chunked_readouts, logprob_and_top1
 
 
 class Head(nn.Module):
@@ -34,11 +34,11 @@ class Head(nn.Module):
         self.lora: LowRank | None = None
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
+        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], direction: Direction | None = None
     ) -> dict[str, Tensor]:
         """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32.
 
-        upstream_N: the gradient that logprob will receive, up to one factor, where it is known: saves a pass.
+        direction: of the gradient that logprob will receive, where it is known: saves a pass.
         `top1`, in place of `entropy` and without gradients: 1 where no token is likelier than the target.
         """
         hidden_NH, weight = hidden_NH.to(self.weight.dtype), self.weight
@@ -53,7 +53,7 @@ class Head(nn.Module):
             return dict(zip(("logprob", "top1"), found, strict=True))
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts, temperature=self.temperature, upstream=upstream_N, exact=self.exact,
+            entropy="entropy" in readouts, temperature=self.temperature, direction=direction, exact=self.exact,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
@@ -68,7 +68,7 @@ class ValueHead(Head):
         super().__init__(linear, LogitTransform())  # weight [1, H]
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], upstream_N: Tensor | None = None
+        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], direction: Direction | None = None
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
         assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
@@ -129,7 +129,7 @@ class TrainModule(nn.Module):
         selected_N: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        upstream_N: Tensor | None = None,
+        direction: Direction | None = None,
         balance: Balance | None = None,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
@@ -139,7 +139,7 @@ class TrainModule(nn.Module):
         """
         extra = {} if balance is None else {"output_router_logits": True}
         out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
-        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, upstream_N)
+        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction)
         if balance is not None and balance.counting:
             found["choices"] = count_choices(out.router_logits, balance)
         elif balance is not None:

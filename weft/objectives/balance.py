@@ -43,7 +43,7 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     if balance.shares_E is not None:
         return experts * (balance.shares_E * probability_DE.sum(0)).sum() / layers
     chosen_DE = _by_document(_choices(probabilities, balance.top_k), balance)
-    tokens_D = torch.bincount(_places(balance), minlength=balance.documents + 1)[:-1].clamp(min=1)
+    tokens_D = _count(_places(balance), balance.documents + 1)[:-1].clamp(min=1)
     loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
     return (loss_D * tokens_D).sum()
 
@@ -62,6 +62,12 @@ def _choices(probabilities: Iterable[Tensor], top_k: int) -> Iterable[Tensor]:
     """Of each layer [M, E]: 1 where a token chooses an expert."""
     for probability_ME in probabilities:
         yield torch.zeros_like(probability_ME).scatter_(1, probability_ME.topk(top_k, dim=-1).indices, 1.0)
+
+
+def _count(places_M: Tensor, bins: int) -> Tensor:
+    """[bins] int64: how often each occurs. torch.bincount asks the device for the largest, and waits."""
+    zeros = torch.zeros(bins, dtype=places_M.dtype, device=places_M.device)
+    return zeros.index_add(0, places_M, torch.ones_like(places_M))
 
 
 def _places(balance: Balance) -> Tensor:

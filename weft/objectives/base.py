@@ -59,7 +59,8 @@ class Objective(Protocol):
         ...
 
     def upstream(self, weights_N: Tensor) -> Tensor | None:
-        """The gradient that each logprob will receive, up to one factor, where it is known before the forward."""
+        """The gradient that each logprob will receive, up to one factor, where it is known before the forward; else
+        None. A step in which it turns out to be another raises UserError."""
         ...
 
     def __call__(self, batch: Batch) -> Terms: ...

@@ -143,19 +143,23 @@ class Flight:
         self._head = ""
         self._write()
 
-    def step(self, number: int, of: int, documents: Sequence[str] = ()) -> None:
-        """A step begins with its plan. documents: sources of all its documents."""
+    def step(self, number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
+        """A step begins with its plan. documents: sources of its documents, at least of the first few; count: how many
+        there are, if not so many."""
         self._first_step = self._first_step or number
         self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
-        self.at("plan", documents=documents)
+        self.at("plan", documents=documents, count=count)
 
     def planned(self, digest: str) -> None:
         """The digest of the plan that this rank has made of the step."""
         self._step["plan"] = digest
         self._head = ""
 
-    def at(self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None) -> None:
-        """A phase begins. micro_batch counts from 1. documents: sources of those it is about; None: as before."""
+    def at(
+        self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None, count: int | None = None
+    ) -> None:
+        """A phase begins. micro_batch counts from 1. documents: sources of those it is about; None: as before. count:
+        as step() has it."""
         self.phase, self.micro_batch = phase, micro_batch
         self.since = time.monotonic()
         self.changes += 1
@@ -167,7 +171,7 @@ class Flight:
             self.limit = None if phase == ENDLESS else self._timeout * max(slow, PATIENCE.get(phase, 1.0))
         if documents is not None:
             shown = [source[-_LONGEST_SOURCE:] for source in documents[:_MOST_DOCUMENTS]]
-            self._about = f'"documents":{json.dumps(shown)},"count":{len(documents)}'
+            self._about = f'"documents":{json.dumps(shown)},"count":{count or len(documents)}'
         self._trail.append(f'[{self.since:.6f},{self._step["step"]},"{phase}",{micro_batch}]')
         self._write()
 

@@ -74,14 +74,14 @@ def _exact(value: Tensor | float) -> Tensor | float:
 
 
 def _vector(values: Iterable[Tensor | float]) -> Tensor:
-    """[len(values)] fp64 on the device of the tensors among them; numbers of the host go over in one copy."""
+    """[len(values)] fp64 on the device of the tensors among them, to which numbers of the host go in one copy."""
     values = list(values)
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    vector = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64, device=device)
-    places = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
-    if places:
-        vector[torch.tensor(places, device=device)] = torch.stack([v for v in values if isinstance(v, Tensor)])
-    return vector
+    numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    there = iter(numbers.unbind())
+    return torch.stack([v if isinstance(v, Tensor) else next(there) for v in values])
 
 
 def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ the whole vocabulary of few tokens instead, and their gradients are computed at 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,18 @@ class _Scaling(NamedTuple):
         return cls(transform.scale / transform.softcap, transform.softcap / temperature)
 
 
+@dataclass(frozen=True)
+class Direction:
+    """The gradient [N] that logprobs are going to receive, up to one factor, which is known before the forward.
+
+    wrong: flags on the device, one for each backward: whether the gradient was another. What that backward has given is
+    wrong then, so whoever names a direction has to look at them. (To look at once would be to wait for the device.)
+    """
+
+    values_N: Tensor
+    wrong: list[Tensor] = field(default_factory=list)
+
+
 def chunked_readouts(
     hidden: Tensor,
     weight: Tensor,
@@ -71,7 +83,7 @@ def chunked_readouts(
     *,
     entropy: bool,
     temperature: float = 1.0,
-    upstream: Tensor | None = None,
+    direction: Direction | None = None,
     exact: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -83,9 +95,8 @@ def chunked_readouts(
 
     hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN.
     temperature: above 0. tile: (tokens, vocabulary) of logits to hold at a time, by default chosen by bytes.
-    upstream: [N], the gradient that logprob is going to receive, up to one factor. A hint that saves computing the
-    logits twice: where the true gradient turns out to be another, backward takes the usual way. Unused with entropy.
-    It costs an fp32 [V, H] buffer where the weight is narrower than that and the tokens need several tiles.
+    direction: saves computing the logits twice. Unused with entropy. It costs an fp32 [V, H] buffer where the weight is
+    narrower than that and the tokens need several tiles.
     exact: compute the values from whole rows of logits, by the operations that a sampler draws with.
     Returns (logprob [N], entropy [N] or None), fp32 (fp64 for fp64 weights).
     """
@@ -96,9 +107,9 @@ def chunked_readouts(
     scaling = _Scaling.of(transform, temperature)
     # fp16 gradients would underflow under a direction that knows nothing of the loss scale.
     if entropy or exact or weight.dtype == torch.float16 or not torch.is_grad_enabled():
-        upstream = None
+        direction = None
     sampled = (transform, temperature) if exact else None
-    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, upstream, scaling, entropy, tile, sampled)
+    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, direction, scaling, entropy, tile, sampled)
     return logprob, entropies
 
 
@@ -185,7 +196,7 @@ class _Readouts(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        upstream: Tensor | None,
+        direction: Direction | None,
         scaling: _Scaling,
         entropy: bool,
         tile: tuple[int, int] | None,
@@ -195,9 +206,9 @@ class _Readouts(torch.autograd.Function):
         needs = _Needs(*ctx.needs_input_grad[:3])
         logits = _Logits(hidden.to(weight.dtype), weight, bias, scaling)
         running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
-        if upstream is not None and any(needs):
-            gradients = _fold_and_differentiate(logits, targets, upstream, running, needs, tile)
-            ctx.anticipated = _Anticipated(upstream, gradients)
+        if direction is not None and any(needs):
+            gradients = _fold_and_differentiate(logits, targets, direction.values_N, running, needs, tile)
+            ctx.anticipated = _Anticipated(direction, gradients)
         else:
             ctx.anticipated = None
             if sampled is None:
@@ -216,8 +227,9 @@ class _Readouts(torch.autograd.Function):
         ctx.anticipated = None  # its tensors are handed over, so a second backward computes afresh
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(lse)
-        gradients = anticipated.scaled_to(grad_logprob) if anticipated is not None else None
-        if gradients is None:
+        if anticipated is not None:
+            gradients = anticipated.scaled_to(grad_logprob)
+        else:
             logits = _Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
             upstream = _Upstream(grad_logprob, grad_entropy, lse, entropy)
             gradients = _differentiate(logits, targets, upstream, _Needs(*ctx.needs_input_grad[:3]), ctx.tile)
@@ -281,25 +293,33 @@ def _spread(grad: Tensor, logits: _Logits, rows: slice, columns: slice, out: _Gr
 class _Anticipated:
     """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
 
-    def __init__(self, direction: Tensor, gradients: _Gradients) -> None:
+    def __init__(self, direction: Direction, gradients: _Gradients) -> None:
         self.direction, self.gradients = direction, gradients
 
-    def scaled_to(self, actual: Tensor) -> _Gradients | None:
-        """The gradients for `actual` where it is a multiple of the direction, else None."""
-        direction, actual = self.direction.double(), actual.double()
+    def scaled_to(self, actual: Tensor) -> _Gradients:
+        """The gradients for `actual`, if it is a multiple of the direction, which is noted."""
+        direction, actual = self.direction.values_N.double(), actual.double()
         square = direction.dot(direction)
         factor = torch.where(square > 0, actual.dot(direction) / square, 0.0)
         presumed = direction * factor
-        # Four roundings of fp32 may lie between the caller's direction and autograd's gradient.
-        matches = ((actual - presumed).abs() <= 5e-7 * presumed.abs()).all()
-        scale, good = torch.stack([factor, matches.double()]).tolist()  # one synchronisation
-        if not good:
-            return None
-        if scale != 1.0:
-            for gradient in self.gradients:
-                if gradient is not None:
-                    gradient.mul_(scale)
+        # Four roundings of fp32 may lie between the caller's direction and autograd's gradient, and what underflows.
+        allowed = 5e-7 * presumed.abs() + torch.finfo(torch.float32).tiny
+        self.direction.wrong.append(~((actual - presumed).abs() <= allowed).all())
+        for gradient in self.gradients:
+            if gradient is not None:
+                _scale_(gradient, factor)
         return self.gradients
+
+
+def _scale_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, a scalar on their device, computed in fp32 or wider: a product with it would round the factor
+    itself to narrower values' dtype."""
+    if torch.finfo(values.dtype).bits >= 32:
+        values.mul_(factor)
+        return
+    rows = max(1, _BLOCK_BYTES.get(values.device.type, _BLOCK_BYTES_ACCELERATOR) // (4 * values[0].numel()))
+    for block in values.split(rows):
+        block.copy_(block.float().mul_(factor))
 
 
 def _fold_and_differentiate(

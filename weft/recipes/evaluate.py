@@ -217,7 +217,7 @@ def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_
     """All documents in plans of bounded size; where documents run out, rows are empty."""
     most = _ROWS * engine.mesh.data_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
-        metas = [engine.meta(document) for document in documents]
+        metas = engine.metas(documents)
         for first, last in _stretches(metas, most):
             plan = engine.plan(metas[first:last])
             yield _Part(name, plan, {i: documents[first + i] for i in engine.needs(plan)})

@@ -90,7 +90,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     metas = [
         DocumentMeta(int(length), float(trained), int(trained), unread=unread_tokens(int(length), whole=whole))
         for piece in pieces
-        for length, trained in zip(piece.lengths, piece.losses(), strict=True)
+        for length, trained in zip(piece.lengths, piece.losses, strict=True)
     ]
     if not metas:
         return None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
@@ -18,11 +21,13 @@ from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.chat_template import chosen_template
 from weft.data.documents import DataReport
-from weft.data.order import Steps
+from weft.data.order import Step, Steps
 from weft.engine.contract import check_contract
-from weft.engine.document import Document
+from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine, EngineConfig
 from weft.engine.foreign import find_class
+from weft.engine.plan import StepPlan
+from weft.engine.rows import Rows
 from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.objectives.base import Objective
@@ -35,6 +40,7 @@ from weft.observe.progress import Progress, loading
 from weft.observe.step_line import Taken
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
+from weft.recipes.ahead import ahead
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.folder import open_folder
 from weft.recipes.hooks import NO_HOOKS, Hooks
@@ -44,6 +50,7 @@ from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
 
 FRESH = Start()
+LaidOut = tuple[StepPlan, Rows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -101,16 +108,17 @@ def train(
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first)
-    with recorder, saver, StopSignals() as signals, progress:
+    upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
+    with recorder, saver, StopSignals() as signals, progress, upcoming as laid_out_ahead:
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
         progress.notes(evaluator.take_news())
-        for step in steps.starting_at(start.step + 1):
+        for step, laid_out in laid_out_ahead:
+            sources = first_sources(data.documents, step.documents)
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
-                chosen = [data.documents[index] for index in step.documents]
-                flight.step(step.number, len(steps), [document.source for document in chosen])
+                flight.step(step.number, len(steps), sources, len(step.documents))
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
-                taken = take_step(engine, chosen, objective, lr)
+                taken = take_step(engine, laid_out, objective, lr)
             updates += not taken.result.skipped
             flight.at("record")
             if step.number == start.step + 1:
@@ -122,7 +130,7 @@ def train(
             progress.notes(evaluator.take_news())
             if hooks.on_step is not None:
                 hooks.on_step(line)
-            recorder.stop_if_hopeless(line, [document.source for document in chosen])
+            recorder.stop_if_hopeless(line, sources)
             if failed:
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.ends is not None
@@ -147,11 +155,17 @@ def train(
             raise StoppedError(stop)
 
 
-def take_step(engine: Engine, documents: Sequence[Document], objective: Objective, lr: float) -> Taken:
-    """One optimizer step over these documents."""
+def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> LaidOut:
+    """The plan of a step, and this rank's rows of it, built; no other documents are. Uses no device."""
+    plan, own = engine.deal(choose(documents, step.documents))
+    return plan, engine.rows(plan, own, objective).ahead()
+
+
+def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> Taken:
+    """One optimizer step, as soon as it is laid out."""
     began = time.perf_counter()
-    plan = engine.plan([engine.meta(document) for document in documents])
-    metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, objective)
+    plan, rows = laid_out.result()
+    metrics = engine.accumulate(plan, rows, objective)
     result = engine.apply(lr)
     return Taken(plan, metrics, result, lr, time.perf_counter() - began)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from weft.checkpoint import rng
 from weft.checkpoint.resume import fill_from
@@ -27,13 +26,12 @@ from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
 from weft.engine.contract import check_contract
-from weft.engine.document import Document
+from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine, StepResult
-from weft.engine.replay import aligned
 from weft.objectives.value import ValueLoss
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib
-from weft.rl.documents import documents_of
+from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.engines import critic_engine, opening_lines, reference_engine
 from weft.rl.types import Floats, Sample
 
@@ -110,8 +108,7 @@ class Values:
     def train(self, documents: Sequence[Document], share: float) -> dict[str, object]:
         """A step over the samples that the policy is trained on; what the metrics say of it. share: of critic.lr."""
         engine = self.engine
-        plan = engine.plan([engine.meta(document) for document in documents])
-        own = {i: documents[i] for i in engine.needs(plan)}
+        plan, own = engine.deal(documents)
         metrics = engine.accumulate(plan, own, ValueLoss(self.config.critic.clip))
         result: StepResult = engine.apply(self.config.critic.lr * share)
         if not self._checked:
@@ -159,10 +156,10 @@ class Aside:
     def update(self, samples: Sequence[Sample], number: int, steps: int, share: float) -> dict[str, object]:
         """A critic's step beside the policy's optimizer step `number`; what the metrics say of it."""
         assert self.values is not None
-        documents = documents_of(samples, self.config)
+        documents = TrainedSamples(samples, self.config)
         if not documents:  # on every rank alike
             return {}
-        flight.step(number, steps, [document.source for document in documents])
+        flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
         metrics = self.values.train(documents, share)
         memory = settle_step(self.engine, self.saver)
         return {**metrics, "critic/peak_memory_gib": memory}
@@ -189,17 +186,6 @@ class Aside:
 def readout(engine: Engine, samples: Sequence[Sample], what: str, routes: bool = False) -> dict[int, Floats]:
     """[T] of this rank's samples; zero where the policy did not draw."""
     flight.at("logprobs")
-    documents = [_as_document(sample, routes) for sample in samples]
-    plan = engine.plan([engine.meta(document) for document in documents])
-    read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)}, (what,))
+    plan, own = engine.deal(ReadSamples(samples, routes))
+    read = engine.readout(plan, own, (what,))
     return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}
-
-
-def _as_document(sample: Sample, routes: bool) -> Document:
-    """To be read, not trained."""
-    return Document(
-        tokens=torch.as_tensor(np.asarray(sample.tokens, np.int64)),
-        weights=torch.as_tensor(sample.sampled).float(),
-        routes=aligned(sample.routes, len(sample)) if routes and sample.routes is not None else None,
-        source=f"sample {sample.id}",
-    )

@@ -16,34 +16,113 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
-from weft.engine.document import Document
+from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.replay import aligned
 from weft.rl.corrections import comparable
 from weft.rl.types import Flags, Floats, Group, Sample
 
 
-def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
-    """A document of each sample that is trained, in their order: there may be none.
+class _Samples(MeasuredDocuments):
+    """Documents of samples, without their arrays until they are built. weights: the loss weight of each sampled token
+    of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have."""
+
+    def __init__(self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool) -> None:
+        self.samples, self._weights, self._routed = samples, weights, routed
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def measures(self) -> Measures:
+        counts = np.array([np.count_nonzero(_trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
+        return Measures(
+            length=np.array([len(sample) for sample in self.samples], np.int64),
+            # What adding up so many equal numbers of 24 bits gives in fp64: every partial sum is exact.
+            weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
+            loss_tokens=counts,
+            routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
+        )
+
+    def source(self, index: int) -> str:
+        sample = self.samples[index]
+        return f"sample {sample.id}" + (f" ({sample.prompt.source})" if sample.prompt.source else "")
+
+    def build(self, index: int) -> Document:
+        return self.take([index])[index]
+
+    def take(self, indices: Sequence[int]) -> dict[int, Document]:
+        chosen = [self.samples[index] for index in indices]
+        if not chosen:
+            return {}
+        tokens = _column([sample.tokens for sample in chosen], np.int64)
+        weighed = [_trained_tokens(self.samples[index]) * self._weights[index] for index in indices]
+        weights = _column(weighed, np.float32)
+        columns = {name: _column(arrays, np.float32) for name, arrays in self.arrays(chosen).items()}
+        return {
+            index: Document(
+                tokens=tokens[place],
+                weights=weights[place],
+                arrays={name: column[place] for name, column in columns.items()},
+                routes=self._routes(chosen[place]),
+                source=self.source(index),
+            )
+            for place, index in enumerate(indices)
+        }
+
+    def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
+        """[T] of each of these samples, by the names that losses know."""
+        return {}
+
+    def _routes(self, sample: Sample) -> Tensor | None:
+        return aligned(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
+
+
+class ReadSamples(_Samples):
+    """Samples to be read, not trained. routed: by the experts that they were drawn with."""
+
+    def __init__(self, samples: Sequence[Sample], routed: bool) -> None:
+        super().__init__(samples, [np.float32(1.0)] * len(samples), routed)
+
+
+class TrainedSamples(_Samples):
+    """A document of each sample that is trained, in their order: there may be none. places: of these samples.
 
     Left out are samples that do not count, those without a token of the policy's, and with rl.mask_truncated those that
-    ended at their longest. Weights are 0 where nothing was sampled.
+    ended at their longest.
     """
-    chosen = [sample for sample in samples if is_trained(sample, config)]
-    if not chosen:
-        return []
-    tokens = _column([sample.tokens for sample in chosen], np.int64)
-    weights = _column(_weights([sample.sampled for sample in chosen], config), np.float32)
-    columns = {name: _column(arrays, np.float32) for name, arrays in _arrays(chosen, config).items()}
-    return [
-        Document(
-            tokens=tokens[place],
-            weights=weights[place],
-            arrays={name: column[place] for name, column in columns.items()},
-            routes=None if sample.routes is None else aligned(sample.routes, len(sample)),
-            source=f"sample {sample.id}" + (f" ({sample.prompt.source})" if sample.prompt.source else ""),
-        )
-        for place, sample in enumerate(chosen)
-    ]
+
+    def __init__(self, samples: Sequence[Sample], config: RlConfig) -> None:
+        self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
+        trained = [samples[place] for place in self.places]
+        super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True)
+        self.old_is_known = bool(trained) and trained[0].old is not None  # else old is the policy that is trained
+        self._corrects = config.rl.corrects
+        counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _READ}
+        if not (self.old_is_known and self._corrects):
+            counts["correction"] = 0
+        self._keys = [key for key, count in counts.items() if count]
+        for key in self._keys:
+            assert counts[key] == len(trained), f"{key} of {counts[key]} of {len(trained)} samples"
+        assert not trained or "advantages" in self._keys, "samples without advantages are not ready to be trained"
+
+    def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
+        """What the losses read of each token: what all samples have."""
+        found = {_READ[key]: [getattr(sample, key) for sample in samples] for key in self._keys}
+        if self._corrects and not self.old_is_known:
+            found["rollout_logprob"] = [comparable(sample) for sample in samples]
+        return found
+
+
+# Arrays of a sample, all or none of which have it, by the names that losses know.
+_READ = {
+    "old": "old_logprob", "advantages": "advantage", "correction": "correction", "reference": "reference_logprob",
+    "values": "old_value", "returns": "return",
+}  # fmt: skip
+
+
+def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
+    """All that TrainedSamples has of them."""
+    trained = TrainedSamples(samples, config)
+    return list(trained.take(range(len(trained))).values())
 
 
 def is_trained(sample: Sample, config: RlConfig) -> bool:
@@ -52,34 +131,16 @@ def is_trained(sample: Sample, config: RlConfig) -> bool:
     return sample.counts and sample.length > 0 and not masked
 
 
-def _arrays(samples: Sequence[Sample], config: RlConfig) -> dict[str, list[Floats]]:
-    """What the losses read of each token: what all samples have."""
-    known, corrects = samples[0].old is not None, config.rl.corrects
-    found: dict[str, list[Floats | None]] = {
-        "old_logprob": [sample.old for sample in samples],
-        "advantage": [sample.advantages for sample in samples],
-        "correction": [sample.correction if known and corrects else None for sample in samples],
-        "rollout_logprob": [None if known or not corrects else comparable(sample) for sample in samples],
-        "reference_logprob": [sample.reference for sample in samples],
-        "old_value": [sample.values for sample in samples],
-        "return": [sample.returns for sample in samples],
-    }
-    there: dict[str, list[Floats]] = {}
-    for name, arrays in found.items():
-        having = [array for array in arrays if array is not None]
-        assert len(having) in (0, len(samples)), f"{name} of {len(having)} of {len(samples)} samples"
-        if having:
-            there[name] = having
-    assert "advantage" in there, "samples without advantages are not ready to be trained"
-    return there
+def _trained_tokens(sample: Sample) -> Flags:
+    """[T] those that the policy drew."""
+    return sample.sampled
 
 
-def _weights(sampled: Sequence[Flags], config: RlConfig) -> list[Floats]:
-    """[T] of a sampled token 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
+def _weight(sample: Sample, config: RlConfig) -> np.float32:
+    """Of a trained token 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
     if config.rl.aggregation == "sequence_mean":
-        return [flags * np.float32(1.0 / np.count_nonzero(flags)) for flags in sampled]
-    weight = 1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0
-    return [flags * np.float32(weight) for flags in sampled]
+        return np.float32(1.0 / np.count_nonzero(_trained_tokens(sample)))
+    return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
 
 
 def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:

@@ -91,8 +91,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
             tokens = torch.tensor(request.tokens + completion.tokens)
             documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id))
             recorded.append(torch.tensor(completion.logprobs, dtype=torch.float32))
-    plan = engine.plan([engine.meta(document) for document in documents])
-    read = engine.readout(plan, {i: documents[i] for i in engine.needs(plan)})
+    read = engine.readout(*engine.deal(documents))
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
     numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]

@@ -30,7 +30,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.chat_template import chosen_template
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.contract import check_contract
-from weft.engine.document import Document
+from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
 from weft.engine.sleep import Part
 from weft.errors import ActorError
@@ -51,7 +51,7 @@ from weft.rl.beside import (
     settle_step,
     start_rank,
 )
-from weft.rl.documents import documents_of, is_trained
+from weft.rl.documents import TrainedSamples
 from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
 from weft.rl.types import Floats, Sample
@@ -233,12 +233,12 @@ class Trainer:
         lr: the policy's; a critic's is in the same proportion to critic.lr as this one to optimizer.lr.
         """
         began = time.perf_counter()
-        documents = documents_of(samples, self.config)
+        documents = TrainedSamples(samples, self.config)
         if not documents:  # on every rank alike
             nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
             return Updated({**nothing, **_NOTHING})
-        flight.step(number, steps, [document.source for document in documents])
-        loss = PolicyLoss(self.config.rl, old_is_current="old_logprob" not in documents[0].arrays)
+        flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
+        loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known)
         taken = self._take_step(documents, loss, lr, began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:
@@ -246,14 +246,13 @@ class Trainer:
             self._contract_checked = True
         memory = settle_step(self.engine, self.saver)
         line = step_line(number, epoch, taken, self.throughput, memory) | values
-        trained = [index for index, sample in enumerate(samples) if is_trained(sample, self.config)]
-        read = {trained[place]: found.numpy() for place, found in loss.old_logprobs().items()}
+        read = {documents.places[index]: found.numpy() for index, found in loss.old_logprobs().items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
 
     def _take_step(self, documents: Sequence[Document], loss: PolicyLoss, lr: float, began: float) -> Taken:
         engine = self.engine
-        plan = engine.plan([engine.meta(document) for document in documents])
-        metrics = engine.accumulate(plan, {i: documents[i] for i in engine.needs(plan)}, loss)
+        plan, own = engine.deal(documents)
+        metrics = engine.accumulate(plan, own, loss)
         result = engine.apply(lr)
         return Taken(plan, metrics, result, lr, time.perf_counter() - began)
 

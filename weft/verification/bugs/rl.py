@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.rl.types import Flags, Floats, Group
+from weft.rl.types import Flags, Group, Sample
 from weft.verification.bugs import Original, Plant, bug
 
 UPDATE = "tests/test_policy_parity.py: the update of grpo is that of plain PyTorch"
@@ -41,12 +41,12 @@ def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Group
 
 
 @bug(
-    "B9", "weft.rl.documents:_weights",
+    "B9", "weft.rl.documents:_trained_tokens",
     "what an environment wrote between two turns is trained like what the policy drew",
     caught_by=UPDATE, seen="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
 )  # fmt: skip
-def environment_trained(plant: Plant, original: Original, sampled: Sequence[Flags], config: Any) -> list[Floats]:
-    between = [flags | (np.arange(len(flags)) >= flags.argmax()) for flags in sampled]
-    plant.hits += sum(bool((ours != theirs).any()) for ours, theirs in zip(between, sampled, strict=True))
-    weights: list[Floats] = original(between, config)
-    return weights
+def environment_trained(plant: Plant, original: Original, sample: Sample) -> Flags:
+    drawn: Flags = original(sample)
+    between = drawn | (np.arange(len(drawn)) >= drawn.argmax())
+    plant.hits += bool((between != drawn).any())
+    return between

@@ -163,7 +163,7 @@ def _one_document(bounds: Bounds, tokens: int, device: torch.device) -> Bounds:
 
 
 @bug(
-    "B5", "weft.engine.engine:build_row",
+    "B5", "weft.engine.rows:build_row",
     "attention sees a row as one document",
     caught_by=NEIGHBOURS, seen="areal-project/AReaL#1442",
 )  # fmt: skip
@@ -225,9 +225,9 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
     caught_by=LOSS, seen="huggingface/transformers#36607",
 )  # fmt: skip
 def shifted_after_packing(
-    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], every: bool, device: Any
+    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], every: bool
 ) -> dict[str, Any]:
-    out: dict[str, Any] = original(documents, starts, every, device)
+    out: dict[str, Any] = original(documents, starts, every)
     if every:
         return out
     for place, (before, document) in enumerate(pairwise(documents), start=1):
@@ -285,7 +285,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
 
 
 @bug(
-    "B9", "weft.engine.engine:build_row",
+    "B9", "weft.engine.rows:build_row",
     "padding behind documents is trained",
     caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
     needs="rows with padding: a family laid out apart, or step.shapes=fixed",
@@ -307,7 +307,7 @@ def padding_trained(
 
 
 @bug(
-    "B26", "weft.engine.engine:build_row",
+    "B26", "weft.engine.rows:build_row",
     "the row of padding of a rank without documents is trained",
     caught_by="loss, documents 2", seen="verl-project/verl#5969", ranks=2,
 )  # fmt: skip

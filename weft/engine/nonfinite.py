@@ -1,0 +1,43 @@
+"""Where a step was not finite, in words: the same on every rank. All of it is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.parallel.mesh import own_part
+
+
+def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) -> str:
+    """Rank, micro-batch and documents of losses that were not. sources: by micro-batch; micro_batches: this rank's."""
+    mine = [
+        f"rank {dist.get_rank()}, micro-batch {micro + 1}, documents {_some(sources[micro], 8)}"
+        for micro in micro_batches
+    ]
+    return f"loss is not finite: {_some(_gathered(mine), 4, '; ')}"
+
+
+def name_gradients(module: nn.Module) -> str:
+    """Parameters whose gradients were not although every loss was."""
+    mine = [name for name, p in module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    names = _gathered(mine)
+    return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")
+
+
+def _gathered(mine: list[str]) -> list[str]:
+    """The lists of all ranks in one, each text once."""
+    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return list(dict.fromkeys(text for part in parts for text in part))
+
+
+def _some(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + more
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(own_part(gradient).isfinite().all())

@@ -1,0 +1,60 @@
+"""The rows of one rank in a step. They are built on the host, so that this can be done while the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from weft.engine.document import Document
+from weft.engine.plan import Layout, StepPlan
+from weft.engine.replay import Replay
+from weft.engine.row import Row, build_row
+
+
+@dataclass(frozen=True)
+class Rows:
+    """By micro-batch, each built when it is asked for. sources: where the documents of each come from, for messages."""
+
+    sources: list[list[str]]
+    build: Callable[[int], Row]
+
+    def __getitem__(self, micro_batch: int) -> Row:
+        return self.build(micro_batch)
+
+    def ahead(self) -> Rows:
+        """The same, all built now."""
+        rows = [self.build(micro_batch) for micro_batch in range(len(self.sources))]
+        return Rows(self.sources, rows.__getitem__)
+
+
+@dataclass(frozen=True)
+class RowBuilder:
+    """What the rows of an engine have in common. rank: among the data ranks. owners: Row.owner_M is wanted. pinned: a
+    device will have them."""
+
+    rank: int
+    layout: Layout
+    owners: bool
+    pinned: bool
+    replay: Replay
+
+    def rows(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool) -> Rows:
+        """Those of a plan. documents: at least this rank's, by index in the step. every_token: as build_row has it.
+        routed: with the routes that documents carry, which are checked."""
+        sources = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.rank)]
+        return Rows(sources, partial(self._build, plan, documents, every_token, routed))
+
+    def _build(
+        self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool, micro_batch: int
+    ) -> Row:
+        indices = plan.rows[micro_batch][self.rank]
+        for index in indices if routed else ():
+            self.replay.check(documents[index])
+        row = build_row(
+            indices, documents, read=[plan.documents[index].read for index in indices],
+            length=plan.row_length(micro_batch, self.rank), layout=self.layout, every_token=every_token,
+            owners=self.owners,
+        )  # fmt: skip
+        row = row if routed else replace(row, routes=None)
+        return row.pinned() if self.pinned else row
