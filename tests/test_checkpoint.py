@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,9 @@ def saves_while_weights_move(folder: str) -> bool:
     saver = opened(folder, async_=True)
     before, write = pieces(saver.engine), contents.write_export
 
-    def slow(*arguments: Any) -> int:
-        import time
-
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.3)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     with mock.patch.object(contents, "write_export", slow), saver:
         saver.save(1, {})
