@@ -127,7 +127,10 @@ class Trainer:
         texts = {} if template is None else {"chat_template.jinja": template}
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
-        self.saver = Saver(self.engine, run, kept, constants, last, texts=texts, others=others, command="rl")
+        self.saver = Saver(
+            self.engine, run, kept, constants, last, texts=texts, others=others, command="rl",
+            timeout=self.config.train.timeout,
+        )  # fmt: skip
         return notes
 
     # ------------------------------------------------------------ rollouts
@@ -271,6 +274,11 @@ class Trainer:
         assert self.saver is not None
         flight.at("save")
         return str(self.saver.finish()), self.saver.take_news()
+
+    def ending(self, error: BaseException) -> None:
+        """A call has failed on this rank: where it has on all, what is being saved is finished before they end."""
+        if self.saver is not None:
+            self.saver.end(error)
 
     def close(self) -> None:
         """Leave the process group."""
