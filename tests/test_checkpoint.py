@@ -29,6 +29,7 @@ from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
+from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.recipes.folder import cut_lines, open_folder
@@ -143,6 +144,7 @@ def pieces(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: piece.local.clone() for name, piece in find_parts(engine).items()}
 
 
+@mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
 def saves_while_weights_move(folder: str) -> bool:
     saver = opened(folder, async_=True)
     before, write = pieces(saver.engine), contents.write_export
@@ -244,6 +246,7 @@ def tensor_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@mock.patch.object(host, "CHUNK", 5120)
 def saves_often(folder: str) -> list[int]:
     saver, held = opened(folder, async_=True, keep=2), []
     with saver:
@@ -260,7 +263,7 @@ def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
     (held,) = on_ranks(1, saves_often, str(tmp_path))
     before, *after, copied = held
     assert len(set(after)) == 1
-    assert copied <= after[0] - before < copied + 20_000  # and the states of random number generators
+    assert copied <= after[0] - before < 1.1 * copied + 20_000  # and the states of random number generators
     assert whole_steps(tmp_path / "checkpoints") == [3, 4]
 
 

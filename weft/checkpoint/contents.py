@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import plan_adapter
-from weft.checkpoint.boxes import Box, Shard
+from weft.checkpoint.boxes import Box
 from weft.checkpoint.digests import BoxDigest, check_boxes, not_as_written, write_digests
 from weft.checkpoint.export import (
     Exported,
@@ -41,6 +41,7 @@ from weft.checkpoint.state import (
 )
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
+from weft.engine.host import HostTensor, Loan
 from weft.parallel import fsdp
 
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
@@ -49,12 +50,27 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Copies:
-    """A moment of an engine. copies: this rank's own elements by name, in host memory; boxes: where they belong; state:
-    what state.json says of the engine, on the first rank."""
+    """A moment of an engine. copies: this rank's own elements by name, in host memory, which is `loan`; boxes: where
+    they belong; state: what state.json says of the engine, on the first rank."""
 
-    copies: Mapping[str, Tensor]
+    copies: Mapping[str, HostTensor]
     boxes: Mapping[str, Box]
     state: Mapping[str, Any]
+    loan: Loan
+
+
+@dataclass(frozen=True)
+class _HostShard:
+    """Of a copy: what this rank writes, alone."""
+
+    box: Box
+    values: HostTensor
+
+    def read(self, box: Box) -> Tensor:
+        return self.values[box.within(self.box)]
+
+    def is_mine(self, number: int) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -84,23 +100,24 @@ class Contents:
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(engine.module)
         self._exported = exported(find_parts(engine), average=config.weights == "ema")
-        self._host: dict[str, Tensor] = {}
 
     def copy(self) -> Copies:
-        """Copy what this rank writes into host memory, which is kept for the next save."""
+        """Copy what this rank writes into the engine's memory on the host, until `release`."""
         parts = find_parts(self.engine)
         wanted = parts.keys() if self.keep_state else set(self._exported.values())
         mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
-        copies = {name: self._to_host(name, part.local) for name, part in mine.items()}
+        loan = self.engine.sleeper.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
+        copies = {}
+        for (name, part), pieces in zip(mine.items(), loan.pieces, strict=True):
+            copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
+            copies[name].fill(part.local)
         boxes = {name: part.box for name, part in mine.items()}
-        return Copies(copies, boxes, self._state(parts) if self.engine.ranks.is_first and self.keep_state else {})
+        state = self._state(parts) if self.engine.ranks.is_first and self.keep_state else {}
+        return Copies(copies, boxes, state, loan)
 
-    def _to_host(self, name: str, local: Tensor) -> Tensor:
-        host = self._host.get(name)
-        if host is None or host.shape != local.shape or host.dtype != local.dtype:
-            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            self._host[name] = host
-        return host.copy_(local, non_blocking=True)
+    def release(self, copies: Copies) -> None:
+        """They are written: something else may have their memory."""
+        self.engine.sleeper.pool.give(copies.loan)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
         tensors = {
@@ -130,7 +147,7 @@ class Contents:
         """
         weights = {n: copies.copies[kept] for n, kept in self._exported.items() if kept in copies.copies}
         nonfinite = self._find_nonfinite(weights)
-        shards = {name: Shard(copies.boxes[self._exported[name]], copy) for name, copy in weights.items()}
+        shards = {name: _HostShard(copies.boxes[self._exported[name]], copy) for name, copy in weights.items()}
         shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
         exported = write_export(
             self.plan,
@@ -142,14 +159,16 @@ class Contents:
         if nonfinite or not self.keep_state:
             return Written(exported, None, nonfinite)
         folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
-        return Written(exported, write_rank_file(folder, rank, id, {**copies.copies, **generators}, copies.boxes))
+        everything = {**copies.copies, **{name: HostTensor.of(value) for name, value in generators.items()}}
+        return Written(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
 
-    def _find_nonfinite(self, weights: Mapping[str, Tensor]) -> str | None:
+    def _find_nonfinite(self, weights: Mapping[str, HostTensor]) -> str | None:
         for name, copy in weights.items():
-            if copy.is_floating_point() and not bool(copy.isfinite().all()):
-                return self._named(name)
-            if self._half and copy.is_floating_point() and float(copy.abs().max()) > _LARGEST_HALF:
-                return f"{self._named(name)} in fp16 (set checkpoint.dtype=bf16)"
+            for values in copy.flat() if copy.dtype.is_floating_point else ():
+                if not bool(values.isfinite().all()):
+                    return self._named(name)
+                if self._half and float(values.abs().max()) > _LARGEST_HALF:
+                    return f"{self._named(name)} in fp16 (set checkpoint.dtype=bf16)"
         return None
 
     def join(self, checkpoint: Path, seams: Sequence[Path]) -> int:

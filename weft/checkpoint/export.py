@@ -22,7 +22,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
+from weft.checkpoint.boxes import Box, Readable, Shard, overlap, shard_of
 from weft.checkpoint.digests import BoxDigest, write_digests
 from weft.checkpoint.files import Layout, create, lay_out
 from weft.checkpoint.ranges import RangeWriter, join_seams
@@ -136,7 +136,7 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 
 
 def write_export(
-    plan: ExportPlan, shards: Mapping[str, Shard], folder: Path, *, seams: Path | None = None, digests: bool = False
+    plan: ExportPlan, shards: Mapping[str, Readable], folder: Path, *, seams: Path | None = None, digests: bool = False
 ) -> Exported:
     """Write this rank's boxes into prepared files, and wait until they are on the disk.
 
@@ -210,7 +210,7 @@ class WholeTensors(Mapping[str, Shard]):
         return len(self._names)
 
 
-def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
+def _own_slices(plan: ExportPlan, shards: Mapping[str, Readable]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
     """What this rank writes: (piece, its part of it, a box of that part, the box's values as the file has them)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for piece in plan.pieces:
@@ -219,7 +219,7 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple
         if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
             continue
         for box in _slices(part):
-            values = piece.to_disk(shard.values[box.within(shard.box)])
+            values = piece.to_disk(shard.read(box))
             yield piece, part, box, values.to(plan.manifest[piece.disk].dtype).cpu()
 
 

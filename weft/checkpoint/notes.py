@@ -34,9 +34,13 @@ class Notes:
 
     def leave(self, what: str, content: Any = None) -> None:
         """Leave a note, which is there as a whole or not at all."""
-        draft = self.folder / f"{_name(what, self.rank)}.draft"
+        note = self.folder / _name(what, self.rank)
+        if content is None:
+            note.touch()  # for which even a full disk has room
+            return
+        draft = note.with_name(f"{note.name}.draft")
         draft.write_text(json.dumps(content), encoding="utf-8")
-        os.rename(draft, self.folder / _name(what, self.rank))
+        os.rename(draft, note)
 
     def read(self, what: str, rank: int) -> Any:
         """What a note says that is there."""

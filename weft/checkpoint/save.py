@@ -283,6 +283,7 @@ class Saver:
                 self._prepare(job)
             self._until(job, lambda: job.notes.any("prepared"))
             job.notes.leave("written", [asdict(part) for part in self._write(job)])
+            self._release(job)
             self._until(job, lambda: job.notes.all("written"))
             job.notes.leave("joined", self._join(job))
             if self.config.verify == "digest":
@@ -296,6 +297,10 @@ class Saver:
             pass
         except Exception as error:
             self._error = error
+            with suppress(OSError):
+                job.notes.leave("left")  # nobody need wait for this rank
+        finally:
+            self._release(job)
 
     def _prepare(self, job: Job) -> None:
         self.checkpoints.mkdir(exist_ok=True)  # not its parents: a run folder that has vanished is an error
@@ -313,6 +318,11 @@ class Saver:
             generators = {} if number else job.generators
             found.append(contents.write(job.partial, job.id, copies, generators, job.notes.seams(number)))
         return found
+
+    def _release(self, job: Job) -> None:
+        """The copies are written, or given up."""
+        for contents, copies in zip(self._contents, job.copies, strict=True):
+            contents.release(copies)
 
     def _join(self, job: Job) -> list[int]:
         """Of each engine."""

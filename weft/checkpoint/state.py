@@ -28,6 +28,7 @@ from weft.checkpoint.files import TensorFile, bytes_of, lay_out
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.foreign import is_number
+from weft.engine.host import HostTensor
 from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.observe.metrics import plain
@@ -143,21 +144,20 @@ def rank_file_name(rank: int) -> str:
 
 
 def write_rank_file(
-    folder: Path, rank: int, save_id: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]
+    folder: Path, rank: int, save_id: str, tensors: Mapping[str, HostTensor], boxes: Mapping[str, Box]
 ) -> RankFile:
-    """Write one rank's file to the disk. tensors: on the CPU; boxes: of those that are part of a whole one.
+    """Write one rank's file to the disk. boxes: of tensors that are part of a whole one.
 
     The checksum is that of the bytes in memory, so that a file that lost some on their way is found out.
     """
     path, digest = folder / rank_file_name(rank), hashlib.sha256()
-    layout = lay_out(tensors, {"save": save_id, "rank": str(rank)})
+    layout = lay_out({name: tensor.meta() for name, tensor in tensors.items()}, {"save": save_id, "rank": str(rank)})
     with path.open("wb") as stream:
         stream.write(layout.header)
         digest.update(layout.header)
-        for name in layout.entries:
-            tensor = tensors[name].contiguous()
-            stream.write(bytes_of(tensor).data)
-            digest.update(bytes_of(tensor).data)
+        for piece in (piece for name in layout.entries for piece in tensors[name].pieces):
+            stream.write(bytes_of(piece).data)
+            digest.update(bytes_of(piece).data)
         stream.flush()
         os.fsync(stream.fileno())
     listed = {name: (list(box.start), list(box.size)) for name, box in boxes.items()}
