@@ -54,6 +54,7 @@ from weft.rl.beside import (
 from weft.rl.documents import documents_of, is_trained
 from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
+from weft.rl.turns import sleeping_parts
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
@@ -98,7 +99,8 @@ class Trainer:
         """What the run's opening says of the model and how it is laid out."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            print_model(self.config, self.engine)
+            parts = sleeping_parts(self.config, self.engine.device.type)
+            print_model(self.config, self.engine, self._engines()[1:], parts)
             for line in opening_lines(self.config, self.reference, self.critic):
                 print(line)
         return text.getvalue()
