@@ -24,8 +24,11 @@ class Notes:
         self.folder.mkdir()
 
     def end(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove it, under another name: a note that comes late would keep the folder there."""
+        over = self.folder.with_name(f"{self.folder.name}.over")
+        with suppress(FileNotFoundError):
+            os.rename(self.folder, over)
+        shutil.rmtree(over, ignore_errors=True)
 
     def seams(self, number: int) -> list[Path]:
         """Where each rank leaves what it hands to others (ranges.py), of engine `number` of those that are saved; none

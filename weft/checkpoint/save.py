@@ -216,7 +216,7 @@ class Saver:
         waits for some seconds only. Nobody leaves before the checkpoint has its name, since launchers end all ranks
         when the first has left.
         """
-        job, began, said = self._job, time.monotonic(), False
+        job, began, said, noted = self._job, time.monotonic(), False, False
         if job is None:
             return
         while self._is_written(job):
@@ -229,9 +229,10 @@ class Saver:
             if alike and not said and self.engine.ranks.is_first:
                 said = True
                 self._say_ending(job, error)
-            if job.notes.listed() is not None:
-                with suppress(OSError):  # it may just have been removed
+            if not noted and job.notes.listed() is not None:
+                with suppress(OSError):  # the folder may just have been removed
                     job.notes.leave("ending")
+                noted = True
             flight.own.beat()
             time.sleep(_POLL_SECONDS)
         self._cancel.set()
