@@ -201,6 +201,19 @@ def _other_code(fault: Fault) -> None:
     alike.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()
 
 
+def _slow_disk(fault: Fault) -> None:
+    """Weights take some seconds to write: longer than a rank that fails alone waits."""
+    from weft.checkpoint import contents
+
+    original = contents.write_export
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(5)
+        return original(*arguments, **options)
+
+    contents.write_export = slow
+
+
 BEFORE: dict[str, Callable[[Fault], None]] = {
     "not a number": _not_a_number,
     "other order": _plan(lambda metadata: metadata[::-1]),
@@ -208,5 +221,6 @@ BEFORE: dict[str, Callable[[Fault], None]] = {
     "fewer documents": _plan(lambda metadata: metadata[:2]),
     "other data": _other_data,
     "other code": _other_code,
+    "slow disk, raise": _slow_disk,
 }
-DO |= {name: lambda record: None for name in BEFORE}
+DO |= {name: lambda record: None for name in BEFORE} | {"slow disk, raise": _raise(lambda: RuntimeError("boom"))}

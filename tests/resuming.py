@@ -142,9 +142,10 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def whole_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Masters and moments of a checkpoint, put together from the boxes of all ranks; NaN where no rank wrote."""
-    state = folder / "checkpoints" / f"step-{step:06d}" / "trainer_state"
+def whole_state(folder: Path, step: int, engine: str = "") -> dict[str, torch.Tensor]:
+    """Masters and moments of a checkpoint, put together from the boxes of all ranks; NaN where no rank wrote. engine:
+    the folder of one that is saved beside the first."""
+    state = folder / "checkpoints" / f"step-{step:06d}" / engine / "trainer_state"
     content = json.loads((state / "state.json").read_text())
     found = {
         name: torch.full(entry["shape"], torch.nan, dtype=getattr(torch, entry["dtype"]))

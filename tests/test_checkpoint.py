@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +25,13 @@ from tests.pool import run
 from tests.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
 from weft.checkpoint import contents, rng, save
+from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import prune, set_aside, step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
+from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.recipes.folder import cut_lines, open_folder
@@ -65,7 +69,8 @@ def test_trainer_state_of_the_last_only(tmp_path: Path) -> None:
 
 def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
     folders(tmp_path, 1, 2)
-    for name in ("step-000003.partial", "step-000000.removing", "step-000002/trainer_state.removing"):
+    left = ("step-000003.partial", "step-000000.removing", "step-000003.ranks-a1", "step-000003.ranks-a1.over")
+    for name in (*left, "step-000002/trainer_state.removing"):
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "latest").symlink_to("step-000001")
     (tmp_path / "latest.new").symlink_to("step-000002")
@@ -74,6 +79,24 @@ def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"step-000001", "step-000002", "latest", "step-000009.aside-1"}
     assert [p.name for p in (tmp_path / "step-000002").iterdir()] == ["trainer_state"]
     assert os.readlink(tmp_path / "latest") == "step-000002"
+
+
+def test_a_note_that_comes_late_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """Ranks that end look whether it is there: with it they would wait for a checkpoint that is whole already."""
+    first, other = (Notes(tmp_path / "step-000001.ranks-a", rank, 2) for rank in (0, 1))
+    first.begin()
+    first.leave("written", [1])
+    assert other.read("written", 0) == [1] and other.any("written") and not other.all("written")
+    remove = os.rmdir
+
+    def late(path: Any, **options: Any) -> None:
+        with suppress(OSError):
+            other.leave("ending")
+        remove(path, **options)
+
+    with mock.patch.object(os, "rmdir", late):
+        first.end()
+    assert other.listed() is None and list(tmp_path.iterdir()) == []
 
 
 def test_later_checkpoints_are_set_aside_and_never_over_others(tmp_path: Path) -> None:
@@ -142,15 +165,14 @@ def pieces(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: piece.local.clone() for name, piece in find_parts(engine).items()}
 
 
+@mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
 def saves_while_weights_move(folder: str) -> bool:
     saver = opened(folder, async_=True)
     before, write = pieces(saver.engine), contents.write_export
 
-    def slow(*arguments: Any) -> int:
-        import time
-
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.3)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     with mock.patch.object(contents, "write_export", slow), saver:
         saver.save(1, {})
@@ -245,6 +267,7 @@ def tensor_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@mock.patch.object(host, "CHUNK", 5120)
 def saves_often(folder: str) -> list[int]:
     saver, held = opened(folder, async_=True, keep=2), []
     with saver:
@@ -261,7 +284,7 @@ def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
     (held,) = on_ranks(1, saves_often, str(tmp_path))
     before, *after, copied = held
     assert len(set(after)) == 1
-    assert copied <= after[0] - before < copied + 20_000  # and the states of random number generators
+    assert copied <= after[0] - before < 1.1 * copied + 20_000  # and the states of random number generators
     assert whole_steps(tmp_path / "checkpoints") == [3, 4]
 
 

@@ -200,6 +200,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "whether training waits for the disk",
         "test_checkpoint.py::test_an_asynchronous_save_holds_what_stood_when_it_began",
     ),
+    "checkpoint.verify": (
+        "what is compared before a checkpoint gets its name",
+        "test_ranges.py::test_what_is_lost_is_found_and_not_committed",
+    ),
     "checkpoint.keep_best": (
         "which checkpoint is kept besides",
         "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best",

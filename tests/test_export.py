@@ -421,7 +421,7 @@ def killed_while_saving(path: str, folder: str, where: str) -> int:
     export.save_huggingface(engine, one)
     child = os.fork()
     if child == 0:
-        setattr(export, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(export, where, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         export.save_huggingface(engine, two)
     status = os.waitpid(child, 0)[1]
     left = sorted(entry.name for entry in one.parent.iterdir())

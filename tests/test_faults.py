@@ -127,6 +127,19 @@ CASES = {
     "raises while reading data, one rank": Case(
         Fault(do="raise", phase="data", step=0), 1, 1, [r"^error: RuntimeError: boom\nreading the data"], traceback=True
     ),
+    "all raise while a checkpoint is written": Case(
+        Fault(do="slow disk, raise", rank=-1, phase="plan", step=3), 2, 1,
+        [
+            r"^ending   boom: run/checkpoints/step-000002 is being written, and finished first, within 600 s",
+            r"^saved    run/checkpoints/step-000002 in ", "failed: RuntimeError: boom", "in step 3 of 6, planning",
+        ],
+        ["checkpoint.every=2", "checkpoint.async=true"], traceback=True, saved=2,
+    ),
+    "one raises while a checkpoint is written": Case(
+        Fault(do="slow disk, raise", rank=1, phase="plan", step=3), 2, 1,
+        ["^rank 1 failed: RuntimeError: boom", "in step 3 of 6, planning", STOPPED],
+        ["checkpoint.every=2", "checkpoint.async=true"], within=5.0, traceback=True, saved=0,
+    ),
     # ------------------------------------------------------------ a rank that hangs
     "stopped": Case(
         Fault(do="stop", rank=1), 2, 11,

@@ -49,6 +49,7 @@ def test_the_start_says_what_was_asked_for(here: Path, capsys: pytest.CaptureFix
         "parameters, gradients and optimizer state on the host"
     )
     assert "weights" in said["memory"] and "a rank, gathered units" in said["memory"]
+    assert "of the host's for what is being saved" in said["memory"]
     assert said["layers"] == "layers run again in backward (recompute)"
     assert "hint" not in said  # only on accelerators
     flat = " ".join(out.split())

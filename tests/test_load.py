@@ -23,7 +23,8 @@ from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
 from weft.checkpoint.boxes import Box, local_box
-from weft.checkpoint.files import TensorFile
+from weft.checkpoint.files import TensorFile, create, lay_out
+from weft.checkpoint.ranges import RangeWriter
 from weft.engine import engine as engine_module
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -400,17 +401,15 @@ def test_buffers_that_are_not_rebuilt_are_seen() -> None:
 
 
 def test_boxes_of_a_file_are_read_and_written(tmp_path: Path) -> None:
-    from weft.checkpoint.files import create
-
     tensors = {"a": torch.randn(5, 6, 7), "b": torch.tensor(2.5), "c": torch.arange(12).reshape(3, 4).bfloat16()}
-    create(tmp_path / "x.safetensors", tensors)
-    with TensorFile(tmp_path / "x.safetensors", writable=True) as file:
-        for row in range(5):
-            for column in (0, 3):
-                box = Box((row, column, 0), (1, 3, 7))
-                file.write("a", box, tensors["a"][box.within(Box.whole((5, 6, 7)))])
-        for name in ("b", "c"):
-            file.write(name, Box.whole(tuple(tensors[name].shape)), tensors[name])
+    layout = lay_out(tensors)
+    create(tmp_path / "x.safetensors", layout)
+    with RangeWriter(tmp_path, None) as writer:
+        for name, tensor in tensors.items():
+            part, entry = Box.whole(tuple(tensor.shape)), layout.entries[name]
+            boxes = [Box((r, c, 0), (1, 3, 7)) for r in range(5) for c in (0, 3)] if name == "a" else [part]
+            for box in boxes:
+                writer.write("x.safetensors", entry, part, box, tensor[box.within(part)])
     back = load_file(tmp_path / "x.safetensors")
     assert all(same(back[name], tensor) for name, tensor in tensors.items())
     with TensorFile.open(tmp_path / "x.safetensors") as file:

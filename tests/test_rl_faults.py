@@ -17,22 +17,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from tests import forked
+from tests.cases import open_engine, saved_model
 from tests.faults import _fill_metrics_disk
 from tests.local_rl import lines_of, make_task, rollouts_of, same_run, start, weights_of
-from weft.checkpoint import contents
+from tests.pool import run as run_on_ranks
+from weft.checkpoint import contents, save
 from weft.checkpoint.retention import whole_steps
+from weft.checkpoint.save import Saver
 from weft.cluster import pulse, reports
 from weft.cluster.pulse import Pulse
-from weft.cluster.rays import together
+from weft.cluster.rays import _Host, together
 from weft.cluster.reports import RankReport
 from weft.cluster.status import kind_of
 from weft.config.rl_schema import RlAlgorithm
-from weft.config.schema import ScheduleConfig
+from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
 from weft.observe import flight
 from weft.recipes import rl
@@ -257,6 +262,87 @@ def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeyp
 
 def no_room(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---------------------------------------------------------------- a checkpoint that is being written when a run fails
+
+
+def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
+    whole: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes three seconds for the weights; the controller fails meanwhile, in the second step."""
+    run, write = tmp_path / "run", contents.write_export
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return write(*arguments, **options)
+
+    def strike(method: str, before: int) -> None:
+        if (method, before) == ("update", 1):
+            raise RuntimeError("boom")
+
+    monkeypatch.setattr(contents, "write_export", slow)
+    with pytest.raises(RuntimeError, match="boom"):
+        start(task, run, *whole_keys(task), "checkpoint.async=true", hook=strike)
+    assert whole_steps(run / "checkpoints") == [1]
+    said = capsys.readouterr().err
+    assert "ending   boom: a checkpoint is being written, and finished first, within 600 s (train.timeout)" in said
+    assert f"saved    {run}/checkpoints/step-000001" in said
+    monkeypatch.undo()
+    start(task, run, "checkpoint.async=false", resume=True)
+    same_run(run, whole)
+
+
+class Fails:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def update(self) -> None:
+        raise RuntimeError("boom")
+
+    def ending(self, error: BaseException) -> None:
+        self.told.append(str(error))
+
+
+def test_what_fails_in_an_actor_is_told_before_it_answers(tmp_path: Path) -> None:
+    host, fails = object.__new__(_Host), Fails()
+    host._number, host._scratch, host._make, host._object = 0, tmp_path, None, fails
+    report = host.call("update")
+    assert "boom" in report.message and fails.told == ["boom"]
+
+
+def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int]]:
+    """A trainer's rank whose call fails while a checkpoint is written, of which rank 0 writes for two seconds; the
+    seconds that its end takes, and what is whole then."""
+    rank, write = dist.get_rank(), contents.write_export
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(2.0 * (rank == 0))
+        return write(*arguments, **options)
+
+    trainer = object.__new__(Trainer)
+    saver = trainer.saver = Saver(open_engine(path, "2"), Path(folder), CheckpointConfig(), {"config": {}})
+    with mock.patch.object(contents, "write_export", slow), mock.patch.object(save, "_GRACE_SECONDS", 0.5):
+        saver.save(1, {})
+        if not alone or rank == 1:
+            began = time.monotonic()
+            trainer.ending(RuntimeError("boom"))
+            return time.monotonic() - began, whole_steps(Path(folder) / "checkpoints")
+        assert saver._thread is not None
+        saver._thread.join()
+        return 0.0, whole_steps(Path(folder) / "checkpoints")
+
+
+def test_ranks_that_fail_alike_finish_the_checkpoint_and_one_that_fails_alone_does_not_wait(tmp_path: Path) -> None:
+    path = saved_model("llama")
+    for alone in (False, True):
+        (tmp_path / str(alone)).mkdir()
+        found = run_on_ranks(2, rank_that_ends, path, str(tmp_path / str(alone)), alone)
+        seconds, steps = found[1]
+        if alone:
+            assert seconds < 1.5 and steps == [] and found[0][1] == []
+        else:
+            assert seconds > 1.5 and [steps for _, steps in found] == [[1], [1]]
 
 
 # ---------------------------------------------------------------- actors that fail

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 import resource
+import time
 import weakref
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +19,19 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
-from weft.checkpoint.boxes import shard_of
+from tests.resuming import whole_state
+from weft.checkpoint import contents
+from weft.checkpoint.boxes import Box, shard_of
+from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_parts
-from weft.engine import sleep
+from weft.config.schema import CheckpointConfig
+from weft.engine import host
 from weft.engine.engine import Engine
+from weft.engine.host import HostPool, HostTensor
 from weft.engine.sleep import PARTS, Part
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
+from weft.planner.memory import HostNeeds, host_bytes
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -55,7 +65,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@mock.patch.object(sleep, "CHUNK", 5120)  # most tensors lie over several
+@mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
 def sleeps_and_steps(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Sleep with a gradient accumulated, wake, go on; beside an engine that never sleeps."""
     napping, steady = (open_engine(path, mesh, **sections) for _ in range(2))
@@ -150,3 +160,80 @@ def test_fifty_cycles_leave_nothing_behind() -> None:
     path = saved_model("llama", vocab_size=20_000, hidden_size=128)  # its largest tensors have 10 MB each
     ((growth, gone),) = run(1, fifty_cycles, path)
     assert growth < 8 and gone, growth
+
+
+# ---------------------------------------------------------------- the host's memory, which saves have, too
+
+
+@mock.patch.object(host, "CHUNK", 5120)
+def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bool]:
+    """Two engines, the second beside the first; both are saved, and both sleep before the disk has everything."""
+    engine = open_engine(path, "2", optimizer={"ema_decay": 0.9})
+    critic = Engine(replace(engine.config, seed=3), engine.ranks, beside=engine)
+    for own in (engine, critic):
+        gradient(own, 0)
+        own.apply(1e-3)
+    pool, write, before = engine.sleeper.pool, contents.write_export, [copied(engine), copied(critic)]
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return write(*arguments, **options)
+
+    others = {"critic": critic}
+    with (
+        mock.patch.object(contents, "write_export", slow),
+        Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, others=others) as saver,
+    ):
+        saver.save(1, {})
+        saved, began = pool.bytes, time.monotonic()
+        asleep = engine.sleep() + critic.sleep()
+        waited = time.monotonic() - began
+        largest, rounding = max(saved, asleep), 6 * 5120 + 512 * 200  # chunks of each part, tensors in them
+        checks = {
+            "one pool": critic.sleeper.pool is pool,
+            "no more than the larger of the two": pool.bytes <= largest + rounding,
+            "the writer was waited for": waited > 0.9,
+        }
+        engine.wake()
+        critic.wake()
+        saver.finish()
+        saver.save(2, {})
+        saver.finish()
+    needs = [HostNeeds.of(own.memory, adapters=False, state=True, replicas=1, parts=PARTS) for own in (engine, critic)]
+    checks["as the opening says"] = abs(host_bytes(needs) - pool.bytes) <= rounding
+    checks["nothing is added later"] = pool.bytes <= largest + rounding
+    checks["bit for bit"] = all(equal(b, local(e)) for b, e in zip(before, (engine, critic), strict=True))
+    for step in (1, 2):
+        for place, own in (("", 0), ("critic", 1)):
+            state = whole_state(Path(folder), step, place)
+            mine = find_parts((engine, critic)[own])
+            same = [torch.equal(state[n][p.box.within(Box.whole(p.shape))], p.local) for n, p in mine.items()]
+            checks[f"step {step}, {place or 'policy'} as it was"] = all(same) and len(same) > 50
+    return checks
+
+
+def test_sleep_and_saves_take_turns_in_one_pool(tmp_path: Path) -> None:
+    for checks in run(2, sleeps_while_a_checkpoint_is_written, saved_model("llama"), str(tmp_path)):
+        assert all(checks.values()), checks
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 300), (4, 3, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.arange(prod(shape)).reshape(shape) % 7).to(dtype)
+    with mock.patch.object(host, "CHUNK", 512):
+        pool = HostPool(torch.device("cpu"))
+        loan = pool.take([100, tensor.nbytes, 3])
+        held = HostTensor(shape, dtype, loan.pieces[1])
+        held.fill(tensor)
+        assert all(len(piece) <= 512 for piece in held.pieces)
+        assert torch.equal(torch.cat(list(held.flat())), tensor.reshape(-1))
+        draw = random.Random(7)
+        for _ in range(20):
+            starts = [draw.randrange(n) for n in shape]
+            box = tuple(slice(start, draw.randint(start + 1, n)) for start, n in zip(starts, shape, strict=True))
+            assert torch.equal(held[box], tensor[box])
+        for _ in range(2):  # once is enough
+            pool.give(loan)
+        there = pool.bytes
+        assert len(pool.take([512] * (there // 512)).chunks) == there // 512 and pool.bytes == there

@@ -117,7 +117,7 @@ def trained(
             return 0
         waiting = sleeper._asleep[part]
         if part == "optimizer" and plant == "wakes empty":
-            for chunk in waiting.chunks:
+            for chunk in waiting.loan.chunks:
                 chunk.zero_()
         return wake(sleeper, part)
 

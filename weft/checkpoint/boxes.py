@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,24 @@ class Shard:
     places: tuple[tuple[int, int], ...] = ()
     groups: tuple[dist.ProcessGroup, ...] = ()
 
+    def read(self, box: Box) -> Tensor:
+        """The elements of a box within its own."""
+        return self.values[box.within(self.box)]
+
     def is_mine(self, number: int) -> bool:
         """Whether this rank reads or writes the box for all that hold it; `number` spreads tensors over them."""
         return all(place == number % size for place, size in self.places)
+
+
+class Readable(Protocol):
+    """What an export needs of a shard, wherever its elements are."""
+
+    @property
+    def box(self) -> Box: ...
+
+    def read(self, box: Box) -> Tensor: ...
+
+    def is_mine(self, number: int) -> bool: ...
 
 
 def shard_of(tensor: Tensor) -> Shard:

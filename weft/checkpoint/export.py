@@ -1,7 +1,7 @@
 """A HuggingFace model directory from a sharded model: what transformers, peft and vLLM load as they are.
 
 Names, shapes, dtypes and files are planned from the layout alone. Then every rank writes the boxes that it holds into
-the shared files: nothing is gathered, and no rank holds more than a slice of what it has already.
+the shared files (ranges.py): nothing is gathered, and no rank holds more than a slice of what it has already.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +22,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
-from weft.checkpoint.files import TensorFile, create
+from weft.checkpoint.boxes import Box, Readable, Shard, overlap, shard_of
+from weft.checkpoint.digests import BoxDigest, write_digests
+from weft.checkpoint.files import Layout, create, lay_out
+from weft.checkpoint.ranges import RangeWriter, join_seams
 from weft.checkpoint.retention import commit
 from weft.engine.engine import Engine
+from weft.errors import StorageError
 from weft.models import hf
 from weft.models.build import BuiltModel
 from weft.models.layout import Piece
@@ -67,6 +70,21 @@ class ExportPlan:
         """Of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.manifest.values())
 
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Of each file. No rank has to read what another has begun."""
+        return {file: lay_out({name: self.manifest[name] for name in names}) for file, names in self.files.items()}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a rank has written. bytes: of tensors; handed: those of them that it left in its file of seams; digests: of
+    each box, where they were asked for."""
+
+    bytes: int = 0
+    handed: int = 0
+    digests: Sequence[BoxDigest] = ()
+
 
 def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
     """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
@@ -106,8 +124,8 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
 def prepare_export(plan: ExportPlan, folder: Path) -> None:
     """Empty weight files of the right size, their index, the config and the tokenizer; called by one rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file, names in plan.files.items():
-        create(folder / file, {name: plan.manifest[name] for name in names})
+    for file, layout in plan.layouts.items():
+        create(folder / file, layout)
     if plan.index is not None:
         _write_json(folder / "model.safetensors.index.json", plan.index)
     _write_json(folder / plan.config_name, plan.config)
@@ -117,31 +135,57 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
         copy_companions(plan.source, folder)
 
 
-def write_export(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> int:
-    """Write this rank's boxes into prepared files, and wait until they are on the disk. Returns the bytes written.
+def write_export(
+    plan: ExportPlan, shards: Mapping[str, Readable], folder: Path, *, seams: Path | None = None, digests: bool = False
+) -> Exported:
+    """Write this rank's boxes into prepared files, and wait until they are on the disk.
 
-    shards: by the model's own names, on any device; of those left out nothing is written. No collective, so that it may
-    run beside training, on a copy.
+    shards: by the model's own names, on any device; of those left out nothing is written. seams: where the rank leaves
+    what `join_export` is to put in its place; None for the only rank. digests: whether to take them. No collective, so
+    that it may run beside training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
-    written = 0
-    with ExitStack() as stack:
-        files: dict[str, TensorFile] = {}
-        pending: Future[None] | None = None
-        writer = stack.enter_context(ThreadPoolExecutor(1))  # writes a slice while the next is cast
-        for piece, box, values in _own_slices(plan, shards):
-            name = by_file[piece.disk]
-            if name not in files:
-                files[name] = stack.enter_context(TensorFile(folder / name, writable=True))
+    written, found = 0, list[BoxDigest]()
+    with RangeWriter(folder, seams) as writer, ThreadPoolExecutor(1) as thread:
+
+        def write(piece: Piece, part: Box, box: Box, values: Tensor) -> None:
+            file, name, place = by_file[piece.disk], piece.disk, piece.disk_box(box)
+            writer.write(file, plan.layouts[file].entries[name], piece.disk_box(part), place, values)
+            if digests:
+                found.append(BoxDigest.of(file, name, place, values))
+
+        pending: Future[None] | None = None  # a slice is written while the next is cast
+        for piece, part, box, values in _own_slices(plan, shards):
             if pending is not None:
                 pending.result()
-            pending = writer.submit(files[name].write, piece.disk, piece.disk_box(box), values)
+            pending = thread.submit(write, piece, part, box, values)
             written += values.nbytes
         if pending is not None:
             pending.result()
-        for file in files.values():
-            file.fsync()
-    return written
+    return Exported(written, writer.handed, found)
+
+
+def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
+    """Join what all ranks have left of the files that fall to this rank; the bytes. seams: as in `save_planned`."""
+    own = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
+    return sum(join_seams(folder, file, seams) for file in own)
+
+
+def check_sizes(plan: ExportPlan, folder: Path) -> None:
+    """StorageError where a weight file has not the size that was planned."""
+    for file, layout in plan.layouts.items():
+        size = (folder / file).stat().st_size
+        if size != layout.size:
+            raise StorageError(f"{folder / file} has {size:,} bytes on the disk, and {layout.size:,} were written")
+
+
+def export_alone(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> None:
+    """All of an export, by one process that has everything; with its digests."""
+    prepare_export(plan, folder)
+    exported = write_export(plan, shards, folder, digests=True)
+    assert exported.bytes == plan.bytes, f"{exported.bytes} of {plan.bytes} bytes written"
+    check_sizes(plan, folder)
+    write_digests(folder, exported.digests)
 
 
 class WholeTensors(Mapping[str, Shard]):
@@ -166,8 +210,8 @@ class WholeTensors(Mapping[str, Shard]):
         return len(self._names)
 
 
-def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple[Piece, Box, Tensor]]:
-    """What this rank writes: (piece, box of the piece, its values in the file's dtype, on the CPU)."""
+def _own_slices(plan: ExportPlan, shards: Mapping[str, Readable]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
+    """What this rank writes: (piece, its part of it, a box of that part, the box's values as the file has them)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for piece in plan.pieces:
         shard = shards.get(piece.runtime)
@@ -175,8 +219,8 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Shard]) -> Iterator[tuple
         if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
             continue
         for box in _slices(part):
-            values = piece.to_disk(shard.values[box.within(shard.box)])
-            yield piece, box, values.to(plan.manifest[piece.disk].dtype).cpu()
+            values = piece.to_disk(shard.read(box))
+            yield piece, part, box, values.to(plan.manifest[piece.disk].dtype).cpu()
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
@@ -187,20 +231,32 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 
 def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], target: Path) -> None:
     """Write what a plan says, each rank its shards; collective. It appears whole or not at all."""
-    partial = target.with_name(target.name + ".partial")
-    if engine.ranks.is_first:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed save may have left
+    ranks, partial = engine.ranks, target.with_name(target.name + ".partial")
+    handed = target.with_name(target.name + ".ranks")  # what ranks leave for one another
+    seams = [handed / f"seams-{rank:05d}" for rank in range(ranks.world)] if ranks.world > 1 else []
+    if ranks.is_first:
+        for leftover in (partial, handed):  # of a killed save
+            shutil.rmtree(leftover, ignore_errors=True)
         prepare_export(plan, partial)
+        if seams:
+            handed.mkdir()
     _wait_for_all(engine)
-    written = write_export(plan, shards, partial)
-    if engine.ranks.world > 1:
-        total = torch.tensor(written)
-        dist.all_reduce(total)
-        written = int(total)
-    assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
-    if engine.ranks.is_first:
+    exported = write_export(plan, shards, partial, seams=seams[ranks.rank] if seams else None)
+    _wait_for_all(engine)
+    counts = torch.tensor([exported.bytes, exported.handed, join_export(plan, partial, seams, ranks.rank)])
+    if ranks.world > 1:
+        dist.all_reduce(counts)
+    require_whole(plan, *counts.tolist())
+    if ranks.is_first:
+        shutil.rmtree(handed, ignore_errors=True)
+        check_sizes(plan, partial)
         commit(partial, target)
     _wait_for_all(engine)
+
+
+def require_whole(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
+    """Of all ranks together: every byte of the plan was written, and what was left for others is in its place."""
+    assert (written, joined) == (plan.bytes, handed), f"{written} of {plan.bytes} bytes, {joined} of {handed} joined"
 
 
 def _wait_for_all(engine: Engine) -> None:

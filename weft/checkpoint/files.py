@@ -1,7 +1,7 @@
 """safetensors files, read and written box by box (format: github.com/huggingface/safetensors, "Format").
 
 A file is 8 bytes of header length, a JSON header, then the tensors end to end, row-major. So any box of a tensor is a
-few byte ranges: ranks that share a file system fill one file together, and read no more than their own part.
+few byte ranges: ranks that share a file system fill one file together (ranges.py), and read no more than they hold.
 """
 
 from __future__ import annotations
@@ -45,14 +45,27 @@ class Entry:
     end: int
 
 
-class TensorFile:
-    """One safetensors file, open for reading, or for filling one that `create` made."""
+@dataclass(frozen=True)
+class Layout:
+    """A file that is to be written. header: its bytes before the tensors; entries: in the order in which they lie."""
 
-    def __init__(self, path: Path, writable: bool = False) -> None:
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return max((entry.end for entry in self.entries.values()), default=len(self.header))
+
+
+class TensorFile:
+    """One safetensors file, open for reading."""
+
+    def __init__(self, path: Path) -> None:
         """Reads and checks the header; UserError, naming the file, where it is missing, cut short or no such file."""
         self.path, self.bytes_read = path, 0
         try:
-            self._descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise UserError(f"{path}: cannot be opened: {error.strerror}.") from error
         try:
@@ -73,26 +86,11 @@ class TensorFile:
         out = torch.empty(box.size, dtype=entry.dtype)
         place = 0
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
-        for begin, length in _runs(entry, box):
+        for begin, length in runs(entry, box):
             self._read_into(view[place : place + length], begin, name)
             place += length
         self.bytes_read += place
         return out
-
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Fill a box of a tensor; `tensor` is on the CPU and has the box's shape and the file's dtype."""
-        entry = self.entries[name]
-        assert tuple(tensor.shape) == box.size and tensor.dtype == entry.dtype, (name, tensor.shape, tensor.dtype)
-        place = 0
-        tensor = tensor.contiguous()
-        view = bytes_of(tensor).data
-        for begin, length in _runs(entry, box):
-            _write_all(self._descriptor, view[place : place + length], begin)
-            place += length
-
-    def fsync(self) -> None:
-        """Wait until what was written is on the disk."""
-        os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
@@ -114,8 +112,33 @@ class TensorFile:
             view, offset = view[got:], offset + got
 
 
-def create(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A file of the right size with the header of these tensors (meta ones will do) and nothing in them yet."""
+class RangeFile:
+    """A file that is there, open for writing alone, so that no client of a network file system reads its pages."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """All of these bytes, from this byte of the file on."""
+        while view:
+            done = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def fsync(self) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(self._descriptor)
+
+    def __enter__(self) -> RangeFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The file of these tensors (meta ones will do)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     # Wide elements first, so that every tensor is aligned to its element.
@@ -125,9 +148,16 @@ def create(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    del header["__metadata__"]
+    entries = {name: _entry(fields, 8 + len(text)) for name, fields in header.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, entries)
+
+
+def create(path: Path, layout: Layout) -> None:
+    """A file of the right size with its header, and nothing in it yet."""
     with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + place)
+        stream.write(layout.header)
+        stream.truncate(layout.size)
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -163,7 +193,7 @@ def _entry(fields: Mapping[str, Any], origin: int) -> Entry:
     return Entry(dtype, shape, origin + begin, origin + end)
 
 
-def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+def runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
     """(first byte, length) of the contiguous ranges of a box, in row-major order."""
     size = entry.dtype.itemsize
     strides = [math.prod(entry.shape[dim + 1 :]) * size for dim in range(len(entry.shape))]
@@ -176,9 +206,3 @@ def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
     first = entry.begin + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
     for index in itertools.product(*(range(n) for n in box.size[:split])):
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done

@@ -14,7 +14,7 @@ from typing import Literal
 
 TRAINER_STATE = "trainer_state"
 _WHOLE = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing)|(latest|best)\.new")
+_LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing|ranks-\w+(\.over)?)|(latest|best)\.new")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

@@ -1,29 +1,31 @@
 """Saver: checkpoints written while training goes on.
 
 `save` copies this rank's shards into host memory and returns; a thread of every rank then writes its part, without
-any collective:
+any collective. Ranks tell one another how far they are by notes in step-000100.ranks-ID (notes.py):
 
-    1. The first rank makes step-000100.partial with empty weight files (their headers say what goes where) and the
-       folder .ranks-ID in it, for which the others wait.
-    2. Each rank fills its boxes of the weight files, writes its file of the trainer state, waits for the disk, and
-       leaves a report in .ranks-ID.
-    3. When all reports are there the first rank writes state.json, renames the folder to step-000100, points `latest`
-       (and `best`) at it and removes what is not to be kept.
+    1. The first rank makes step-000100.partial with empty weight files (their headers say what goes where).
+    2. Each rank writes its boxes of the weight files, leaving what lies at its seams with other ranks in a file of its
+       own (ranges.py), writes its file of the trainer state, and waits for the disk.
+    3. When all have, one rank for each weight file joins the seams.
+    4. With checkpoint.verify=digest, each rank reads what another has written, and compares digests.
+    5. When all agree the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`)
+       at it and removes what is not to be kept.
 
 A kill at any moment leaves whole checkpoints under whole names. Errors are kept until all ranks meet again (`failed`,
-`raise_failure`), because only then can all of them end with the same words.
+`raise_failure`), because only then can all of them end with the same words. Where all ranks end with an error of
+something else, what is being written is finished first (`end`).
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import os
 import shutil
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,16 +37,18 @@ from torch import Tensor
 
 from weft.checkpoint import rng
 from weft.checkpoint.contents import Contents, Copies, Written
-from weft.checkpoint.retention import TRAINER_STATE, commit, point_best, point_latest, prune, step_folder
-from weft.checkpoint.state import RNG, RankFile, write_state
+from weft.checkpoint.notes import Notes
+from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder
+from weft.checkpoint.state import RNG
 from weft.cluster.agree import largest
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
-from weft.errors import StorageError, UserError
+from weft.errors import StorageError, UserError, first_line
+from weft.observe import flight
 
-_POLL_SECONDS = 0.02
-_GRACE_SECONDS = 3.0  # how long a rank that fails elsewhere lets a checkpoint that is being written come to its end
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 0.5
+_GRACE_SECONDS = 3.0  # how long a rank that ends with an error waits for the others to do so, too
 _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
@@ -60,14 +64,11 @@ class Job:
     generators: Mapping[str, Tensor]
     state: Mapping[str, Any]
     best: bool
-
-    @property
-    def reports(self) -> Path:
-        return self.partial / f".ranks-{self.id}"
+    notes: Notes
 
 
 class _CancelledError(Exception):
-    """Another rank has failed: this one need not wait for it."""
+    """Another rank has failed, or is gone: this one need not wait for it."""
 
 
 @dataclass
@@ -76,7 +77,8 @@ class Saver:
 
     constants: what state.json says of the run as a whole (config, data, model). texts: files that every checkpoint has
     in place of the model's own, such as a chat template. others: folder -> an engine that is trained beside it, and
-    saved there (a critic); all of a checkpoint is committed at once. command: of weft, for messages.
+    saved there (a critic); all of a checkpoint is committed at once. command: of weft, for messages. timeout: seconds
+    (train.timeout) that a save may take where all ranks end with an error.
     """
 
     engine: Engine
@@ -88,6 +90,7 @@ class Saver:
     texts: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, Engine] = field(default_factory=dict)
     command: str = "sft"
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self._contents = [
@@ -98,6 +101,7 @@ class Saver:
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0)
         self._token = token[0]
+        self._job: Job | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
@@ -128,7 +132,7 @@ class Saver:
             return
         self.wait()
         began = time.perf_counter()
-        job = self._copy(step, progress, best)
+        job = self._job = self._copy(step, progress, best)
         self.last, self._clock = step, time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(job, began), name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -180,8 +184,9 @@ class Saver:
         errors: list[tuple[str, bool] | None] = [None] * self.engine.ranks.world
         dist.all_gather_object(errors, mine)
         text, mendable = next(error for error in errors if error is not None)
-        if self.engine.ranks.is_first:
-            shutil.rmtree(self._partial(self.last), ignore_errors=True)
+        if self.engine.ranks.is_first and self._job is not None:
+            self._give_up(self._job)
+        self._job = None
         raise StorageError(text) if mendable else RuntimeError(text)
 
     def _describe(self, error: Exception) -> str:
@@ -199,9 +204,53 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._thread.join(_GRACE_SECONDS if error is not None else None)
-            self._cancel.set()
+        if error is not None:
+            self.end(error)
+        elif self._thread is not None:
+            self._thread.join()
+
+    def end(self, error: BaseException) -> None:
+        """This rank ends with an error: let a checkpoint that is being written come to its end, if it can.
+
+        It can where all ranks end so, within `timeout`: none is missing. Where another goes on, or is gone, this one
+        waits for some seconds only. Nobody leaves before the checkpoint has its name, since launchers end all ranks
+        when the first has left.
+        """
+        job, began, said, noted = self._job, time.monotonic(), False, False
+        if job is None:
+            return
+        while self._is_written(job):
+            alike = job.notes.all("ending")
+            over = time.monotonic() - began > (self.timeout if alike else _GRACE_SECONDS)
+            if over or self.failed or job.notes.any("left"):
+                with suppress(OSError):
+                    job.notes.leave("left")
+                break
+            if alike and not said and self.engine.ranks.is_first:
+                said = True
+                self._say_ending(job, error)
+            if not noted and job.notes.listed() is not None:
+                with suppress(OSError):  # the folder may just have been removed
+                    job.notes.leave("ending")
+                noted = True
+            flight.own.beat()
+            time.sleep(_POLL_SECONDS)
+        self._cancel.set()
+        if said:
+            print(*self.take_news(), sep="\n", file=sys.stderr, flush=True)
+
+    def _is_written(self, job: Job) -> bool:
+        """Whether this checkpoint is not whole yet, nor given up; by this rank's thread, or another's."""
+        return self._busy or job.notes.listed() is not None
+
+    def _say_ending(self, job: Job, error: BaseException) -> None:
+        what = first_line(error) if isinstance(error, Exception) else type(error).__name__
+        print(
+            f"ending   {what}: {job.target} is being written, and finished first, within {self.timeout:g} s "
+            "(train.timeout)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     # ------------------------------------------------------------ the copy
 
@@ -210,7 +259,7 @@ class Saver:
         copies = [contents.copy() for contents in self._contents]
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
-        first, target = self.engine.ranks.is_first, step_folder(self.checkpoints, step)
+        ranks, target = self.engine.ranks, step_folder(self.checkpoints, step)
         return Job(
             step=step,
             id=f"{self._token}-{step}",
@@ -218,8 +267,9 @@ class Saver:
             target=target,
             copies=copies,
             generators={RNG + name: value for name, value in rng.capture(self.engine.device).items()},
-            state={**self.constants, **progress} if first else {},
+            state={**self.constants, **progress} if ranks.is_first else {},
             best=best,
+            notes=Notes(target.with_name(f"{target.name}.ranks-{self._token}"), ranks.rank, ranks.world),
         )
 
     def _partial(self, step: int) -> Path:
@@ -232,8 +282,15 @@ class Saver:
         try:
             if self.engine.ranks.is_first:
                 self._prepare(job)
-            self._until(job.reports.is_dir)
-            self._report(job, self._write(job))
+            self._until(job, lambda: job.notes.any("prepared"))
+            job.notes.leave("written", [asdict(part) for part in self._write(job)])
+            self._release(job)
+            self._until(job, lambda: job.notes.all("written"))
+            job.notes.leave("joined", self._join(job))
+            if self.config.verify == "digest":
+                self._until(job, lambda: job.notes.all("joined"))
+                self._check(job)
+            job.notes.leave("done")
             if self.engine.ranks.is_first and self._commit(job):
                 which = ", the best so far," if job.best else ""
                 self.news.append(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
@@ -241,42 +298,62 @@ class Saver:
             pass
         except Exception as error:
             self._error = error
+            with suppress(OSError):
+                job.notes.leave("left")  # nobody need wait for this rank
+        finally:
+            self._release(job)
 
     def _prepare(self, job: Job) -> None:
         self.checkpoints.mkdir(exist_ok=True)  # not its parents: a run folder that has vanished is an error
         shutil.rmtree(job.partial, ignore_errors=True)
+        job.notes.begin()
         job.partial.mkdir()
         for contents in self._contents:
             contents.prepare(job.partial)
-        job.reports.mkdir()
+        job.notes.leave("prepared")
 
     def _write(self, job: Job) -> list[Written]:
         """Of each engine; random numbers go with the first."""
-        generators = [job.generators, *({} for _ in self.others)]
-        everything = zip(self._contents, job.copies, generators, strict=True)
-        return [contents.write(job.partial, job.id, copies, drawn) for contents, copies, drawn in everything]
+        found = []
+        for number, (contents, copies) in enumerate(zip(self._contents, job.copies, strict=True)):
+            generators = {} if number else job.generators
+            found.append(contents.write(job.partial, job.id, copies, generators, job.notes.seams(number)))
+        return found
 
-    def _report(self, job: Job, written: Sequence[Written]) -> None:
-        name = f"rank-{self.engine.ranks.rank:05d}"
-        draft = job.reports / f"{name}.draft"
-        draft.write_text(json.dumps([asdict(part) for part in written]), encoding="utf-8")
-        os.rename(draft, job.reports / f"{name}.json")
+    def _release(self, job: Job) -> None:
+        """The copies are written, or given up."""
+        for contents, copies in zip(self._contents, job.copies, strict=True):
+            contents.release(copies)
+
+    def _join(self, job: Job) -> list[int]:
+        """Of each engine."""
+        return [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
+
+    def _check(self, job: Job) -> None:
+        """Compare what another rank has written with its digests: of another machine, where there are several, because
+        a client that reads its own pages proves nothing."""
+        rank, world = self.engine.ranks.rank, self.engine.ranks.world
+        writer = (rank + (world + 1) // 2) % world
+        for contents, fields in zip(self._contents, job.notes.read("written", writer), strict=True):
+            contents.check(job.partial, Written.of(fields), writer)
 
     def _commit(self, job: Job) -> bool:
         """Wait for every rank, then give the folder its name; False where weights were not finite."""
-        paths = [job.reports / f"rank-{rank:05d}.json" for rank in range(self.engine.ranks.world)]
-        self._until(lambda: all(path.exists() for path in paths))
-        reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        nonfinite = [part["nonfinite"] for report in reports for part in report if part["nonfinite"] is not None]
+        self._until(job, lambda: job.notes.all("done"))
+        world = range(self.engine.ranks.world)
+        written = [[Written.of(fields) for fields in job.notes.read("written", rank)] for rank in world]
+        joined = [job.notes.read("joined", rank) for rank in world]
+        nonfinite = [part.nonfinite for of_rank in written for part in of_rank if part.nonfinite is not None]
         self._nonfinite = None
         if nonfinite:
             self._nonfinite = f"step {job.step} is not saved: weights are not finite: {', '.join(nonfinite[:3])}."
             self.news.append(self._nonfinite)
-            shutil.rmtree(job.partial)
+            self._give_up(job)
             return False
         for place, contents in enumerate(self._contents):
-            self._complete(job, contents, job.copies[place], [report[place] for report in reports])
-        shutil.rmtree(job.reports)
+            state = self._state(job, place) if contents.keep_state else None
+            parts = [of_rank[place] for of_rank in written]
+            contents.complete(job.partial, parts, sum(of_rank[place] for of_rank in joined), state)
         commit(job.partial, job.target)
         point_latest(job.target)
         if job.best:
@@ -288,23 +365,24 @@ class Saver:
             keep_every=settings.keep_every,
             trainer_state=settings.trainer_state,
         )
+        job.notes.end()
         return True
 
-    def _complete(self, job: Job, contents: Contents, copies: Copies, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Every rank has written its part of one engine: state.json is the last of it."""
-        exported, planned = sum(part["exported"] for part in parts), contents.plan.bytes
-        assert exported == planned, f"{exported} of {planned} bytes of weights written"
-        if contents.keep_state:
-            files = [RankFile(**part["file"]) for part in parts]
-            run = job.state if contents is self._contents[0] else {}
-            content = {"id": job.id, "step": job.step, **run, **copies.state}
-            write_state(job.partial / contents.folder / TRAINER_STATE, content, files)
+    def _state(self, job: Job, place: int) -> dict[str, Any]:
+        """What state.json says of an engine, and of the run with the first."""
+        return {"id": job.id, "step": job.step, **({} if place else job.state), **job.copies[place].state}
 
-    def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for files of other ranks."""
+    def _give_up(self, job: Job) -> None:
+        shutil.rmtree(job.partial, ignore_errors=True)
+        job.notes.end()
+
+    def _until(self, job: Job, holds: Callable[[], bool]) -> None:
+        """Wait for notes of other ranks."""
+        seconds = _POLL_SECONDS
         while not holds():
-            if self._cancel.wait(_POLL_SECONDS):
+            if self._cancel.wait(seconds) or job.notes.any("left"):
                 raise _CancelledError
+            seconds = min(1.2 * seconds, _LONGEST_POLL_SECONDS)
 
 
 def _is_mendable(error: Exception) -> bool:

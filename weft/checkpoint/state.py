@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
-from weft.checkpoint.files import TensorFile, create
+from weft.checkpoint.files import TensorFile, bytes_of, lay_out
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.foreign import is_number
+from weft.engine.host import HostTensor
 from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.observe.metrics import plain
@@ -143,17 +144,35 @@ def rank_file_name(rank: int) -> str:
 
 
 def write_rank_file(
-    folder: Path, rank: int, save_id: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]
+    folder: Path, rank: int, save_id: str, tensors: Mapping[str, HostTensor], boxes: Mapping[str, Box]
 ) -> RankFile:
-    """Write one rank's file to the disk. tensors: on the CPU; boxes: of those that are part of a whole one."""
-    path = folder / rank_file_name(rank)
-    create(path, tensors, {"save": save_id, "rank": str(rank)})
-    with TensorFile(path, writable=True) as file:
-        for name, tensor in tensors.items():
-            file.write(name, Box.whole(tuple(tensor.shape)), tensor)
-        file.fsync()
+    """Write one rank's file to the disk. boxes: of tensors that are part of a whole one.
+
+    The checksum is that of the bytes in memory, so that a file that lost some on their way is found out.
+    """
+    path, digest = folder / rank_file_name(rank), hashlib.sha256()
+    layout = lay_out({name: tensor.meta() for name, tensor in tensors.items()}, {"save": save_id, "rank": str(rank)})
+    with path.open("wb") as stream:
+        stream.write(layout.header)
+        digest.update(layout.header)
+        for piece in (piece for name in layout.entries for piece in tensors[name].pieces):
+            stream.write(bytes_of(piece).data)
+            digest.update(bytes_of(piece).data)
+        stream.flush()
+        os.fsync(stream.fileno())
     listed = {name: (list(box.start), list(box.size)) for name, box in boxes.items()}
-    return RankFile(path.name, path.stat().st_size, _digest(path), listed)
+    return RankFile(path.name, layout.size, digest.hexdigest(), listed)
+
+
+def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
+    """Compare a rank's file with what was written: its size, and what it holds. DamagedError where it is another."""
+    path = folder / file.name
+    if not path.is_file():
+        raise DamagedError(f"{file.name} is missing")
+    if path.stat().st_size != file.bytes:
+        raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
+    if contents and _digest(path) != file.sha256:
+        raise DamagedError(f"{file.name} is not what was written: its checksum differs")
 
 
 def write_state(folder: Path, content: Mapping[str, Any], files: Sequence[RankFile]) -> None:
@@ -243,11 +262,8 @@ def _boxes(listed: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
 
 def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
     """Size and header, which name the save and the rank: enough to find what is missing, cut short or swapped."""
+    check_file(state.folder, file, contents=False)
     path = state.folder / file.name
-    if not path.is_file():
-        raise DamagedError(f"{file.name} is missing")
-    if path.stat().st_size != file.bytes:
-        raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
     try:
         with TensorFile.open(path) as opened:
             found = (opened.metadata.get("save"), opened.metadata.get("rank"))
@@ -260,8 +276,7 @@ def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
 def check_contents(state: TrainerState, rank: int, world: int) -> None:
     """Compare this rank's share of the files with their checksums; all ranks together read each file once more."""
     for file in state.files[rank::world]:
-        if _digest(state.folder / file.name) != file.sha256:
-            raise DamagedError(f"{file.name} is not what was written: its checksum differs")
+        check_file(state.folder, file)
 
 
 def load_state(engine: Engine, state: TrainerState) -> int:

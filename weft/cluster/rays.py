@@ -362,7 +362,8 @@ class _Process:
 
 
 class _Host(_Process):
-    """Calls the object's methods, one after the other, and answers with a report where one raises."""
+    """Calls the object's methods, one after the other, and answers with a report where one raises. An object that has a
+    method `ending` is told of the exception before: it may finish what it has begun."""
 
     def call(self, method: str, *args: Any) -> Any:
         """What the object's method returns, or the report of its exception."""
@@ -372,6 +373,8 @@ class _Host(_Process):
             report = reports.of_exception(self._number, error)
             with suppress(OSError):
                 reports.write(report, self._scratch)
+            if hasattr(self._object, "ending"):
+                self._object.ending(error)
             return report
         finally:
             flight.at(flight.ENDLESS)

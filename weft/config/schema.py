@@ -384,6 +384,11 @@ class CheckpointConfig:
     async_: bool = key(
         "Write in the background: training waits only for a copy in host memory. false: it waits for the disk.", True
     )
+    verify: Literal["none", "size", "digest"] = key(
+        "What is compared before a checkpoint gets its name: each file's `size`; or a `digest` of every tensor, taken "
+        "from memory, with what another rank reads from the disk, which costs reading all that was written.",
+        "digest",
+    )
     keep_best: bool = key(
         "Save whenever an evaluation is the best so far (eval.metric), keep that checkpoint whatever `keep` says, and "
         "let the link `best` name it.",

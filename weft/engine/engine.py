@@ -142,7 +142,7 @@ class Engine:
         fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
         adapters, which no checkpoint holds, is read all the same. progress: told of
         bytes filled while weights are read. beside: another engine of these ranks, whose process groups serve this one,
-        too, where its mesh is the same.
+        too, where its mesh is the same, as does its memory on the host.
         """
         _set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -206,7 +206,7 @@ class Engine:
             if self.device.type == "cpu":
                 keep_freed_memory()  # not before: what loading frees should go back
         self._nonfinite: str | None = None
-        self._sleeper = Sleeper(self.device)
+        self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if beside is None else beside.sleeper)
         flops = self.built.flops
         self._cost = cache(partial(document_flops, flops))  # of a length; a step has many of the same
         experts = flops.experts if flops.expert else 0
@@ -518,7 +518,7 @@ class Engine:
     @property
     def asleep(self) -> dict[Part, int]:
         """Bytes of this rank's device that each part has given up."""
-        return self._sleeper.asleep
+        return self.sleeper.asleep
 
     def sleep(self, *parts: Part) -> int:
         """Move these parts, by default all, to the host until wake(), for something else to use the device's memory.
@@ -532,12 +532,12 @@ class Engine:
             unit.reshard()
         wanted = [part for part in parts or PARTS if part not in self.asleep]
         tensors = {part: held(part, self.module, self.optimizer, self.ema) for part in wanted}
-        return sum(self._sleeper.sleep(part, of_part) for part, of_part in tensors.items())
+        return sum(self.sleeper.sleep(part, of_part) for part, of_part in tensors.items())
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts back, by default all, bit for bit; the bytes. What is awake stays."""
         flight.at("wake")
-        return sum(self._sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
+        return sum(self.sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
 
     def require_awake(self, *parts: Part) -> None:
         """RuntimeError where one of these parts is asleep."""

@@ -1,8 +1,8 @@
 """Giving a device's memory up for a while: parts of an engine wait in the host's memory, for something else to run.
 
-What moves is storages. Their bytes go to chunks of the host's memory (pinned where there is an accelerator), and they
-are shrunk to nothing in place, so that every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays
-what it was, and has its elements again after waking.
+What moves is storages. Their bytes go to chunks of the host's memory (host.py), and they are shrunk to nothing in
+place, so that every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays what it was, and has its
+elements again after waking.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from torch import Tensor, nn
 
 from weft.engine.ema import Ema
 from weft.engine.foreign import OnShards
+from weft.engine.host import HostPool, Loan
 from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = get_args(Part)
-CHUNK = 1 << 26  # bytes of host memory pinned at a time: a power of two, which torch would round it up to
-_ALIGNED = 512  # where a storage begins in a chunk
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Storages, and the chunks of host memory that their bytes lie in, one after the other."""
+    """Storages, and where their bytes lie in the host's memory."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
-    chunks: list[Tensor]
+    loan: Loan
 
     @property
     def bytes(self) -> int:
@@ -40,10 +39,12 @@ class _Waiting:
 class Sleeper:
     """What of one engine is asleep, and where it waits."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, storage: torch.device, beside: Sleeper | None = None) -> None:
+        """storage: where the engine's shards are. beside: of another engine of this process, whose pool serves both."""
+        shared = beside is not None and beside.pool.storage == storage
         self.device = device
+        self.pool: HostPool = beside.pool if beside is not None and shared else HostPool(storage)
         self._asleep: dict[Part, _Waiting] = {}
-        self._idle: dict[Part, list[Tensor]] = {}  # pinned chunks, kept for the next time: to pin memory is slow
 
     @property
     def asleep(self) -> dict[Part, int]:
@@ -52,11 +53,12 @@ class Sleeper:
 
     @torch.no_grad()
     def sleep(self, part: Part, tensors: Iterable[Tensor]) -> int:
-        """Move what these tensors hold on the device; the bytes. What is on the host already stays."""
+        """Move what these tensors hold on the device; the bytes. What is on the host already stays. A checkpoint that
+        is being written from the same memory is waited for."""
         assert part not in self._asleep, f"{part} are asleep"
         storages = _storages(tensors, self.device)
         sizes = [storage.nbytes() for storage in storages]
-        waiting = _Waiting(storages, sizes, self._chunks(part, sum(_padded(size) for size in sizes)))
+        waiting = _Waiting(storages, sizes, self.pool.take(sizes))
         for own, host in _pairs(waiting):
             host.copy_(own, non_blocking=True)
         self._synchronise()
@@ -77,15 +79,8 @@ class Sleeper:
         for own, host in _pairs(waiting):
             own.copy_(host, non_blocking=True)
         self._synchronise()
-        if self.device.type == "cuda":
-            self._idle[part] = waiting.chunks
+        self.pool.give(waiting.loan)
         return waiting.bytes
-
-    def _chunks(self, part: Part, size: int) -> list[Tensor]:
-        chunks, pin = self._idle.pop(part, []), self.device.type == "cuda"
-        wanted = -(-size // CHUNK)
-        del chunks[wanted:]
-        return chunks + [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pin) for _ in range(wanted - len(chunks))]
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -121,20 +116,12 @@ class Emptied:
 
 
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
-    """(bytes of a storage, their place in a chunk), as long as both go."""
-    place = 0
-    for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
+    """(bytes of a storage, their place on the host), as long as both go."""
+    for storage, pieces in zip(waiting.storages, waiting.loan.pieces, strict=True):
         own, done = _bytes_of(storage), 0
-        while done < size:
-            chunk, start = divmod(place + done, CHUNK)
-            count = min(size - done, CHUNK - start)
-            yield own[done : done + count], waiting.chunks[chunk][start : start + count]
-            done += count
-        place += _padded(size)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+        for piece in pieces:
+            yield own[done : done + len(piece)], piece
+            done += len(piece)
 
 
 def held(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.groups import describe_groups
+from weft.engine.sleep import Part
 from weft.models.load import LoadReport
 from weft.models.lora import describe
 from weft.observe.tables import (
@@ -37,7 +39,7 @@ from weft.observe.tables import (
 )
 from weft.ops.attention import EXACT, choose
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.memory import hint
+from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.versions import untested_versions
 
 
@@ -95,8 +97,11 @@ def _balancing(engine: Engine) -> str:
     return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
 
 
-def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
-    """The model and how it is laid out."""
+def print_model(
+    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
+) -> None:
+    """The model and how it is laid out. beside: further engines of these ranks; asleep: parts of all that sleep at
+    times."""
     say, built = Console(highlight=False, soft_wrap=True).print, engine.built
     for line in untested_versions():
         say(f"warning  {line}")
@@ -117,7 +122,10 @@ def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
     say(f"fsdp     {fsdp_line(engine)}")
     for line in update_lines(config):
         say(line)
-    say(f"memory   {engine.memory}; on this machine a rank has {byte_count(engine.room)}")
+    say(
+        f"memory   {engine.memory}; on this machine a rank has {byte_count(engine.room)}; "
+        f"{_host(config, [engine, *beside], asleep)}"
+    )
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         say(f"hint     {advice}")
@@ -125,6 +133,20 @@ def print_model(config: SftConfig | RlConfig, engine: Engine) -> None:
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
     show(optimizer_table(describe_groups(engine.module.named_parameters(remove_duplicate=False), config.optimizer)))
+
+
+def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
+    """What the engines of a rank keep on the host for a while."""
+    state = config.checkpoint.trainer_state != "none"
+    needs = []
+    for engine in engines:
+        adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
+        found = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
+        needs.append(found if engine.config.purpose == "train" else replace(found, saved=0))
+    pinned = ", pinned," if engines[0].storage.type == "cuda" else ""
+    return (
+        f"{byte_count(host_bytes(needs))} of the host's{pinned} for what is being saved{' or sleeps' if asleep else ''}"
+    )
 
 
 def _loaded(report: LoadReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,28 @@ def memory_needs(module: nn.Module, units: Sequence[Unit], precision: Precision,
         whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
         average=_held(trained) * average,
     )
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes of one engine that a rank keeps on the host for a while: saved, until the disk has them; asleep, while
+    something else has the device. replicas: ranks that hold the same, and share the writing."""
+
+    saved: int
+    asleep: int
+
+    @staticmethod
+    def of(needs: Needs, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
+        """adapters: only what is trained is saved. state: of the trainer, with the weights. parts: those that sleep."""
+        masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
+        moments = needs.optimizer + needs.average
+        slept = needs.weights * ("parameters" in parts) + moments * ("optimizer" in parts)
+        return HostNeeds((masters + moments * state) // replicas, slept)
+
+
+def host_bytes(engines: Sequence[HostNeeds]) -> int:
+    """Of the pool that the engines of a rank share (engine/host.py): what is saved and what sleeps take turns."""
+    return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
 
 
 def capacity(storage: torch.device, local_ranks: int) -> int:

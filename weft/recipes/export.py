@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.boxes import Box, overlap
 from weft.checkpoint.contents import DTYPES, exported
-from weft.checkpoint.export import WholeTensors, plan_export, prepare_export, write_export
+from weft.checkpoint.export import WholeTensors, export_alone, plan_export
 from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import commit, step_folder, whole_steps
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
@@ -90,12 +90,10 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
     plan = plan_export(Shapes(built), dtype)
     if built.load is not None:
         built.load.source.close()
-    prepare_export(plan, folder)
     kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
     names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
     with _weights(state, names) as weights:
-        written = write_export(plan, weights, folder)
-    assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
+        export_alone(plan, weights, folder)
 
 
 def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
@@ -106,9 +104,8 @@ def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None,
         for name, kept in names.items()
     }
     plan = plan_files(tensors, read_config(state.checkpoint), state.checkpoint)
-    prepare_export(plan, folder)
     with _weights(state, names) as weights:
-        write_export(plan, weights, folder)
+        export_alone(plan, weights, folder)
 
 
 @contextmanager

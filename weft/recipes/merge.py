@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.contents import DTYPES
-from weft.checkpoint.export import WholeTensors, copy_companions, plan_export, prepare_export, write_export
+from weft.checkpoint.export import WholeTensors, copy_companions, export_alone, plan_export
 from weft.checkpoint.files import TensorFile
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
@@ -51,12 +51,10 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
     copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
-    prepare_export(plan, folder)
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
-        written = write_export(plan, WholeTensors(names, _merged(load, lora, file, names)), folder)
+        export_alone(plan, WholeTensors(names, _merged(load, lora, file, names)), folder)
     load.source.close()
-    assert written == plan.bytes, f"{written} of {plan.bytes} bytes written"
 
 
 def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:

@@ -196,6 +196,7 @@ async def train(run: Run) -> None:
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
     progress = Progress(plan.steps, extra=("reward",))
     async with AsyncExitStack() as opened:
+        opened.push_async_exit(run.learners.ending)
         turns, sampling, evaluator = await prepare(run, opened)
         with recorder, StopSignals() as signals, progress:
             progress.notes(await begin(run, turns, sampling, evaluator, recorder))

@@ -182,6 +182,7 @@ def open_saver(
         constants(config, report.documents, report.digest, len(steps)),
         last=start.step,
         texts={} if template is None else {"chat_template.jinja": template},
+        timeout=config.train.timeout,
     )
 
 

@@ -147,7 +147,8 @@ class Aside:
         if last:
             fill_from(self.engine, read_state(critic_checkpoint(run, last)), self.config.train.seed, command="rl")
         (run / CRITIC).mkdir(exist_ok=True)
-        self.saver = Saver(self.engine, run / CRITIC, checkpoints_of(self.config), constants, last, command="rl")
+        kept, timeout = checkpoints_of(self.config), self.config.train.timeout
+        self.saver = Saver(self.engine, run / CRITIC, kept, constants, last, command="rl", timeout=timeout)
 
     def read_all(self, whose: Sequence[Who], samples: Sequence[Sample]) -> dict[Who, dict[int, Floats]]:
         """What it reads of the samples that this rank was dealt."""
@@ -177,6 +178,11 @@ class Aside:
         flight.at("save")
         self.saver.finish()
         return [f"critic: {text}" for text in self.saver.take_news()]
+
+    def ending(self, error: BaseException) -> None:
+        """As the trainers do."""
+        if self.saver is not None:
+            self.saver.end(error)
 
     def close(self) -> None:
         """Leave the process group."""

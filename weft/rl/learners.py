@@ -3,11 +3,15 @@ with ranks of their own (weft/rl/beside.py), which work at the same time."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
+from weft.errors import first_line
 from weft.rl.beside import CRITIC, Who, set_readings
 from weft.rl.parcel import Parcel
 from weft.rl.types import Sample
@@ -18,6 +22,7 @@ class Learners:
 
     def __init__(self, config: RlConfig, trainers: ActorGroup, asides: Mapping[Who, ActorGroup]) -> None:
         self.config, self._trainers, self._asides = config, trainers, asides
+        self._is_saving = False
 
     async def describe(self) -> str:
         """What the run's opening says of the models. The first call makes the ranks' engines, which is collective."""
@@ -68,13 +73,29 @@ class Learners:
     async def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
         """A checkpoint of what stands after this optimizer step; news of earlier ones."""
         earlier = (await self.finish())[1] if self._critics else []  # of the step before both are whole, then
+        self._is_saving = True
         news = await together([group.all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
 
     async def finish(self) -> tuple[str, list[str]]:
         """Wait for the last checkpoint: its folder, and news."""
         (saved, news), *others = [found[0] for found in await together([group.all("finish") for group in self._savers])]
+        self._is_saving = False
         return saved, [*news, *(text for own in others for text in own)]
+
+    async def ending(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """The run ends, with an error or not: a checkpoint that is being written is finished first, within
+        train.timeout, where the ranks are there to do so."""
+        if error is None or not self._is_saving:
+            return
+        finishing, timeout = asyncio.ensure_future(self.finish()), self.config.train.timeout
+        with suppress(Exception):  # it is the first error that is shown
+            if not (await asyncio.wait([finishing], timeout=1.0))[0]:
+                what = first_line(error) if isinstance(error, Exception) else type(error).__name__
+                text = f"ending   {what}: a checkpoint is being written, and finished first, within {timeout:g} s"
+                print(f"{text} (train.timeout)", file=sys.stderr, flush=True)
+            _, news = await asyncio.wait_for(finishing, timeout)
+            print(*news, sep="\n", file=sys.stderr, flush=True)
 
     async def close(self) -> None:
         """All ranks leave their process groups."""

@@ -54,6 +54,7 @@ from weft.rl.beside import (
 from weft.rl.documents import TrainedSamples
 from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
+from weft.rl.turns import sleeping_parts
 from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
@@ -98,7 +99,8 @@ class Trainer:
         """What the run's opening says of the model and how it is laid out."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            print_model(self.config, self.engine)
+            parts = sleeping_parts(self.config, self.engine.device.type)
+            print_model(self.config, self.engine, self._engines()[1:], parts)
             for line in opening_lines(self.config, self.reference, self.critic):
                 print(line)
         return text.getvalue()
@@ -127,7 +129,10 @@ class Trainer:
         texts = {} if template is None else {"chat_template.jinja": template}
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
-        self.saver = Saver(self.engine, run, kept, constants, last, texts=texts, others=others, command="rl")
+        self.saver = Saver(
+            self.engine, run, kept, constants, last, texts=texts, others=others, command="rl",
+            timeout=self.config.train.timeout,
+        )  # fmt: skip
         return notes
 
     # ------------------------------------------------------------ rollouts
@@ -270,6 +275,11 @@ class Trainer:
         assert self.saver is not None
         flight.at("save")
         return str(self.saver.finish()), self.saver.take_news()
+
+    def ending(self, error: BaseException) -> None:
+        """A call has failed on this rank: where it has on all, what is being saved is finished before they end."""
+        if self.saver is not None:
+            self.saver.end(error)
 
     def close(self) -> None:
         """Leave the process group."""

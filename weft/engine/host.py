@@ -1,0 +1,140 @@
+"""Memory of the host for what an engine's device holds: of parts that sleep (sleep.py), and of what is being saved
+(checkpoint/contents.py). The engines of a process share one pool, in which both take turns.
+
+It is made of chunks of one size, a power of two, because torch would round each pinned allocation up to one. What is
+longer than a chunk, or begins at its end, lies over several.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from weft.observe import flight
+
+CHUNK = 1 << 26  # bytes
+_ALIGNED = 512  # bytes: where everything begins; a chunk is a multiple
+
+
+@dataclass(eq=False)
+class Loan:
+    """Chunks that somebody has. pieces: of each size that was asked for, its bytes, uint8, one after the other."""
+
+    chunks: list[Tensor]
+    pieces: list[list[Tensor]]
+    by_writer: bool
+
+
+class HostPool:
+    """Chunks of memory, pinned where tensors are kept on an accelerator. What is given back stays: to pin memory is
+    slow. So a process has as many as were ever lent at once."""
+
+    def __init__(self, storage: torch.device) -> None:
+        """storage: where the tensors are."""
+        self.storage, self.pinned = storage, storage.type == "cuda"
+        self._idle: list[Tensor] = []
+        self._writers = 0  # loans that a thread will give back, whatever the others do
+        self._changed = threading.Condition()
+        self.bytes = 0  # of all chunks
+
+    def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Loan:
+        """Room for something of each of these sizes, in bytes.
+
+        by_writer: a thread that writes it to the disk gives it back. Others wait for that, rather than take more.
+        """
+        wanted = -(-sum(map(_padded, sizes)) // CHUNK)
+        with self._changed:
+            if wanted > len(self._idle) and self._writers and not by_writer:
+                flight.at("save")
+                self._changed.wait_for(lambda: wanted <= len(self._idle) or not self._writers)
+                flight.at("sleep")
+            chunks, self._idle = self._idle[:wanted], self._idle[wanted:]
+            self._writers += by_writer
+            for _ in range(wanted - len(chunks)):
+                chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.pinned))
+                self.bytes += CHUNK
+        return Loan(chunks, list(_cut(chunks, sizes)), by_writer)
+
+    def give(self, loan: Loan) -> None:
+        """Take a loan back; once is enough."""
+        with self._changed:
+            self._idle += loan.chunks
+            self._writers -= loan.by_writer
+            loan.chunks, loan.pieces, loan.by_writer = [], [], False
+            self._changed.notify_all()
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _cut(chunks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+    place = 0
+    for size in sizes:
+        pieces, done = [], 0
+        while done < size:
+            chunk, start = divmod(place + done, CHUNK)
+            count = min(size - done, CHUNK - start)
+            pieces.append(chunks[chunk][start : start + count])
+            done += count
+        yield pieces
+        place += _padded(size)
+
+
+@dataclass(frozen=True, eq=False)
+class HostTensor:
+    """A tensor whose bytes lie in pieces of the host's memory, row-major."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Tensor]
+
+    @staticmethod
+    def of(tensor: Tensor) -> HostTensor:
+        """One that is on the CPU, as it is."""
+        return HostTensor(tuple(tensor.shape), tensor.dtype, [flat_bytes(tensor)])
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def meta(self) -> Tensor:
+        """Its shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy a tensor of the same shape and dtype into the pieces; from an accelerator without waiting for it."""
+        source, done = flat_bytes(tensor), 0
+        for piece in self.pieces:
+            piece.copy_(source[done : done + len(piece)], non_blocking=True)
+            done += len(piece)
+
+    def flat(self) -> Iterator[Tensor]:
+        """Its elements, piece after piece."""
+        return (piece.view(self.dtype) for piece in self.pieces)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """A box of it: a view where its rows lie in one piece, else a copy."""
+        first, end = (index[0].start, index[0].stop) if index else (0, 1)
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        rows = self._bytes(first * row, end * row).view(self.dtype).reshape(end - first, *self.shape[1:])
+        return rows[(slice(None), *index[1:])] if index else rows.reshape(())
+
+    def _bytes(self, first: int, end: int) -> Tensor:
+        found, place = [], 0
+        for piece in self.pieces:
+            start, stop = max(first - place, 0), min(end - place, len(piece))
+            if start < stop:
+                found.append(piece[start:stop])
+            place += len(piece)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """[bytes] uint8 of a tensor, without a copy where it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
