@@ -6,6 +6,7 @@ lay there before.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,11 @@ from tests.cases import open_engine, saved_model, world_of
 from tests.test_sync import KEY, REQUESTS, VERSIONS, EngineProcess, _change, fresh
 from weft.checkpoint.export import save_huggingface
 from weft.cluster.machine import free_port
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.rl.served_pool import open_engines
+from weft.rl.trainer import Devices
 from weft.rollout.standalone import Standalone
 from weft.rollout.sync import wire
 from weft.rollout.sync.planes import SLOTS
@@ -33,7 +38,8 @@ DTYPE = torch.float32
 
 
 class FileMemory:
-    """In place of wire.DeviceMemory. device: what this process's is called. shared, opened, waited: how often that was done."""
+    """In place of wire.DeviceMemory. device: what this process's is called. shared, opened, waited: how often that
+    was done."""
 
     def __init__(self, device: str, folder: str = "") -> None:
         self.device, self.folder, self.shared, self.opened, self.waited = device, folder, 0, 0, 0
@@ -202,6 +208,57 @@ def alone(path: str, folder: str, port: int) -> None:
 
     with join("cpu"):
         send_twice(path, folder, port)
+
+
+# ---------------------------------------------------------------- who sees which device
+
+
+class Actors:
+    """Stands for a group of actors: answers by method, and what it was asked."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers, self.asked = answers, dict[str, tuple[Any, ...]]()
+
+    def __len__(self) -> int:
+        return 2
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        self.asked[method] = args
+        return self.answers[method]
+
+    async def one(self, number: int, method: str, *args: Any) -> None:
+        self.asked[f"{method} {number}"] = args
+
+
+def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
+    """(trainers, engines) after open_engines; four trainer ranks, each with a device."""
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    given = [
+        "model.path=org/name",
+        f"data.path={tmp_path}/data.jsonl",
+        "rl.reward=[a:b]",
+        "cluster.placement=colocated",
+    ]
+    config = load_config([], [*given, *words], RlConfig)
+    trainers = Actors(devices=[Devices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
+    engines = Actors(host=["here", "here"], devices=[["device-0", "device-1"], ["device-1", "device-0"]])
+    asyncio.run(open_engines(config, trainers, engines, tmp_path, "bf16"))  # type: ignore[arg-type]
+    return trainers, engines
+
+
+def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
+    trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.engines=2")
+    hosts, workers, seen = trainers.asked["open_sync"]
+    assert (list(hosts), workers) == (["hf-0", "hf-1"], 1)
+    assert seen == {"hf-0": ["device-0", "device-1"], "hf-1": ["device-1", "device-0"]}
+
+
+def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:
+    trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.engines=2", "rollout.tp=2")
+    hosts, workers, seen = trainers.asked["open_sync"]
+    assert (list(hosts), workers) == (["vllm-0", "vllm-1"], 2)
+    assert seen == {"vllm-0": ["device-0", "device-1"], "vllm-1": ["device-2", "device-3"]}
+    assert [engines.asked[f"start {n}"][-1] for n in (0, 1)] == ["0,1", "2,3"]
 
 
 # ---------------------------------------------------------------- where it is not possible
