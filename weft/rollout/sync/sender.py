@@ -273,7 +273,8 @@ class Sender:
             return
         if isinstance(memories, DeviceSlots):
             desk.post(number, rows, memories.finish(number))
-        elif isinstance(memories, Slots):
+        elif transport == "shared":
+            assert isinstance(memories, Slots)
             desk.post(number, rows, {"path": memories.path(number)})
         else:
             desk.post(number, rows, {"bytes": rows[-1].end})
