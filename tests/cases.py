@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 
 from tests.zoo import tiny_config
+from weft.cluster.options import Device
 from weft.cluster.process import join
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.engine import Engine, EngineConfig
@@ -68,6 +70,7 @@ def open_engine(
     value_head: Literal["zeros", "normal"] | None = None,
     replay: bool = True,
     beside: Engine | None = None,
+    device: Device = "cpu",
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -87,19 +90,21 @@ def open_engine(
             value_head=value_head,
             replay=replay,
         ),
-        join("cpu"),
+        join(device),
         beside=beside,
     )
 
 
-def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> Verdict | None:
-    """The verdict of `weft verify`'s own function on this mesh; on rank 0."""
+def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu") -> Verdict | None:
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU."""
     with mock.patch.object(harness, "expect", expect_once):
-        return harness.verify(open_engine(path, mesh, **sections), path, awkward_steps(128), [1e-3] * 3)
+        engine = open_engine(path, mesh, device=device, **sections)
+        return harness.verify(engine, path, awkward_steps(128), [1e-3] * 3)
 
 
 def expect_once(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
     """What one plain process computes is the same for every mesh. An adapter's folder is another one each time."""
+    trainer = replace(trainer, device="cpu")
     key = repr((trainer, steps, facts))
     if trainer.adapter is not None or key not in _expected:
         _expected[key] = expect(trainer, steps, facts)

@@ -18,7 +18,7 @@ from tests.cases import MESHES, world_of
 from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
-from weft.cluster.options import SftOptions
+from weft.cluster.options import Device, SftOptions
 from weft.config import schema
 from weft.engine.engine import Engine
 from weft.models import hf
@@ -94,8 +94,9 @@ def process(
 
 
 def attempt(
-    home: str, folder: str, mesh: str, resume: bool, steps: int | None, sections: Sections, plant: str | None
-) -> list[float]:
+    home: str, folder: str, mesh: str, resume: bool, steps: int | None, sections: Sections, plant: str | None,
+    device: Device = "cpu",
+) -> list[float]:  # fmt: skip
     """One process of a run, on one rank: it ends after so many steps of its own, in the next one before the update.
 
     Returns what the rank drew at random after each step.
@@ -115,7 +116,7 @@ def attempt(
 
     original_meet, original_apply = sft.meet, Engine.apply
     config = config_of(Path(home), Path(folder), mesh, sections)
-    options = SftOptions(device="cpu", resume=folder if resume else None)
+    options = SftOptions(device=device, resume=folder if resume else None)
     with (
         mock.patch.object(sft, "meet", meet),
         mock.patch.object(Engine, "apply", apply),

@@ -91,6 +91,15 @@ def test_what_cannot_be_colocated_is_refused(words: list[str], message: str) -> 
         settle(asked, RlOptions(device="cuda", world=4), LONG, never)
 
 
+def test_memory_of_a_device_takes_one_that_both_have() -> None:
+    gpu, wanted = RlOptions(device="cuda", world=2), ("rollout.engine=hf", "rollout.transport=ipc")
+    settled = settle(config("cluster.placement=colocated", *wanted), gpu, LONG, never)
+    assert settled.config.rollout.transport == "ipc"
+    for placement, options in (("disaggregated", gpu), ("colocated", RlOptions(world=2))):
+        with pytest.raises(UserError, match=f"with cluster.placement={placement} on .* set rollout.transport=auto"):
+            settle(config(f"cluster.placement={placement}", *wanted), options, LONG, never)
+
+
 def test_what_actors_ask_of_a_cluster() -> None:
     """Not run on GPUs: what Ray is asked for there."""
     gpu, options = Bundle(gpus=1.0), RlOptions(device="cuda", world=4)

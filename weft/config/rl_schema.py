@@ -189,10 +189,10 @@ class RolloutConfig:
         "the same seeds.",
         "continue",
     )
-    transport: Literal["auto", "shared", "group", "files"] = key(
-        "How weights get to engines of their own: `shared` memory of their host, a process `group` (NCCL, or gloo on "
-        "CPU), or `files` in RUN/sync, on a file system that all see; `auto`: shared memory where a trainer rank is on "
-        "the engine's host, else a group (docs/weight-sync.md).",
+    transport: Literal["auto", "ipc", "shared", "group", "files"] = key(
+        "How weights get to engines of their own: memory of the CUDA device that they share with a trainer rank "
+        "(`ipc`), `shared` memory of their host, a process `group` (NCCL, or gloo on CPU), or `files` in RUN/sync, on "
+        "a file system that all see; `auto`: the first of these that serves, but no files (docs/weight-sync.md).",
         "auto",
     )
     bucket_mb: int = key(

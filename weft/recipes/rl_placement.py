@@ -89,6 +89,11 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
     """The config with this placement, and as many engines as rollout.engines leaves open."""
     rollout, world, gpu = config.rollout, options.world, options.device == "cuda"
     engines = rollout.engines or 1
+    if rollout.transport == "ipc" and not (placement == "colocated" and gpu):
+        raise UserError(
+            "rollout.transport is ipc, which is memory of a CUDA device that trainers and engines share, and with "
+            f"cluster.placement={placement} on {'CUDA' if gpu else 'CPU'} they share none: set rollout.transport=auto."
+        )
     if placement == "colocated" and gpu:
         if world % rollout.tp:
             raise UserError(

@@ -98,21 +98,22 @@ async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
         await standalone.all("check", Path(config.model.path).expanduser().is_dir())
 
 
-async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server: colocated, those of the rollout.tp ranks in whose place it generates; None:
-    what Ray gives to it. UserError where these ranks are on several hosts."""
+async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tuple[str | None, list[str]]]:
+    """(CUDA_VISIBLE_DEVICES, UUIDs) of each server: colocated, those of the rollout.tp ranks in whose place it
+    generates; (None, []): what Ray gives to it. UserError where these ranks are on several hosts."""
     if config.cluster.placement != "colocated":
-        return [None] * config.rollout.count
+        return [(None, [])] * config.rollout.count
     tp, found = config.rollout.tp, await trainers.all("devices")
-    devices: list[str | None] = []
+    devices: list[tuple[str | None, list[str]]] = []
     for number in range(config.rollout.count):
         own = found[number * tp : (number + 1) * tp]
-        if len({host for host, _ in own}) > 1:
+        if len({one.host for one in own}) > 1:
             raise UserError(
                 f"rollout.tp is {tp}, but trainer ranks {number * tp} to {number * tp + tp - 1}, whose devices an "
                 "engine is to have (cluster.placement=colocated), are on several hosts: set rollout.tp to fewer."
             )
-        devices.append(",".join(device for _, device in own if device) or None)
+        visible = ",".join(one.visible for one in own if one.visible) or None
+        devices.append((visible, [uuid for one in own for uuid in one.uuids]))
     return devices
 
 
@@ -132,18 +133,20 @@ async def open_engines(
     assert standalone is not None
     if config.rollout.engine == "hf":
         hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
-        tickets = (await trainers.all("open_sync", hosts, 1))[0]
+        seen = dict(zip(hosts, await standalone.all("devices"), strict=True))
+        tickets = (await trainers.all("open_sync", hosts, 1, seen))[0]
         return StandalonePool(standalone, trainers, tickets, keep=config.rollout.unfinished == "continue")
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.all("host"), strict=True)) if takes else {}
-    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp))[0]
+    devices = await devices_of_trainers(config, trainers)
+    seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # no hosts where none takes tensors
+    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp, seen))[0]
     run = run.absolute()
     pool = ServedPool(standalone, trainers, tickets, run / "engines")
     try:
-        devices = await devices_of_trainers(config, trainers)
         if parts:
             await trainers.all("sleep", list(parts))
-        starting = [standalone.one(n, "start", str(run), compute, own) for n, own in enumerate(devices)]
+        starting = [standalone.one(n, "start", str(run), compute, own) for n, (own, _) in enumerate(devices)]
         await together(starting)
     except BaseException:
         await pool.close()

@@ -59,7 +59,7 @@ from weft.rl.types import Floats, Sample
 from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.rollout.sync.sender import Receiver, Sender, options_of
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.wire import SyncError, Ticket, device_memory
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class Updated:
 
     line: dict[str, object]
     old: dict[int, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a rank has: its host's name, CUDA_VISIBLE_DEVICES, and the UUID of its device, or nothing on a CPU."""
+
+    host: str
+    visible: str
+    uuids: list[str]
 
 
 class Trainer:
@@ -179,16 +188,19 @@ class Trainer:
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
 
-    def devices(self) -> tuple[str, str]:
-        """(host, CUDA_VISIBLE_DEVICES) of this rank."""
-        return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def devices(self) -> Devices:
+        """Those of this rank."""
+        uuids = device_memory.devices(self.engine.device)
+        return Devices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
 
-    def open_sync(self, hosts: Mapping[str, str], workers: int) -> dict[str, list[Ticket]]:
+    def open_sync(
+        self, hosts: Mapping[str, str], workers: int, devices: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, list[Ticket]]:
         """Get ready to send weights to engines of their own: each one's tickets. hosts: address of each one's machine,
-        by its name. workers: of one."""
+        by its name. workers: of one. devices: UUIDs of those that each sees."""
         assert self.folder is not None, "open_run comes first"
-        adapters = self.engine.lora is not None
-        receivers = [Receiver(name, host, workers, adapters) for name, host in hosts.items()]
+        adapters, seen = self.engine.lora is not None, devices or {}
+        receivers = [Receiver(name, host, workers, adapters, seen.get(name, ())) for name, host in hosts.items()]
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return self.sender.tickets
 

@@ -25,7 +25,17 @@ from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator
-from weft.rollout.sync.wire import Delivery, Entry, Part, SyncError, Ticket, as_torch, check_manifest, checksum
+from weft.rollout.sync.wire import (
+    Delivery,
+    Entry,
+    Part,
+    SyncError,
+    Ticket,
+    as_torch,
+    check_manifest,
+    checksum,
+    device_memory,
+)
 
 Finished = dict[int, list[Completion]]
 
@@ -60,6 +70,10 @@ class Standalone:
     def host(self) -> str:
         """Address of the machine that it runs on."""
         return own_address()
+
+    def devices(self) -> list[str]:
+        """UUIDs of the CUDA devices that it sees, its own first."""
+        return device_memory.devices(self.device)
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None

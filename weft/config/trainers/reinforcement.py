@@ -61,7 +61,7 @@ _READING = (
 )
 _CRITIC_LR = "say `critic.lr`."
 _VALUE_CLIP = "say `critic.clip`."
-_TRANSPORT = "say `rollout.transport`: auto, shared, group or files."
+_TRANSPORT = "say `rollout.transport`: auto, ipc, shared, group or files."
 _BUCKET = "say `rollout.bucket_mb`."
 _REFERENCE_ROWS = "say `reference.max_tokens_per_device`, tokens of one forward."
 _REFERENCE_OFFLOAD = "say `reference.cpu_offload`."

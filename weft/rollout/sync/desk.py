@@ -25,6 +25,7 @@ class Link:
     has: int | None
     base: bool
     joined: str | None
+    mapped: str | None
 
 
 class Desk:
@@ -77,7 +78,7 @@ class Desk:
         if hello["version"] != version:
             raise SyncError(f"{ticket.name} asks for version {hello['version']}, and version {version} is being sent")
         del missing[who]
-        return Link(channel, *who, hello["has"], bool(hello["base"]), hello["joined"])
+        return Link(channel, *who, hello["has"], bool(hello["base"]), hello["joined"], hello["mapped"])
 
     def begin(self, content: Content, version: int, planes: Sequence[Mapping[str, Any]], verify: bool) -> None:
         """planes: what each active link needs to know of how buckets come."""
@@ -89,7 +90,7 @@ class Desk:
             )  # fmt: skip
 
     def post(self, number: int, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
-        """A bucket is there. where: path or bytes of it."""
+        """A bucket is there. where: path, bytes or slot of it."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
         for link in self.active:
             link.channel.write(bucket=number, rows=table, **where)

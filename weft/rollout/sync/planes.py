@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import UserError
+from weft.errors import UserError, first_line
+from weft.rollout.sync import wire
 from weft.rollout.sync.desk import Link
 from weft.rollout.sync.wire import SyncError, broadcast, join_group, open_store
 
@@ -99,6 +100,57 @@ def _remove_stale() -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
+
+
+class Own:
+    """Bucket memories on the device of a rank that sends; nothing on others."""
+
+    def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
+        """room: bytes of each; size: at which a bucket is full. UserError where memory is short."""
+        self.size = size
+        try:
+            self._memories = [wire.device_memory.allocate(room, device) for _ in range(SLOTS if leads else 0)]
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"{device} has no room for the {SLOTS} buckets of {room / 1e6:.0f} MB that a sync needs: set "
+                f"rollout.bucket_mb lower (a bucket holds at least the largest tensor). {first_line(error)}"
+            ) from error
+
+    def memory(self, number: int) -> Tensor | None:
+        """Of bucket `number`: slots are used in turn."""
+        return self._memories[number % SLOTS] if self._memories else None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memories = []
+
+
+class DeviceSlots(Own):
+    """Bucket memories that engines on the same device, or one that they see, map (CUDA IPC); they stay mapped."""
+
+    def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
+        super().__init__(room, size, device, leads)
+        self._id = secrets.token_hex(8)
+
+    def describe(self, links: Sequence[Link]) -> list[dict[str, Any]]:
+        """What each link must know to map them, where it has not. SyncError where they cannot be shared."""
+        return [{"kind": "ipc", "id": self._id, "handles": self._handles(link)} for link in links]
+
+    def _handles(self, link: Link) -> list[dict[str, Any]]:
+        if link.mapped == self._id:
+            return []
+        try:
+            return [wire.device_memory.share(memory) for memory in self._memories]
+        except RuntimeError as error:
+            raise SyncError(
+                f"memory of this device cannot be shared with {link.name} (CUDA IPC): {first_line(error)}. Where this "
+                "machine does not allow it, set rollout.transport=shared"
+            ) from error
+
+    def finish(self, number: int) -> dict[str, Any]:
+        """Wait until bucket `number` is written; where it is."""
+        wire.device_memory.wait(self._memories[number % SLOTS])
+        return {"slot": number % SLOTS}
 
 
 class Group:

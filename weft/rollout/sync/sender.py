@@ -27,13 +27,14 @@ from weft.errors import UserError
 from weft.observe import flight
 from weft.rollout.base import Synced
 from weft.rollout.sync import content as contents
+from weft.rollout.sync import wire
 from weft.rollout.sync.content import Buckets, Content, Plan, Row
 from weft.rollout.sync.desk import Desk
-from weft.rollout.sync.planes import SLOTS, Group, Slots
+from weft.rollout.sync.planes import SLOTS, DeviceSlots, Group, Own, Slots
 from weft.rollout.sync.wire import SyncError, Ticket, checksum
 
 T = TypeVar("T")
-Transport = Literal["shared", "group", "files"]
+Transport = Literal["ipc", "shared", "group", "files"]
 AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are written and agreed on
 
 
@@ -41,22 +42,23 @@ AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are wri
 class Receiver:
     """An engine that is to get weights. host: address of the machine whose shared memory it sees, as own_address() says
     there; None for the first rank's. workers: processes that each take all tensors. adapters: whether it takes those
-    alone."""
+    alone. devices: UUIDs of the CUDA devices that its workers see (wire.DeviceMemory), its own first."""
 
     name: str
     host: str | None = None
     workers: int = 1
     adapters: bool = False
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """transport: auto is shared memory for engines on a host of the trainer's, else a process group. bucket_bytes: of
-    what is on its way at once. verify_every: syncs from one whose values are read back to the next; 0: only an
-    engine's first. timeout: seconds of any one wait. folder: where `files` puts them. dtype: of the engines' weights;
-    None for the trainer's compute dtype."""
+    """transport: auto is memory of the device for engines that see a trainer rank's, shared memory for others on a host
+    of the trainer's, else a process group. bucket_bytes: of what is on its way at once. verify_every: syncs from one
+    whose values are read back to the next; 0: only an engine's first. timeout: seconds of any one wait. folder: where
+    `files` puts them. dtype: of the engines' weights; None for the trainer's compute dtype."""
 
-    transport: Literal["auto", "shared", "group", "files"] = "auto"
+    transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
     verify_every: int = 20
     timeout: float = 120.0
@@ -92,15 +94,17 @@ class Sender:
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
-        everyone = self._gather((address, key or secrets.token_hex(16), secrets.token_hex(8)))
-        self._hosts = [host for host, _, _ in everyone]
-        _, self._key, self._slots = everyone[0]  # slots: in the names of shared memory; no other sender ever has it
+        own = wire.device_memory.devices(engine.device)[:1]
+        everyone = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
+        self._hosts = [host for host, *_ in everyone]
+        self._devices = [device for _, device, *_ in everyone]  # of each rank: its UUID, or nothing
+        *_, self._key, self._slots = everyone[0]  # slots: in the names of shared memory; no other sender ever has it
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.desk = Desk(address, 0 if self._rank else port, self.options.timeout) if leads else None
         places = self._gather((address, self.desk.port if self.desk else 0))
         self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
-        self._memories: dict[Transport, Slots | _Own] = {}
+        self._memories: dict[Transport, Slots | Own] = {}
         self._plans: dict[tuple[str, Transport], Plan] = {}
         self._group = Group(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
@@ -125,7 +129,7 @@ class Sender:
         return Synced(version, tensors, total, seconds, extra)
 
     def close(self) -> None:
-        """Give shared memory back, remove files that were sent, and listen no more."""
+        """Give memory of buckets back, remove files that were sent, and listen no more."""
         if self._folder is not None and self.engine.ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
         for memories in self._memories.values():
@@ -141,6 +145,15 @@ class Sender:
         host, wanted = receiver.host or self._hosts[0], self.options.transport
         if wanted == "files":
             return "files", 0
+        if wanted in ("auto", "ipc"):
+            rank = self._rank_on_device(receiver, host)
+            if rank is not None:
+                return "ipc", rank
+        if wanted == "ipc":
+            raise UserError(
+                f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (rollout engines have "
+                "those with cluster.placement=colocated): set rollout.transport=auto."
+            )
         if wanted == "group" or (wanted == "auto" and host not in self._hosts):
             return "group", 0
         if host not in self._hosts:
@@ -149,6 +162,12 @@ class Sender:
                 f"{', '.join(sorted(set(self._hosts)))}): set rollout.transport=auto."
             )
         return "shared", self._hosts.index(host)
+
+    def _rank_on_device(self, receiver: Receiver, host: str) -> int | None:
+        """The rank whose device an engine has; else one whose device it sees."""
+        places = [(self._hosts[rank], *own) for rank, own in enumerate(self._devices)]
+        wanted = [(host, device) for device in receiver.devices]
+        return next((places.index(place) for place in wanted if place in places), None)
 
     def _tickets_of(self, receiver: Receiver, places: Sequence[tuple[str, int]]) -> list[Ticket]:
         address, port = places[self._routes[receiver.name][1]]
@@ -237,7 +256,11 @@ class Sender:
         return self._plans[content.kind, transport].write(self.engine, memories)
 
     def _begin(self, desk: Desk, content: Content, transport: Transport, version: int, verify: bool) -> None:
-        if transport != "group":
+        if transport == "ipc":
+            memories = self._memories[transport]
+            assert isinstance(memories, DeviceSlots)
+            desk.begin(content, version, memories.describe(desk.active), verify)
+        elif transport != "group":
             desk.begin(content, version, [{"kind": transport}] * len(desk.active), verify)
         elif desk.active:
             desk.begin(content, version, self._group.describe(desk.active), verify)
@@ -248,7 +271,9 @@ class Sender:
         memory = memories.memory(number)
         if memory is None or not desk.active:
             return
-        if transport == "shared":
+        if isinstance(memories, DeviceSlots):
+            desk.post(number, rows, memories.finish(number))
+        elif transport == "shared":
             assert isinstance(memories, Slots)
             desk.post(number, rows, {"path": memories.path(number)})
         else:
@@ -287,25 +312,33 @@ class Sender:
 
     def _on_one_host(self, transport: Transport) -> bool:
         """Whether all ranks can write to the memory that is sent from."""
+        if transport == "ipc":
+            return self._world == 1
         return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
 
-    def _open(self, transport: Transport) -> Slots | _Own:
+    def _open(self, transport: Transport) -> Slots | Own:
         """The memories of buckets; kept from the first sync on."""
         if transport not in self._memories:
             full = self.options.bucket_bytes // SLOTS
             needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
             room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
-            name, leads = f"{self._slots}-{transport}", bool(self._mine(transport))
-            made: Slots | _Own | None = None
-            if self._on_one_host(transport) or transport == "shared":
-                owner = 0 if self._on_one_host(transport) else self._rank
-                if leads:
-                    made = self._attempt(Slots, name, owner, room, full, True)
+            if transport == "shared" or (transport == "group" and self._on_one_host(transport)):
+                made: Slots | Own | None = self._open_shared(transport, room, full)
+            else:
+                kind = DeviceSlots if transport == "ipc" else Own
+                made = self._attempt(kind, room, full, self.engine.device, bool(self._mine(transport)))
                 self._agree()
-                if made is None and self._on_one_host(transport):
-                    made = Slots(name, owner, room, full, False)
-            self._memories[transport] = made or _Own(room, full, self.engine.device, leads)
+            self._memories[transport] = made or Own(room, full, self.engine.device, False)
         return self._memories[transport]
+
+    def _open_shared(self, transport: Transport, room: int, full: int) -> Slots | None:
+        """Shared memory of the host: of all its ranks or, where there are several hosts, of the rank that sends."""
+        together = self._on_one_host(transport)
+        name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
+        if self._mine(transport):
+            made = self._attempt(Slots, name, owner, room, full, True)
+        self._agree()
+        return Slots(name, owner, room, full, False) if made is None and together else made
 
     # ------------------------------------------------------------ all ranks alike
 
@@ -354,20 +387,6 @@ class Sender:
 
 
 def _nothing() -> None: ...
-
-
-class _Own:
-    """Bucket memories of a sending rank itself; nothing on others."""
-
-    def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
-        self.size = size
-        self._memories = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(SLOTS if leads else 0)]
-
-    def memory(self, number: int) -> Tensor | None:
-        return self._memories[number % SLOTS] if self._memories else None
-
-    def close(self) -> None:
-        self._memories = []
 
 
 def _sums(rows: Iterable[Row], memory: Tensor | None) -> dict[str, int]:

@@ -1,16 +1,16 @@
 """What passes between the trainer ranks and a rollout engine when weights are synced, and the engine's end of it.
 
 This file is loaded inside the processes of other engines (vLLM's workers), by its path: it imports nothing of weft, and
-torch only where tensors travel through one of its process groups.
+torch only where tensors travel through one of its process groups, or lie on a device.
 
 The sender listens; every worker of every engine connects with its ticket, and both talk in JSON messages, each behind
-its length in 4 bytes. Tensors do not pass through this connection but through memory that both map, through a process
-group, or through files, a bucket at a time:
+its length in 4 bytes. Tensors do not pass through this connection but through memory that both map, of the host or of
+a device, through a process group, or through files, a bucket at a time:
 
     engine                                    sender
-    {hello, key, name, member, version, has, base, joined}
+    {hello, key, name, member, version, has, base, joined, mapped}
                                               {begin: kind, version, verify, plane, manifest, adapter}
-                                              {bucket: k, path | bytes, rows: [[name, dtype, shape, offset, length]]}
+                                              {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets: two are on their way at once
                                               {end: buckets}
     {received: {name: sum}, placed: {..}}     compared with what was sent
@@ -24,6 +24,7 @@ with. Every wait ends with an error after the ticket's timeout.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import mmap
@@ -41,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 1
+PROTOCOL = 2
 WIDTHS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -155,12 +156,14 @@ class Channel:
         self.socket, self.peer, self.timeout = connection, peer, timeout
 
     def write(self, **message: Any) -> None:
-        """SyncError where the other end is gone, or takes nothing for too long."""
+        """SyncError where the other end is gone, with what it said before it left, or takes nothing for too long."""
         text = json.dumps(message).encode()
         try:
             self.socket.sendall(len(text).to_bytes(4, "big") + text)
         except OSError as error:
             late = isinstance(error, TimeoutError)
+            if not late and (said := self._last_words()):
+                raise SyncError(said) from error
             raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
 
     def read(self, what: str, *expected: str) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class Channel:
         SyncError where the other end says so, is gone, or says nothing for too long.
         """
         try:
-            message = json.loads(self._exactly(int.from_bytes(self._exactly(4), "big")))
+            message = self._message()
         except (OSError, ValueError) as error:
             text = f"{self.peer} was waited for, for {what}: {_reason(error, self.timeout)}"
             raise SyncError(text, isinstance(error, TimeoutError)) from error
@@ -177,11 +180,23 @@ class Channel:
             raise SyncError(str(message["error"]))
         if not any(key in message for key in expected):
             raise SyncError(f"{self.peer} was waited for, for {what}, and said {', '.join(message)}")
-        return dict(message)
+        return message
 
     def close(self) -> None:
         """End the connection."""
         self.socket.close()
+
+    def _last_words(self) -> str:
+        """The error that came before the other end left, if one did; what it said before that is passed over."""
+        with suppress(OSError, ValueError):
+            while True:
+                message = self._message()
+                if "error" in message:
+                    return str(message["error"])
+        return ""
+
+    def _message(self) -> dict[str, Any]:
+        return dict(json.loads(self._exactly(int.from_bytes(self._exactly(4), "big"))))
 
     def _exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -268,7 +283,8 @@ class Delivery:
         self.channel = Channel(_connect(ticket, version), peer, ticket.timeout)
         who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
         joined = None if _Grouped.joined is None else _Grouped.joined[0]
-        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, **who)
+        mapped = None if _OnDevice.mapped is None else _OnDevice.mapped[0]
+        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who)
 
     def parts(self) -> Iterator[Part]:
         """Each is to be taken whole and finished before the next: weights, or an adapter, after its base if need be."""
@@ -329,8 +345,11 @@ class Part:
             )
 
     def tensors(self) -> Iterator[tuple[Entry, Bytes]]:
-        """Every tensor with its bytes (of a group on CUDA: a uint8 tensor there), which stay only until the next one is
-        asked for. SyncError, naming it, for one that is not as the manifest says, and at the end for those missing."""
+        """Every tensor with its bytes (on CUDA: a uint8 tensor there), which stay only until the next one is asked for.
+
+        Of a device's memory, what was begun with them by then is waited for. SyncError, naming it, for one that is not
+        as the manifest says, and at the end for those missing.
+        """
         checklist = Checklist(self.manifest, self.version)
         while True:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
@@ -346,6 +365,7 @@ class Part:
                 if self.verify:
                     self.received[name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
                 yield entry, data
+            self._plane.release()
             del memory
             self._channel.write(took=message["bucket"])
         checklist.complete()
@@ -397,6 +417,9 @@ class _Mapped:
             _mapped[path] = memory
         return memory
 
+    def release(self) -> None:
+        """What reads such memory has read it when it returns."""
+
 
 class _Grouped:
     """Buckets through a process group of the sender (its rank 0) and every worker that takes part."""
@@ -428,8 +451,102 @@ class _Grouped:
             raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
         return memory if self._backend == "nccl" else memory.numpy()
 
+    def release(self) -> None:
+        """The next broadcast into it is behind what reads it, on the same device."""
 
-_planes: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped}
+
+class _OnDevice:
+    """Buckets in memory of the sender's device: a few that are used in turn."""
+
+    mapped: tuple[str, list[Any]] | None = None  # (id, memories), kept between syncs
+
+    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
+        if _OnDevice.mapped is None or _OnDevice.mapped[0] != plane["id"]:
+            _OnDevice.mapped = None  # the memory of a sender that is gone, which it could not be given back before
+            _OnDevice.mapped = plane["id"], [_opened(handle, ticket) for handle in plane["handles"]]
+        self._memories = _OnDevice.mapped[1]
+        self._taken: Any = None
+
+    def take(self, message: Mapping[str, Any]) -> Any:
+        """The bytes of a bucket, on the device."""
+        self._taken = self._memories[message["slot"]]
+        return self._taken
+
+    def release(self) -> None:
+        """Wait until the device has read the bucket, because the sender is going to write to it."""
+        device_memory.wait(self._taken)
+
+
+_planes: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped, "ipc": _OnDevice}
+
+
+def _opened(handle: Mapping[str, Any], ticket: Ticket) -> Any:
+    try:
+        return device_memory.open(handle)
+    except (RuntimeError, ValueError) as error:
+        raise SyncError(
+            f"{ticket.name} cannot map the sender's memory on device {handle['device']} (CUDA IPC): {error}. Where "
+            "this machine does not allow it, set rollout.transport=shared"
+        ) from error
+
+
+class DeviceMemory:
+    """Memory of a CUDA device that processes of one host share (CUDA IPC), by what torch itself shares tensors with.
+
+    torch.multiprocessing pickles the same eight values (torch/multiprocessing/reductions.py). A device is named by its
+    UUID, because processes number those that they see by themselves (CUDA_VISIBLE_DEVICES).
+    """
+
+    # What UntypedStorage._share_cuda_ returns and _new_shared_cuda takes, behind the number of the device.
+    _FIELDS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_needed")
+
+    def devices(self, device: Any) -> list[str]:
+        """UUIDs of all that this process sees, that of `device` first; [] where it is not a CUDA device."""
+        import torch
+
+        if torch.device(device).type != "cuda":
+            return []
+        seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+        index = torch.device(device).index
+        own = seen[torch.cuda.current_device() if index is None else index]
+        return [own, *(uuid for uuid in seen if uuid != own)]
+
+    def allocate(self, size: int, device: Any) -> Any:
+        """A uint8 tensor [size] that can be shared."""
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def share(self, memory: Any) -> dict[str, Any]:
+        """What one other process opens it with, as JSON; torch counts each handle as one reader."""
+        _, *values = memory.untyped_storage()._share_cuda_()
+        plain = [base64.b64encode(v).decode() if isinstance(v, bytes) else v for v in values]
+        return {"device": self.devices(memory.device)[0], **dict(zip(self._FIELDS, plain, strict=True))}
+
+    def open(self, handle: Mapping[str, Any]) -> Any:
+        """The tensor in this process; it is mapped for as long as it lives. Memory of another device than this
+        process's own is read through peer access. RuntimeError where the device is not seen here, or refuses."""
+        import torch
+
+        torch.cuda.init()
+        seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+        if handle["device"] not in seen:
+            raise RuntimeError(f"this process sees other devices ({', '.join(seen) or 'none'})")
+        index = seen.index(handle["device"])
+        values = [handle[name] for name in self._FIELDS]
+        raw = [base64.b64decode(value) if isinstance(value, str) else value for value in values]
+        storage = torch.UntypedStorage._new_shared_cuda(index, *raw)
+        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+
+    def wait(self, memory: Any) -> None:
+        """Until all that this process has begun on its device, and on that of `memory`, is done."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.synchronize(memory.device)
+
+
+device_memory = DeviceMemory()
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> Any:

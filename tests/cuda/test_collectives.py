@@ -1,0 +1,103 @@
+"""What weft asks of process groups, of NCCL with one rank: every collective, of every dtype and kind of tensor.
+
+With one rank nothing is sent, but each must be there, take these tensors, and leave the values what they were.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cases import open_engine, saved_model
+from tests.cuda.cases import BF16, FP32, gradient, kind
+from weft.checkpoint.boxes import Box
+from weft.cluster.machine import free_port
+from weft.cluster.process import Ranks
+from weft.engine.contract import check_contract
+from weft.models.walker import walk
+from weft.parallel.mesh import build_mesh
+from weft.parallel.torch_versions import all_gather_single, reduce_scatter_single
+from weft.rollout.sync.wire import broadcast, join_group, open_store
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8)
+
+
+def group_of(device: torch.device) -> dist.ProcessGroup:
+    found = build_mesh(1, 1, device.type).dp.get_group()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_collective_takes_tensors_of_the_device(device: torch.device, ranks: Ranks, dtype: torch.dtype) -> None:
+    group, values = group_of(device), torch.arange(24, device=device).to(dtype)
+    gathered, scattered = torch.zeros_like(values), torch.zeros_like(values)
+    work = all_gather_single(gathered, values, group=group, async_op=True)
+    work.wait()
+    reduce_scatter_single(scattered, values.clone(), op=dist.ReduceOp.SUM, group=group)
+    kept = values.clone()
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        dist.all_reduce(kept, op=operation, group=group)
+    dist.broadcast(kept, group=group, group_src=0)
+    for found in (gathered, scattered, kept):
+        assert torch.equal(found, values)
+
+
+def test_host_tensors_and_objects_go_beside_them(device: torch.device, ranks: Ranks) -> None:
+    """As a sync agrees on errors, as a run agrees on its config."""
+    flags = torch.tensor(3, dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True).wait()
+    found: list[object] = [None]
+    dist.all_gather_object(found, {"a": (1, "b")})
+    shared = ["words"]
+    dist.broadcast_object_list(shared, src=0)
+    dist.barrier()
+    assert (int(flags), found, shared) == (3, [{"a": (1, "b")}], ["words"])
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {},
+        {"reduce": "last"},
+        {"reshard_after_forward": False},
+        {"prefetch": 2},
+        {"wrap": ("embedding", "layers", "LlamaMLP")},
+    ],
+    ids=str,
+)
+def test_fsdp_trains_over_it(device: torch.device, ranks: Ranks, fsdp: dict[str, object]) -> None:
+    """However units gather and reduce, it is the same step."""
+    losses = []
+    for own in ({}, fsdp):
+        engine = open_engine(saved_model("llama"), "1", device=kind(device), fsdp={**FP32["fsdp"], **own})
+        for number in range(3):
+            loss = gradient(engine, number)
+            assert not engine.apply(1e-3).skipped
+        check_contract(engine)
+        losses.append(loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ranks) -> None:
+    engine = open_engine(saved_model("qwen3_moe"), "1", device=kind(device), **BF16)
+    weights = dict(engine.tensors())
+    manifest = {piece.disk: torch.empty(piece.shape, device="meta") for piece in engine.built.pieces}
+    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.pieces, manifest, bucket_bytes=30_000)}
+    for piece in engine.built.pieces:
+        found = walked[piece.disk]
+        assert found.device.type == device.type
+        whole = weights[piece.runtime]
+        own = whole[piece.box.within(Box.whole(tuple(whole.shape)))]
+        assert torch.equal(piece.to_runtime(found, piece.box), own), piece.disk
+
+
+def test_a_group_of_its_own_beside_torchs(device: torch.device, ranks: Ranks) -> None:
+    """As weight sync makes it: rollout.transport=group."""
+    store = open_store("127.0.0.1", free_port(), 30.0, serve=True)
+    group = join_group(store, "a", 0, 1, "nccl" if device.type == "cuda" else "gloo", 30.0)
+    memory = torch.arange(1000, device=device).to(torch.uint8)
+    before = memory.clone()
+    broadcast(group, memory).wait()
+    assert torch.equal(memory, before)

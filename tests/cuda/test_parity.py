@@ -1,0 +1,40 @@
+"""On a device, too, loss, gradients and weights are those of one plain process on the CPU, by DESIGN's measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import describe, parity, saved_model
+from tests.cuda.cases import FP32, kind
+from weft.cluster.process import Ranks
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")  # qwen3's head is tied
+SWITCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "offloaded": ("llama", {"fsdp": {"cpu_offload": True}}),
+    "recomputed": ("qwen3_moe", {"model": {"recompute": "full"}}),
+    "fixed rows": ("llama", {"step": {"shapes": "fixed"}}),
+    "adapters": ("qwen3", {"lora": {"rank": 4}}),
+}
+
+
+def check(family: str, device: torch.device, sections: dict[str, dict[str, Any]]) -> None:
+    exact = {**sections, "fsdp": {**FP32["fsdp"], **sections.get("fsdp", {})}}
+    verdict = parity(saved_model(family), "1", exact, kind(device))
+    assert verdict is not None
+    for figure in verdict.figures:
+        print(f"{family}: {figure.name} {figure.value:.1e} (at most {figure.tolerance:.1e}) {figure.note}")
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_is_the_reference(family: str, device: torch.device, ranks: Ranks) -> None:
+    check(family, device, {})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches(name: str, device: torch.device, ranks: Ranks) -> None:
+    family, sections = SWITCHES[name]
+    check(family, device, sections)

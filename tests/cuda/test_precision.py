@@ -1,0 +1,131 @@
+"""What narrow dtypes and compiled graphs may change: rounding, within bounds that are stated here."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor
+
+from tests.cases import open_engine, saved_model
+from tests.cuda.cases import BF16, FP32, STEPS, gradient, kind
+from weft.cluster.process import Ranks
+from weft.engine.contract import check_contract
+from weft.engine.engine import Engine
+from weft.verification.harness import compare_gradients
+from weft.verification.observed import neighbours, one_gradient, to_documents
+from weft.verification.reference import Reference
+from weft.verification.routing import Recorder, Replay, Routes
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
+# Largest relative distances of the loss and of all gradients together, and the mean one of logprobs (nats).
+# The worst family has 7e-5, 0.018 and 0.0036 on a CPU in bf16, and an eighth of that in fp16.
+BOUNDS = {"bf16": (2e-3, 5e-2, 1e-2), "fp16": (5e-4, 1e-2, 2e-3)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of the first of STEPS. logprobs: of all documents, one after the other."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    logprobs: Tensor
+
+
+def seen_by(engine: Engine, routes: Routes) -> Seen:
+    facts = engine.built.flops
+    replay = Replay(routes, facts.experts, facts.experts_per_token) if routes else None
+    layers = [layer for _, layer in engine.module.layers]
+    with nullcontext() if replay is None else replay.steering(engine.module, layers):
+        return _seen_by(engine)
+
+
+def _seen_by(engine: Engine) -> Seen:
+    loss, gradients, _ = one_gradient(engine, STEPS[0], None)
+    documents, metas = to_documents(engine, STEPS[0])
+    read = engine.readout(engine.plan(metas), documents)
+    return Seen(loss, gradients, torch.cat([values["logprob"] for values in read.values()]))
+
+
+def routes_of(engine: Engine, path: str) -> Routes:
+    """Of a plain model in fp32: two scores that are nearly alike send a token elsewhere in another dtype."""
+    facts = engine.built.flops
+    if not facts.expert:
+        return {}
+    recorder, plain = Recorder(facts.experts, facts.experts_per_token), Reference(path)
+    with recorder.watching(plain.model, list(plain.plain.get_submodule(engine.module.facts.layers).children())):
+        for ids, _ in STEPS[0]:
+            plain.logprobs(ids)
+    return recorder.routes
+
+
+def distance(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """||g - g_ref|| / ||g_ref|| of all parameters together."""
+    error = sum(float((gradients[name].double() - g.double()).square().sum()) for name, g in expected.items())
+    return float((error / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_narrow_dtypes_differ_by_rounding(family: str, dtype: str, device: torch.device, ranks: Ranks) -> None:
+    """By the kernels that `auto` chooses for them, on the same routes through experts."""
+    path = saved_model(family, initializer_range=0.05)
+    plain = open_engine(path, "1", device=kind(device), **FP32)
+    routes = routes_of(plain, path)
+    exact = seen_by(plain, routes)
+    engine = open_engine(path, "1", device=kind(device), fsdp={"param_dtype": dtype})
+    narrow = seen_by(engine, routes)
+    apart = (
+        abs(narrow.loss - exact.loss) / exact.loss,
+        distance(narrow.gradients, exact.gradients),
+        float((narrow.logprobs - exact.logprobs).abs().mean()),
+    )
+    print(f"{family} {dtype}: loss {apart[0]:.1e}, gradients {apart[1]:.1e}, logprobs {apart[2]:.1e}")
+    assert all(found < bound for found, bound in zip(apart, BOUNDS[dtype], strict=True)), apart
+    gradient(engine, 1)
+    assert not engine.apply(1e-3).skipped
+    check_contract(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_do_not_see_each_other_in_bf16(family: str, device: torch.device, ranks: Ranks) -> None:
+    assert neighbours(open_engine(saved_model(family), "1", device=kind(device), **BF16), STEPS[0]) < 1e-6
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("gcc") is None, reason="torch.compile needs a compiler"
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_compiled_layers_compute_the_same(dtype: str, device: torch.device, ranks: Ranks) -> None:
+    """With recomputation, and rows of other lengths, which compile nothing anew."""
+    if device.type == "cpu":
+        torch._inductor.config.compile_threads = 1  # a pool of compilers takes longer to start than to run
+        if dtype == "bf16":
+            pytest.skip("on a CPU one dtype is enough")
+    path, found = saved_model("qwen3", num_hidden_layers=1, initializer_range=0.05), dict[bool, Any]()
+    for compiled in (False, True):
+        torch._dynamo.utils.counters.clear()
+        model = {"compile": compiled, "recompute": "full"}
+        engine = open_engine(path, "1", device=kind(device), model=model, fsdp={"param_dtype": dtype})
+        found[compiled] = [one_gradient(engine, step, None)[:2] for step in STEPS]
+        gradient(engine, 0)
+        assert not engine.apply(1e-3).skipped
+        check_contract(engine)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
+    assert all("torch.compiler.disable" in reason for reason in torch._dynamo.utils.counters["graph_break"])
+    torch._dynamo.reset()
+    for (loss, gradients), (plain_loss, plain) in zip(found[True], found[False], strict=True):
+        if dtype == "fp32":
+            assert loss == pytest.approx(plain_loss, rel=1e-5)
+            worst = max(compare_gradients(gradients, plain, {}), key=lambda figure: figure.value)
+            assert worst.passed, worst
+        else:
+            assert loss == pytest.approx(plain_loss, rel=BOUNDS[dtype][0])
+            assert distance(gradients, plain) < BOUNDS[dtype][1]
