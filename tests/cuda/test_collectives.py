@@ -17,8 +17,8 @@ from weft.cluster.process import Ranks
 from weft.engine.contract import check_contract
 from weft.models.walker import walk
 from weft.parallel.mesh import build_mesh
-from weft.versions import all_gather_single, reduce_scatter_single
 from weft.rollout.sync.wire import broadcast, join_group, open_store
+from weft.versions import all_gather_single, reduce_scatter_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8)
 
