@@ -87,7 +87,7 @@ def test_a_copy_that_lacks_a_kind_is_not_examined(family: str, monkeypatch: pyte
     monkeypatch.setattr(startup, "fewer_layers", without_late_kinds)
     findings = examine(config)
     assert findings.copy == "all layers, narrow"
-    assert findings.attends and findings.traits == expected.traits
+    assert findings.attends and findings.attention == expected.attention
 
 
 def test_a_family_of_which_no_copy_has_every_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
