@@ -70,7 +70,7 @@ def test_the_example_learns_and_goes_on_from_its_checkpoint(folder: Path, device
         "data.path=chats.jsonl", "train.epochs=null", "train.steps=20", "schedule.warmup_steps=3", "run.dir=run",
         "checkpoint.every=10", "checkpoint.keep=null",
     ]  # fmt: skip
-    small = ["step.max_tokens_per_device=1024", "data.max_length=1024", "optimizer.lr=1e-2"]
+    small = ["step.documents=8", "step.max_tokens_per_device=1024", "data.max_length=1024", "optimizer.lr=1e-2"]
     words += small if device.type == "cpu" else ["optimizer.lr=5e-4"]
     said = weft(folder, "sft", *words, "--device", kind(device), "--nproc", "1")
     print(said)
