@@ -25,6 +25,9 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
         num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM", dict(
+        num_hidden_layers=7, head_dim=16, global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCABULARY)),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(
         head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],
@@ -55,7 +58,8 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         num_hidden_layers=3, block_types=["recurrent", "recurrent", "attention"], attention_window_size=16,
         lru_width=64, logits_soft_cap=3.0)),
     "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", dict(
-        num_hidden_layers=6, num_key_value_heads=4, layer_types=["mamba", "hybrid"] * 3, hybrid_layer_ids=[1, 3, 5],
+        num_hidden_layers=6, num_key_value_heads=4, layer_types=["linear_attention", "hybrid"] * 3,
+        hybrid_layer_ids=[1, 3, 5],
         n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, num_mem_blocks=1, chunk_size=16, use_mem_rope=True)),
     "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         num_hidden_layers=4, head_dim=16, intermediate_size_mlp=80, num_local_experts=4, num_experts_per_tok=1,
