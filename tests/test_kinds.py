@@ -29,10 +29,10 @@ PATTERNS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("gemma3_text", dict(num_hidden_layers=12, layer_types=None), 2, {}),
     ("qwen3_moe", dict(num_hidden_layers=6, mlp_only_layers=[2]), 2, {"mlp_only_layers": [1]}),
     ("qwen3_moe", dict(num_hidden_layers=6, decoder_sparse_step=4), 4, {}),
-    ("lfm2_moe", dict(num_hidden_layers=6, layer_types=["conv", "conv", "full_attention"] * 2, num_dense_layers=2),
+    ("lfm2_moe", dict(num_hidden_layers=6, num_dense_layers=2, layer_types=["conv", "conv", "full_attention"] * 2),
      4, {}),
-    ("zamba2", dict(num_hidden_layers=8, layer_types=["mamba"] * 5 + ["hybrid", "mamba", "hybrid"],
-                    hybrid_layer_ids=[5, 7]), 2, {"hybrid_layer_ids": [1]}),
+    ("zamba2", dict(num_hidden_layers=8, hybrid_layer_ids=[5, 7], layer_types=[
+        *["linear_attention"] * 5, "hybrid", "linear_attention", "hybrid"]), 2, {"hybrid_layer_ids": [1]}),
 ]  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def test_families(family: str, mesh: str) -> None:
         "phi3_longrope",
         "jamba",
         "recurrent_gemma",
+        "gemma4_text",
     ],
 )
 def test_more_families(family: str) -> None:

@@ -25,6 +25,9 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
         num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM", dict(
+        num_hidden_layers=7, head_dim=16, global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCABULARY)),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(
         head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from weft.models import hf
 from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
 from weft.observe.flops import AttentionFacts, FlopFacts
@@ -24,7 +25,7 @@ def flop_facts(module: TrainModule) -> FlopFacts:
                 dense += 0 if routed else parameter.numel()
                 expert += parameter.numel() if routed else 0
     experts, chosen = experts_of(config)
-    return FlopFacts(dense, _attention(config, len(module.layers)), expert, experts, chosen)
+    return FlopFacts(dense, _attention(config), expert, experts, chosen)
 
 
 def experts_of(config: Any) -> tuple[int, int]:
@@ -33,19 +34,26 @@ def experts_of(config: Any) -> tuple[int, int]:
     return experts, min(chosen, experts)
 
 
-def _attention(config: Any, layers: int) -> tuple[AttentionFacts, ...]:
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    if not heads:
-        return ()
-    width = getattr(config, "head_dim", None) or config.hidden_size / heads
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    of_type = {
-        "full_attention": AttentionFacts(heads, width),
-        "sliding_attention": AttentionFacts(heads, width, window),
-        "chunked_attention": AttentionFacts(heads, width, getattr(config, "attention_chunk_size", None)),
+def _attention(config: Any) -> tuple[AttentionFacts, ...]:
+    each = hf.layer_configs(config)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
+    found = (_attention_of(kind, own) for kind, own in zip(types, each, strict=True))
+    return tuple(facts for facts in found if facts is not None)
+
+
+def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
+    """Of a layer of this type; None where it has none that grows with the document."""
+    windows = {
+        "full_attention": None,
+        "sliding_attention": "sliding_window",
+        "chunked_attention": "attention_chunk_size",
     }
-    return tuple(of_type[kind] for kind in types if kind in of_type)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    if not heads or kind not in windows:
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size / heads
+    name = windows[kind]
+    return AttentionFacts(heads, width, getattr(config, name, None) if name else None)
 
 
 def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:

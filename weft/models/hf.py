@@ -259,6 +259,14 @@ def source_folder(path: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The text config that each decoder layer goes by: the same one, but where a family has keys of which layers have
+    values of their own (Gemma 4's head_dim), and raises where such a key is read of the whole."""
+    text = config.get_text_config()
+    whole = [text] * int(text.num_hidden_layers)
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else whole
+
+
 def accepts(module: nn.Module, argument: str) -> bool:
     """Whether the module's forward takes this argument, by name or among its keywords."""
     parameters = inspect.signature(module.forward).parameters.values()

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from weft.models.cost import experts_of
 from weft.models.kinds import Kinds, meta_model
 
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
@@ -109,7 +110,7 @@ def _lower(config: Any, name: str, ceiling: int) -> None:
 
 def _enough_experts(text: Any) -> int:
     """Twice as many as a token is sent to, at least 8, at least 4 in each group that it chooses from."""
-    experts = max(8, 2 * (getattr(text, "num_experts_per_tok", None) or 0))
+    experts = max(8, 2 * experts_of(text)[1])
     groups = getattr(text, "n_group", None) or 1
     return groups * max(4, -(-experts // groups))
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
+from weft.models import hf
 from weft.observe.tables import byte_count
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
@@ -158,10 +159,12 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
 
 def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
     """At most, of what a model remembers of one token when it generates: keys and values of every layer."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width * itemsize)
+    widths = 0.0
+    for layer in hf.layer_configs(config):
+        heads = layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        widths += (getattr(layer, "num_key_value_heads", None) or heads) * width
+    return int(2 * widths * itemsize)
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> int:
