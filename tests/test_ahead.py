@@ -301,6 +301,22 @@ def gradients(path: str) -> list[tuple[Any, dict[str, torch.Tensor]]]:
     return found
 
 
+def test_a_row_that_cannot_be_laid_out_is_raised_where_it_is_asked_for() -> None:
+    assert run(1, spoilt_rows, saved_model("qwen3_moe")) == [True]
+
+
+def spoilt_rows(path: str) -> bool:
+    """Routes that are of another model, in the second row."""
+    engine = open_engine(path, "1", step={"max_tokens_per_device": 40})
+    plan, documents = engine.deal(table_of([40, 30, 20, 10, 33]))
+    index = plan.rows[1][0][0]
+    documents[index] = replace(documents[index], routes=torch.zeros(1, 1, 1))
+    rows = engine.rows(plan, documents, CrossEntropy()).ahead()
+    with pytest.raises(ValueError, match="routes of"):
+        rows[1]
+    return rows[0].documents == plan.rows[0][0]
+
+
 def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)

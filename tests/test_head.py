@@ -184,6 +184,18 @@ def test_a_direction_that_is_wrong_is_flagged(wrong: str) -> None:
     assert [bool(flag) for flag in direction.wrong] == [True]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_no_wrong_direction(bad: float) -> None:
+    """The gradients of the head are not finite either, and the step is dropped."""
+    hidden, weight, _, targets = problem(11, torch.float32)
+    direction = Direction(torch.rand(11))
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
+    upstream = direction.values_N / 2
+    upstream[4] = bad
+    assert not any(gradient.isfinite().all() for gradient in gradients([logprob], [upstream], [hidden, weight]))
+    assert not direction.wrong[0]
+
+
 def test_a_right_direction_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, targets = problem(11, torch.float32)
     upstream = torch.rand(11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,9 +24,14 @@ class Rows:
         return self.build(micro_batch)
 
     def ahead(self) -> Rows:
-        """The same, all built now."""
-        rows = [self.build(micro_batch) for micro_batch in range(len(self.sources))]
-        return Rows(self.sources, rows.__getitem__)
+        """The same, all built now. What goes wrong with one is raised where that one is asked for."""
+        made: list[Future[Row]] = [Future() for _ in self.sources]
+        for micro_batch, row in enumerate(made):
+            try:
+                row.set_result(self.build(micro_batch))
+            except Exception as error:
+                row.set_exception(error)
+        return Rows(self.sources, lambda micro_batch: made[micro_batch].result())
 
 
 @dataclass(frozen=True)

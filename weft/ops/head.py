@@ -304,7 +304,9 @@ class _Anticipated:
         presumed = direction * factor
         # Four roundings of fp32 may lie between the caller's direction and autograd's gradient, and what underflows.
         allowed = 5e-7 * presumed.abs() + torch.finfo(torch.float32).tiny
-        self.direction.wrong.append(~((actual - presumed).abs() <= allowed).all())
+        foreseen = ((actual - presumed).abs() <= allowed).all()
+        # What is not finite makes the gradients so, and the step is dropped.
+        self.direction.wrong.append(~foreseen & actual.isfinite().all())
         for gradient in self.gradients:
             if gradient is not None:
                 _scale_(gradient, factor)
