@@ -27,7 +27,10 @@ from weft.ops.attention import Bounds, Traits
 
 # Together longer than every window and chunk (16) of a small copy; one of them alone as well; one of a single token.
 LENGTHS = (37, 1, 23, 30)
-LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; the worst family measured is at 4e-6
+LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below 4e-6
+# Copies with several state mixers amplify rounding: ten times HuggingFace's own is allowed, up to this. What is wrong
+# moves logits by 1e-3 and more.
+WIDEST_TOLERANCE = 1e-4
 KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
     "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
@@ -97,6 +100,7 @@ def examine(config: PretrainedConfig) -> Findings:
     ours = TrainModule(small).eval()
     documents = _documents(text_vocabulary(ours))
     expected = [_alone(theirs, ids) for ids in documents]
+    tolerance = _tolerance(theirs, documents, expected)
     layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
     worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
@@ -110,11 +114,27 @@ def examine(config: PretrainedConfig) -> Findings:
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
+<<<<<<< HEAD
         if worst <= LOGIT_TOLERANCE:
             attends = family.attention is not None or bool(kinds)
             found = tuple(sorted(kinds))
             return Findings(layout, uses_bounds and attends, worst, calls, attends, found, words, ours.facts.head)
+=======
+        if worst <= tolerance:
+            attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
+            traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
+            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, words, ours.facts.head)
+>>>>>>> copies
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
+
+
+@torch.no_grad()
+def _tolerance(theirs: PreTrainedModel, documents: list[Tensor], expected: list[Tensor]) -> float:
+    """Ten times what right padding alone changes of HuggingFace's logits, within the two bounds."""
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    padded = theirs(input_ids=ids, use_cache=False).logits
+    moved = _largest([a[: len(b)] - b for a, b in zip(padded, expected, strict=True)])
+    return max(LOGIT_TOLERANCE, min(WIDEST_TOLERANCE, 10 * float(moved / _largest(expected))))
 
 
 def text_vocabulary(module: TrainModule) -> int:
