@@ -1,4 +1,4 @@
-"""A small copy of any config that keeps what can go wrong: every kind of layer, windows, chunks, experts, odd scalings."""
+"""A small copy of any config that keeps what can go wrong: kinds of layers, windows, chunks, experts, scalings."""
 
 from __future__ import annotations
 

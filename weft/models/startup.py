@@ -114,17 +114,10 @@ def examine(config: PretrainedConfig) -> Findings:
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
-<<<<<<< HEAD
-        if worst <= LOGIT_TOLERANCE:
+        if worst <= tolerance:
             attends = family.attention is not None or bool(kinds)
             found = tuple(sorted(kinds))
             return Findings(layout, uses_bounds and attends, worst, calls, attends, found, words, ours.facts.head)
-=======
-        if worst <= tolerance:
-            attends = family.attention is not None or attention.ATTENTION in attention.traits_seen
-            traits = tuple(sorted(attention.traits_seen - {attention.ATTENTION}))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, traits, words, ours.facts.head)
->>>>>>> copies
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
