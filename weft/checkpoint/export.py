@@ -256,7 +256,8 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], 
 
 def require_whole(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
     """Of all ranks together: every byte of the plan was written, and what was left for others is in its place."""
-    assert (written, joined) == (plan.bytes, handed), f"{written} of {plan.bytes} bytes, {joined} of {handed} joined"
+    assert written == plan.bytes, f"{written} of {plan.bytes} bytes of weights written"
+    assert joined == handed, f"{joined} of {handed} bytes of seams put in place"
 
 
 def _wait_for_all(engine: Engine) -> None:
