@@ -17,10 +17,10 @@ from weft.config.rl_schema import RlConfig
 from weft.rl.advantages import advantages
 from weft.rl.beside import set_readings
 from weft.rl.corrections import correct
-from weft.rl.rollouts import Transcript
+from weft.rl.rollouts import group_of
 from weft.rl.trainer import Trainer
 from weft.rl.types import Group, Prompt, samples_of
-from weft.rollout.base import Completion, Request, Sampling, seed_of
+from weft.rollout.base import Request, Sampling, seed_of
 
 LR = 1e-6
 
@@ -61,7 +61,7 @@ def _step(run: Run, trainer: Trainer, prompts: Sequence[Prompt], number: int, ne
     def generate() -> Row:
         seeds, sampling = range(trainer.config.rl.group_size), Sampling(new_tokens)
         requests = [Request(p.id, p.tokens, tuple(seed_of(0, p.id, n) for n in seeds), sampling) for p in prompts]
-        groups.extend(map(_group, prompts, trainer.generate(requests)))
+        groups.extend(map(group_of, prompts, trainer.generate(requests)))
         return {"tokens": sum(sample.length for sample in samples_of(groups))}
 
     def sleep() -> Row:
@@ -98,12 +98,3 @@ def _timed(run: Run, phase: Callable[[], Row]) -> Callable[[], Row]:
         return {"seconds": seconds, **rates, **found}
 
     return fill
-
-
-def _group(prompt: Prompt, completions: Sequence[Completion]) -> Group:
-    samples = []
-    for number, completion in enumerate(completions):
-        transcript = Transcript(prompt)
-        transcript.sampled(completion)
-        samples.append(transcript.sample(number))
-    return Group(prompt, samples)

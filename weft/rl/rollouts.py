@@ -43,7 +43,11 @@ async def rollout_group(
         return Group(prompt, list(await asyncio.gather(*plays)))
     name = label + prompt.id
     seeds = tuple(seed_of(seed, name, number) for number in range(count))
-    completions = await engine.generate(Request(name, prompt.tokens, seeds, sampling))
+    return group_of(prompt, await engine.generate(Request(name, prompt.tokens, seeds, sampling)))
+
+
+def group_of(prompt: Prompt, completions: Sequence[Completion]) -> Group:
+    """The samples that these completions of a prompt are, each of one turn."""
     samples = []
     for number, completion in enumerate(completions):
         transcript = Transcript(prompt)
