@@ -29,8 +29,9 @@ from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_parts
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig, StepConfig
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 
 GB, SAVES = 1e9, 3

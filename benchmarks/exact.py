@@ -25,8 +25,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine

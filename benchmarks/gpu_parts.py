@@ -37,7 +37,8 @@ from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.save import Saver
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.ops import attention
 
 ROOT = Path(__file__).resolve().parent.parent

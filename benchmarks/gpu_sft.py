@@ -27,8 +27,9 @@ from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import Row, Run
 from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.layout import layout_of
 from weft.objectives.cross_entropy import CrossEntropy

@@ -36,8 +36,9 @@ from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
 from weft.data.tokenizer import load_tokenizer
+from weft.engine.config import EngineConfig
 from weft.engine.document import first_sources
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe import flight
 from weft.observe.memory import own_peak_memory_gib

@@ -33,8 +33,9 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     """weft's Engine, called as its recipe calls it."""
     from weft.cluster.process import join
     from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
+    from weft.engine.config import EngineConfig
     from weft.engine.document import Document
-    from weft.engine.engine import Engine, EngineConfig
+    from weft.engine.engine import Engine
     from weft.engine.plan import StepPlan
     from weft.engine.rows import Rows
     from weft.objectives.cross_entropy import CrossEntropy

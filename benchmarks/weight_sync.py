@@ -35,7 +35,8 @@ from transformers import LlamaConfig
 from weft.cluster.machine import free_port
 from weft.cluster.process import join
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.rollout.standalone import Standalone
 from weft.rollout.sync.planes import SLOTS
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions

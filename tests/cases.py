@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +12,15 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
+from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.cluster.options import Device
 from weft.cluster.process import join
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.models import hf
 from weft.observe.flops import FlopFacts
 from weft.recipes.verify import EPSILON
@@ -30,6 +34,9 @@ MESHES: dict[str, dict[str, int]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
     "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
 }  # fmt: skip
+# As weft/versions.py calls them in torch.distributed, for those who watch them.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _folder = tempfile.TemporaryDirectory(prefix="weft-tests-")
 _expected: dict[str, Expected] = {}
 
@@ -56,6 +63,14 @@ def saved_model(family: str, **changes: Any) -> str:
     model = hf.build_random(tiny_config(family, **changes), dtype=torch.float32, attention="eager", seed=0)
     model.save_pretrained(path)
     return str(path)
+
+
+def write_small_job(folder: Path) -> Path:
+    """A model with its tokenizer, and chat.jsonl, in this folder: what `weft sft` needs."""
+    shutil.copytree(saved_model("llama", vocab_size=264), folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    write_jsonl(folder / "chat.jsonl", *[chat(("user", "1 2"), ("assistant", "2 1"))] * 4)
+    return folder
 
 
 def open_engine(

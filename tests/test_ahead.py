@@ -26,8 +26,9 @@ from weft.data.documents import DataReport, Documents
 from weft.data.limits import Limits, LongDocuments
 from weft.data.order import Share, Step
 from weft.data.table import Chunk, in_memory
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document, choose, first_sources
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases
 from weft.parallel.mesh import Mesh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.cases import saved_model
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.cases import write_small_job
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("accelerate", "datasets", "math_verify", "mlflow", "peft", "pyarrow", "ray", "tensorboard")
@@ -64,11 +62,7 @@ def weft(bare: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("minimal")
-    shutil.copytree(saved_model("llama", vocab_size=264), folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    write_jsonl(folder / "chat.jsonl", *[chat(("user", "1 2"), ("assistant", "2 1"))] * 4)
-    return folder
+    return write_small_job(tmp_path_factory.mktemp("minimal"))
 
 
 WORDS = ("sft", "model.path=model", "data.path=chat.jsonl", "step.documents=2", "step.max_tokens_per_device=64")

@@ -22,9 +22,10 @@ from tests.pool import run
 from weft.cluster.process import join
 from weft.config import schema
 from weft.data.documents import DataReport
+from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.summary import Phases

@@ -19,7 +19,8 @@ from tests.pool import run
 from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, process, state_of, whole_state
 from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
-from weft.engine.engine import Engine, EngineConfig, whole
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine, whole
 
 CASES: dict[str, tuple[str, Sections]] = {
     "1 rank, sync": ("1", {}),

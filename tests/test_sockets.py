@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cases import saved_model
+from tests.cases import write_small_job
 from tests.forked import Run
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.toy_tokenizers import write_jsonl
 
 WORDS = (
     "model.path=model", "data.path=chat.jsonl", "step.documents=2", "step.max_tokens_per_device=64",
@@ -36,11 +35,7 @@ def listening(pid: int) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sockets")
-    shutil.copytree(saved_model("llama", vocab_size=264), folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    write_jsonl(folder / "chat.jsonl", *[chat(("user", "1 2"), ("assistant", "2 1"))] * 4)
-    return folder
+    return write_small_job(tmp_path_factory.mktemp("sockets"))
 
 
 def outside(found: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:

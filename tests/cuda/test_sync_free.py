@@ -12,8 +12,9 @@ import torch
 from tests.cases import saved_model
 from weft.cluster.process import join
 from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.engine.row import build_row
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops.head import _scale_

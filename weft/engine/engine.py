@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
-from weft.config.checks import BUILT_IN
-from weft.config.mesh import resolve_mesh
-from weft.config.rl_schema import RlConfig
-from weft.config.schema import (
-    FsdpConfig,
-    LoraConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SftConfig,
-    StepConfig,
-)
 from weft.engine import nonfinite
+from weft.engine.builder import build, build_optimizer_and_ema, describe, fill_weights, set_deterministic
+from weft.engine.config import EngineConfig
 from weft.engine.document import Document, metas, take
 from weft.engine.ema import Ema
-from weft.engine.foreign import ForeignRule, OnShards, find_rule
-from weft.engine.groups import check_groups
+from weft.engine.foreign import OnShards
 from weft.engine.loss_scale import LossScale
 from weft.engine.optimizer import (
-    build_optimizer,
     clip_gradients,
     global_norm,
-    moments,
     set_learning_rate,
     unscale_gradients,
 )
@@ -49,14 +33,9 @@ from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
-from weft.models import hf
-from weft.models.adapter_files import fill_adapters
-from weft.models.build import BuiltModel, balance_coefficient, build_model, make_exact
+from weft.models.build import BuiltModel, balance_coefficient
 from weft.models.facts import position_limit, rope_is_dynamic
-from weft.models.freeze import freeze
-from weft.models.load import LoadReport, Progress, load_weights
-from weft.models.lora import LoraPlan, freeze_base
-from weft.models.value_head import First, fill_value_head
+from weft.models.load import LoadReport, Progress
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms
 from weft.observe import flight
@@ -67,8 +46,8 @@ from weft.ops.exact import numerics
 from weft.ops.head import Direction
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
-from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
+from weft.parallel.mesh import Mesh
+from weft.parallel.parallelize import parallelize
 from weft.parallel.units import Unit
 from weft.planner.memory import Trained, capacity, check_fits, local_ranks, memory_needs
 
@@ -83,45 +62,6 @@ class StepResult:
     reason: str = ""
     loss_scale: float | None = None
     overflow: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
-
-    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
-    exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
-    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
-    the files have none. replay: follow the routes that documents carry; the base under adapters never does.
-    """
-
-    model: ModelConfig
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    step: StepConfig = field(default_factory=StepConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    seed: int = 0
-    deterministic: bool = False
-    purpose: Literal["train", "inference"] = "train"
-    temperature: float = 1.0
-    exact: bool = False
-    value_head: First | None = None
-    replay: bool = True
-
-    @staticmethod
-    def of(config: SftConfig | RlConfig) -> EngineConfig:
-        """The sections that an Engine reads, which all training has."""
-        return EngineConfig(
-            model=config.model,
-            lora=config.lora,
-            mesh=config.mesh,
-            fsdp=config.fsdp,
-            step=config.step,
-            optimizer=config.optimizer,
-            seed=config.train.seed,
-            deterministic=config.train.deterministic,
-        )
 
 
 class Engine:
@@ -144,97 +84,42 @@ class Engine:
         bytes filled while weights are read. beside: another engine of these ranks, whose process groups serve this one,
         too, where its mesh is the same, as does its memory on the host.
         """
-        _set_deterministic(config.deterministic)
+        set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
-        self.storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device  # of shards, between their uses
-        sizes = resolve_mesh(config.mesh, ranks.world)
-        wanted = sizes.dp_replicate, sizes.dp_shard
-        alike = beside is not None and (beside.mesh.dp_replicate, beside.mesh.dp_shard) == wanted
-        self.mesh: Mesh = beside.mesh if beside is not None and alike else build_mesh(*wanted, ranks.device.type)
-        self.precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
-        if config.purpose == "inference":
-            self.precision = replace(self.precision, master=self.precision.compute, frozen=self.precision.compute)
-        rule = self._find_rule(sizes.dp_shard > 1)
-        self.moments = moments(config.optimizer, self.precision.master, rule)  # dtypes
-        self.state_dtypes = frozenset(self.moments) if rule is None else rule.dtypes
-        self.built: BuiltModel = build_model(
-            config.model,
-            config.lora,
-            dtype=self.precision.master,
-            compute=self.precision.compute,
-            device=ranks.device,
-            seed=config.seed,
-            weights=weights,
-            values=config.value_head is not None,
-        )
-        self._position_limit = position_limit(self.built.config.get_text_config())
-        self.module = self.built.module
-        self.module.head.temperature = config.temperature
-        if config.exact:
-            make_exact(self.module)
-        self.lora: LoraPlan | None = self.built.lora
+        trained = config.purpose == "train"
+        frame = describe(config, ranks, None if beside is None else beside.mesh)
+        self.mesh: Mesh = frame.mesh
+        self.precision, self.storage = frame.precision, frame.storage
+        self.moments, self.state_dtypes = frame.moments, frame.state_dtypes
+        self.built: BuiltModel = build(config, frame, weights=weights)
+        self.module, self.lora = self.built.module, self.built.lora
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
-        self.module.train(config.purpose == "train").requires_grad_(config.purpose == "train")
-        if config.purpose == "train":
-            if self.lora is None:
-                freeze(self.module, config.model.freeze)
-            else:
-                freeze_base(self.module, self.lora)
-            check_groups(self.module, config.optimizer)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
         )
-        trained = Trained(self.moments, config.optimizer.ema_decay is not None) if config.purpose == "train" else None
-        self.memory = memory_needs(self.module, self.units, self.precision, trained)
+        state = Trained(self.moments, config.optimizer.ema_decay is not None) if trained else None
+        self.memory = memory_needs(self.module, self.units, self.precision, state)
         self.room = capacity(self.storage, local_ranks(ranks.world))
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
-        self.loaded = self._load_weights(progress, fill or self.lora is not None)
-        if self.lora is not None and weights:
-            fill_adapters(self.module, self.lora, config.seed)
-        if config.value_head is not None and weights:
-            fresh = None if self.built.load is None else self.built.load.fresh
-            fill_value_head(self.module, fresh, config.value_head, config.seed)
+        self.loaded: LoadReport | None = fill_weights(config, frame, self.built, progress, fill) if weights else None
         self.optimizer: torch.optim.Optimizer | OnShards | None = None
         self.ema: Ema | None = None
-        if config.purpose == "train" and weights:
-            named = self.module.named_parameters(remove_duplicate=False)
-            self.optimizer = build_optimizer(named, config.optimizer, rule)
-            if config.optimizer.ema_decay is not None:
-                self.ema = Ema(self.module.parameters(), config.optimizer.ema_decay)
-            if self.device.type == "cpu":
-                keep_freed_memory()  # not before: what loading frees should go back
-        self._nonfinite: str | None = None
+        if trained and weights:
+            self.optimizer, self.ema = build_optimizer_and_ema(config, frame, self.module)
+        self.loss_scale: LossScale | None = None
+        if trained and self.precision.compute == torch.float16:
+            self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if beside is None else beside.sleeper)
+        self._nonfinite: str | None = None
+        self._position_limit = position_limit(self.built.config.get_text_config())
         flops = self.built.flops
         self._cost = cache(partial(document_flops, flops))  # of a length; a step has many of the same
         experts = flops.experts if flops.expert else 0
         self._replay = Replay(self.module, experts, flops.experts_per_token, config.model.compile)
         rank, on_device = self.mesh.data_rank, self.device.type == "cuda"
         self._rows = RowBuilder(rank, self.built.layout, bool(self.balance), on_device, self._replay)
-        self.loss_scale: LossScale | None = None
-        if config.purpose == "train" and self.precision.compute == torch.float16:
-            self.loss_scale = LossScale(config.fsdp.loss_scale, config.fsdp.loss_scale_interval)
-
-    def _find_rule(self, sharded: bool) -> ForeignRule | None:
-        """The optimizer that the config names by its import path, tried; None for those of weft."""
-        config = self.config.optimizer
-        if self.config.purpose == "inference" or config.name in BUILT_IN:
-            return None
-        return find_rule(config, sharded=sharded, dtype=self.precision.master, device=self.storage)
-
-    def _load_weights(self, progress: Progress | None, fill: bool) -> LoadReport | None:
-        """Fill the shards from the source's files; None where none are read."""
-        plan = self.built.load
-        if plan is None:
-            return None
-        materialize(self.module, self.storage)
-        report = load_weights(self.module, plan, progress) if fill else None
-        plan.source.close()
-        hf.rebuild_buffers(self.module.hf_model)
-        move_buffers(self.module, self.device)
-        return report
 
     # ------------------------------------------------------------ plan
 
@@ -570,13 +455,6 @@ class Engine:
         """(name, whole gradient) of every parameter, None where nothing used it."""
         for name, parameter in self.module.named_parameters():
             yield name, None if parameter.grad is None else whole(parameter.grad) / self._scale
-
-
-def _set_deterministic(wanted: bool) -> None:
-    """torch's own switch, for the whole process; cuBLAS asks for a fixed workspace besides."""
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

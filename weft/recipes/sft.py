@@ -22,9 +22,10 @@ from weft.config.schema import SftConfig
 from weft.data.chat_template import chosen_template
 from weft.data.documents import DataReport
 from weft.data.order import Step, Steps
+from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, choose, first_sources
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.engine import Engine
 from weft.engine.foreign import find_class
 from weft.engine.plan import StepPlan
 from weft.engine.rows import Rows

@@ -16,7 +16,8 @@ from weft.cluster.process import Ranks, join
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.tokenizer import load_tokenizer
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.kinds import kinds_of

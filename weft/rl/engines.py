@@ -12,7 +12,8 @@ from dataclasses import replace
 from weft.cluster.process import Ranks
 from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
 from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
-from weft.engine.engine import Engine, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.load import Progress
 

@@ -1,0 +1,57 @@
+"""What an Engine is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import (
+    FsdpConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SftConfig,
+    StepConfig,
+)
+from weft.models.value_head import First
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+
+    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
+    exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
+    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
+    the files have none. replay: follow the routes that documents carry; the base under adapters never does.
+    """
+
+    model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 0
+    deterministic: bool = False
+    purpose: Literal["train", "inference"] = "train"
+    temperature: float = 1.0
+    exact: bool = False
+    value_head: First | None = None
+    replay: bool = True
+
+    @staticmethod
+    def of(config: SftConfig | RlConfig) -> EngineConfig:
+        """The sections that an Engine reads, which all training has."""
+        return EngineConfig(
+            model=config.model,
+            lora=config.lora,
+            mesh=config.mesh,
+            fsdp=config.fsdp,
+            step=config.step,
+            optimizer=config.optimizer,
+            seed=config.train.seed,
+            deterministic=config.train.deterministic,
+        )
