@@ -145,6 +145,9 @@ class _Fork(subprocess.Popen[bytes]):
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
+            import torch
+
+            torch.set_num_threads(1)  # makes the pool anew, once after a fork: threads of backward would race for it
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)

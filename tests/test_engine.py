@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine.document import Document
@@ -97,7 +97,7 @@ class Logging(CrossEntropy):
 @contextmanager
 def logged(log: list[Any]) -> Iterator[None]:
     """(collective, ranks of its group) of every collective of FSDP's and weft's in the body."""
-    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    names = (ALL_GATHER, REDUCE_SCATTER, "all_reduce")
     originals = {name: getattr(dist, name) for name in names}
 
     def watched(name: str) -> Any:
@@ -155,7 +155,7 @@ REDUCTIONS = [
 @pytest.mark.parametrize(("mesh", "reduce", "before", "last"), REDUCTIONS)
 def test_when_gradients_are_reduced(mesh: str, reduce: str, before: Any, last: Any) -> None:
     for parts, _ in reduced(mesh, reduce):
-        counts = [(part["reduce_scatter_single", 2], part["all_reduce", 2]) for part in parts]
+        counts = [(part[REDUCE_SCATTER, 2], part["all_reduce", 2]) for part in parts]
         assert counts == [before] * (len(parts) - 1) + [last]
 
 
@@ -207,7 +207,7 @@ def test_what_stays_gathered_after_forward(reshard: bool | int, layers: int) -> 
 def test_what_is_gathered_again_in_backward(reshard: bool | int, again: dict[int, int]) -> None:
     sections = {"fsdp": {"reshard_after_forward": reshard}}
     for parts, _ in run(4, backward_collectives, saved_model("llama"), "4", sections):
-        last = {size: count for (name, size), count in parts[-1].items() if name == "all_gather_single"}
+        last = {size: count for (name, size), count in parts[-1].items() if name == ALL_GATHER}
         assert last == again
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine import rounded
 from weft.engine.contract import check_contract
@@ -56,13 +56,13 @@ def test_parity_sees_state_that_is_forgotten(optimizer: dict[str, Any]) -> None:
 def one_step(path: str, optimizer: dict[str, Any], fsdp: dict[str, Any]) -> dict[str, Any]:
     engine, sent = open_engine(path, "2", optimizer=optimizer, fsdp=fsdp), []
     documents, metas = to_documents(engine, awkward_steps(128)[1])
-    scatter = dist.reduce_scatter_single
+    scatter = getattr(dist, REDUCE_SCATTER)
 
     def watched(*args: Any, **options: Any) -> Any:
         sent.append(options["input"].nbytes)
         return scatter(*args, **options)
 
-    with mock.patch.object(dist, "reduce_scatter_single", watched):
+    with mock.patch.object(dist, REDUCE_SCATTER, watched):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
     engine.apply(1e-3)
     check_contract(engine)

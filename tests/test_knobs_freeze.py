@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
@@ -100,13 +100,13 @@ def effects(path: str, patterns: tuple[str, ...]) -> dict[str, Any]:
     """One step: who has gradients and optimizer state, and how many elements were reduced."""
     engine, reduced = open_engine(path, "2", model={"freeze": patterns}), []
     documents, metas = to_documents(engine, awkward_steps(128)[2])
-    scatter = dist.reduce_scatter_single
+    scatter = getattr(dist, REDUCE_SCATTER)
 
     def watched(*args: Any, **options: Any) -> Any:
         reduced.append(options["input"].numel())
         return scatter(*args, **options)
 
-    with mock.patch.object(dist, "reduce_scatter_single", watched):
+    with mock.patch.object(dist, REDUCE_SCATTER, watched):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
     graded = {name for name, gradient in engine.gradients() if gradient is not None}
     engine.apply(1e-3)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine import optimizer
 from weft.engine.contract import check_contract
@@ -110,7 +110,7 @@ def placed(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Shards and bytes of each parameter, and the collectives of one step, on four ranks."""
     engine, log = open_engine(path, "4", fsdp={"overrides": overrides}), Counter()
     documents, metas = to_documents(engine, awkward_steps(128)[1])
-    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    names = (ALL_GATHER, REDUCE_SCATTER, "all_reduce")
     originals = {name: getattr(dist, name) for name in names}
 
     def watch(name: str) -> Any:
@@ -149,10 +149,10 @@ def test_where_parameters_lie() -> None:
             "model.layers.0": "replicated", "model.layers.0.mlp": "groups of 2", "lm_head": "replicated",
         }  # fmt: skip
         # Forward and backward: layer 1 and the group of two; root and norm once. Nothing is gathered of what is whole.
-        assert seen["log"]["all_gather_single", 4] == 4
-        assert seen["log"]["all_gather_single", 2] == 2
-        assert seen["log"]["reduce_scatter_single", 4] == 3
-        assert seen["log"]["reduce_scatter_single", 2] == 1
+        assert seen["log"][ALL_GATHER, 4] == 4
+        assert seen["log"][ALL_GATHER, 2] == 2
+        assert seen["log"][REDUCE_SCATTER, 4] == 3
+        assert seen["log"][REDUCE_SCATTER, 2] == 1
         # Summed over the copies: layer 0 and the head over four, the group of two over two; then the metrics.
         assert seen["log"]["all_reduce", 2] == 1
         assert seen["log"]["all_reduce", 4] == 3

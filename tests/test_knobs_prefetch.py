@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import ALL_GATHER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.engine import Engine, StepResult
 from weft.objectives.cross_entropy import CrossEntropy
@@ -72,7 +72,7 @@ def gathers(path: str, depth: Any, wrap: Any, recompute: str) -> tuple[list[int]
     documents, metas = to_documents(engine, awkward_steps(128)[1])
     issued: list[int] = []
     forward, backward = [], []
-    original = dist.all_gather_single
+    original = getattr(dist, ALL_GATHER)
 
     def watched(*args: Any, **options: Any) -> Any:
         issued.append(1)
@@ -81,7 +81,7 @@ def gathers(path: str, depth: Any, wrap: Any, recompute: str) -> tuple[list[int]
     for _, layer in engine.module.layers:
         layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: forward.append(len(issued)))
         layer.self_attn.q_proj.register_full_backward_pre_hook(lambda *_: backward.append(len(issued)))
-    with mock.patch.object(dist, "all_gather_single", watched):
+    with mock.patch.object(dist, ALL_GATHER, watched):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
     return forward[:4], backward, len(issued)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.errors import UserError
 from weft.models import hf
@@ -96,7 +96,7 @@ def test_parity_on_other_meshes(mesh: str, reshard: bool | int) -> None:
 
 def unsummed(path: str) -> Verdict | None:
     """Parity where the gradients of the experts' units are kept to the rank, as if their reduction were forgotten."""
-    scatter = dist.reduce_scatter_single
+    scatter = getattr(dist, REDUCE_SCATTER)
 
     def alone(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
         if input.numel() == EXPERT_ELEMENTS:
@@ -105,7 +105,7 @@ def unsummed(path: str) -> Verdict | None:
             return None
         return scatter(output, input, *args, **options)
 
-    with mock.patch.object(dist, "reduce_scatter_single", lambda **o: alone(o.pop("output"), o.pop("input"), **o)):
+    with mock.patch.object(dist, REDUCE_SCATTER, lambda **o: alone(o.pop("output"), o.pop("input"), **o)):
         return parity(path, "2", {"fsdp": {"wrap": ("layers", "head", "Qwen3MoeExperts")}})
 
 
@@ -121,7 +121,7 @@ def gathers(path: str, wrap: Any) -> tuple[Counter[int], int]:
     """Elements of each all-gather of one forward -> how often; and of the largest reduce-scatter."""
     engine, gathered, reduced = open_engine(path, "2", fsdp={"wrap": wrap}), [], []
     documents, metas = to_documents(engine, awkward_steps(128)[1])
-    gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
+    gather, scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
 
     def watch(log: list[int], name: str, original: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -131,8 +131,8 @@ def gathers(path: str, wrap: Any) -> tuple[Counter[int], int]:
         return call
 
     with (
-        mock.patch.object(dist, "all_gather_single", watch(gathered, "output", gather)),
-        mock.patch.object(dist, "reduce_scatter_single", watch(reduced, "input", scatter)),
+        mock.patch.object(dist, ALL_GATHER, watch(gathered, "output", gather)),
+        mock.patch.object(dist, REDUCE_SCATTER, watch(reduced, "input", scatter)),
     ):
         engine.readout(engine.plan(metas), documents)
         forward = Counter(gathered)

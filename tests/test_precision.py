@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.cases import open_engine, saved_model
+from tests.cases import REDUCE_SCATTER, open_engine, saved_model
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
@@ -38,7 +38,7 @@ def one_step(engine: Engine, lr: float = 1e-3) -> None:
 def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
     """Dtypes seen in one step on two ranks."""
     engine, seen = open_engine(path, "2", fsdp=fsdp), {"gathered": set(), "hidden": set(), "reduced": set()}
-    scatter = dist.reduce_scatter_single
+    scatter = getattr(dist, REDUCE_SCATTER)
 
     def look(module: Any, inputs: Any) -> None:
         seen["gathered"] |= {parameter.dtype for parameter in module.parameters()}
@@ -50,7 +50,7 @@ def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
 
     for _, layer in engine.module.layers:
         layer.register_forward_pre_hook(look)
-    with mock.patch.object(dist, "reduce_scatter_single", watched):
+    with mock.patch.object(dist, REDUCE_SCATTER, watched):
         one_step(engine)
     assert engine.optimizer is not None
     seen["stored"] = {parameter.dtype for parameter in engine.module.parameters()}

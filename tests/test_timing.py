@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.cases import open_engine, saved_model, world_of
+from tests.cases import ALL_GATHER, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -149,7 +149,7 @@ def test_the_gather_is_timed_in_the_phase_that_waits(clock: Clock, monkeypatch: 
     def gather(*_: Any, **__: Any) -> None:
         clock.now += 5
 
-    monkeypatch.setattr(dist, "all_gather_single", gather)
+    monkeypatch.setattr(dist, ALL_GATHER, gather)
     times = StepTimes(CPU, world=2)
     times.open()
     try:
