@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft test lint types suite mutants test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,10 @@ types: $(STAMP)
 # Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Some 230 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
 
 # What only waits: actors of weft rl that are stopped or killed on a real Ray.
 test-soak: $(STAMP)

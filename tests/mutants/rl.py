@@ -1,0 +1,41 @@
+"""Mutants of reinforcement learning: advantages, corrections, samples, drawing, sync."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant("rl/advantages.py", "grpo", "_deviation(r) + _BESIDE for r in found", "_deviation(r) for r in found", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "grpo", "_deviation(np.concatenate(found))", "_deviation(found[0])", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "rloo", "len(r) / max(1, len(r) - 1)", "1", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "_deviation", "ddof=1", "ddof=0", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "_whitened", "tokens.var(ddof=1)", "tokens.var(ddof=0)", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "gae", "config.gamma * following", "following", "tests/test_rl_math.py tests/test_critic.py"),
+    Mutant("rl/advantages.py", "gae", "config.gamma * config.gae_lambda", "config.gae_lambda", "tests/test_rl_math.py tests/test_critic.py"),
+    Mutant("rl/advantages.py", "gae", "estimate + values\n", "estimate\n", "tests/test_rl_math.py tests/test_critic.py"),
+    Mutant("rl/advantages.py", "token_rewards", "rewards -= config.kl", "rewards += config.kl", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "token_rewards", "rewards[-1] +=", "rewards[0] +=", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "overlong_penalty", "length - (longest - buffer)", "length - longest", "tests/test_rl_math.py"),
+    Mutant("rl/advantages.py", "advantages", "for s in group.samples if s.counts", "for s in group.samples", "tests/test_rl_math.py tests/test_rewards.py"),
+    Mutant("rl/advantages.py", "reward_metrics", "not group.has_signal", "group.has_signal", "tests/test_rl_math.py"),
+    Mutant("rl/corrections.py", "old_is_current", "rl.updates * rl.epochs == 1", "rl.updates == 1", "tests/test_rl_math.py tests/test_rl_parity.py tests/test_policy_parity.py"),
+    Mutant("rl/corrections.py", "comparable", "sample.rollout + sample.kept_logmass", "sample.rollout", "tests/test_rl_math.py tests/test_policy_parity.py"),
+    Mutant("rl/corrections.py", "mismatch", "weights != ratios", "weights == ratios", "tests/test_rl_math.py"),
+    Mutant("rl/corrections.py", "mismatch", "ratios.sum() ** 2", "ratios.sum()", "tests/test_rl_math.py"),
+    Mutant("rl/kl.py", "kl", "np.expm1(-difference) + difference", "np.expm1(difference) - difference", "tests/test_rl_math.py"),
+    Mutant("rl/types.py", "Group.has_signal", "if sample.counts", "", "tests/test_rl_math.py tests/test_rl_prompts.py tests/test_rewards.py"),
+    Mutant("rl/documents.py", "_Samples.measures", "_trained_tokens(sample)[1:]", "_trained_tokens(sample)", "tests/test_ahead.py tests/test_rl_math.py tests/test_policy_parity.py"),
+    Mutant("rl/rollouts.py", "groups_to_train", "group.has_signal or rounds == 0", "True", "tests/test_rl_run.py tests/test_rl_prompts.py"),
+    Mutant("rl/rollouts.py", "groups_to_train", "kept + aside[:missing]", "kept", "tests/test_rl_run.py tests/test_rl_prompts.py"),
+    Mutant("rl/rollouts.py", "episode", "seed_of(seed, name, number, turn)", "seed_of(seed, name, number, 0)", "tests/test_environments.py tests/test_turns.py"),
+    Mutant("rl/rollouts.py", "episode", ">= episodes.most_tokens", "> episodes.most_tokens", "tests/test_environments.py tests/test_turns.py"),
+    Mutant("rl/rollouts.py", "Transcript.sample", "trained=not self.error", "trained=True", "tests/test_environments.py tests/test_turns.py"),
+    Mutant("rl/evaluate.py", "RlEvaluator.due", "step == steps or ", "", "tests/test_rl_eval.py"),
+    Mutant("rollout/base.py", "seed_of", "{run}:{prompt}", "{prompt}", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/base.py", "seed_of", ":{turn}", "", "tests/test_generate.py tests/test_environments.py tests/test_turns.py"),
+    Mutant("rollout/drawing.py", "kept", "share_RV.cumsum(-1) - share_RV < sampling.top_p", "share_RV.cumsum(-1) < sampling.top_p", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/drawing.py", "kept", "stays_RV[:, 0] = True", "pass", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/drawing.py", "draw", "logprobs_RV - mass_R[:, None]", "logprobs_RV", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/drawing.py", "draw", "logits_RV / sampling.temperature", "logits_RV * sampling.temperature", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/generate.py", "Generator.generate", "len({request.id for request in requests}) < len(requests)", "False", "tests/test_generate.py tests/test_embedded.py"),
+)  # fmt: skip
