@@ -98,24 +98,25 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
     from weft.checkpoint import export
     from weft.checkpoint.boxes import local_box
     from weft.cluster.process import join
-    from weft.config.schema import MeshConfig, ModelConfig
+    from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig
     from weft.engine import engine as module
+    from weft.engine.config import EngineConfig
     from weft.models.walker import checked, walk
 
-    original, peaks = module.Engine._load_weights, []
+    original, peaks = module.fill_weights, []
 
-    def measured(self: Any, *rest: Any) -> Any:
+    def measured(*arguments: Any) -> Any:
         with Peak() as peak:
-            report = original(self, *rest)
+            report = original(*arguments)
         peaks.append(peak.most)
         return report
 
-    module.Engine._load_weights = measured  # type: ignore[method-assign]
-    config = module.EngineConfig(
-        model=ModelConfig(path=path), mesh=MeshConfig(dp_replicate=dp_replicate), purpose="inference"
-    )
+    module.fill_weights = measured
+    config = EngineConfig(
+        model=ModelConfig(path=path), mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),
+        purpose="inference",
+    )  # fmt: skip
     ranks = join("cpu")
-    config = module.replace(config, fsdp=module.FsdpConfig(param_dtype="fp32"))
     engine = module.Engine(config, ranks)
     assert engine.loaded is not None
     tensors = engine.module.state_dict(keep_vars=True)

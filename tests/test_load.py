@@ -25,7 +25,7 @@ from weft.checkpoint import export
 from weft.checkpoint.boxes import Box, local_box
 from weft.checkpoint.files import TensorFile, create, lay_out
 from weft.checkpoint.ranges import RangeWriter
-from weft.engine import engine as engine_module
+from weft.engine import builder
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models import build, hf, load
@@ -89,7 +89,7 @@ def no_forward() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "examine", lambda config: Findings("packed", True, 0.0, 0, True, (), "", "lm_head"))
         patch.setattr(build, "check_kernel", lambda *args: None)
-        patch.setattr(engine_module, "materialize", poisoned)
+        patch.setattr(builder, "materialize", poisoned)
         yield
 
 

@@ -48,6 +48,7 @@ class Trainer:
 
     freeze: patterns of parameters that are not trained. balance: factor of the experts' auxiliary loss. whole_step:
     whether that is of all documents as one. adapter: a folder for peft to load; then it is what is trained.
+    pads: whether padding changes no more than rounding. It is another rotary table where that depends on the longest.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Trainer:
     balance: float = 0.0
     whole_step: bool = False
     adapter: str | None = None
+    pads: bool = True
 
     def reference(self) -> reference.Reference:
         """A fresh one."""
@@ -95,12 +97,16 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
         found = [(loss, _on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
     for step, (loss, gradients) in zip(steps, found, strict=True):
         norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-        others = [_on_cpu(plain.gradients(list(step)[::-1])[1]), _on_cpu(plain.padded_gradients(step))]
+        others = [_on_cpu(plain.gradients(list(step)[::-1])[1])]
+        if trainer.pads:
+            others.append(_on_cpu(plain.padded_gradients(step)))
         out.steps.append(ExpectedGradient(loss, norm, gradients, others))
     del plain  # its room is that of the references that train
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     reordered = [list(step)[::-1] for step in steps]
-    out.others = [trainer.train(reordered)[1], trainer.train(steps, padded=True)[1]]
+    out.others = [trainer.train(reordered)[1]]
+    if trainer.pads:
+        out.others.append(trainer.train(steps, padded=True)[1])
     out.routes = recorder.routes if recorder is not None else {}
     return out
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.models.facts import position_limit
 from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
@@ -92,6 +93,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
     return Trainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers, model.freeze,
         engine.balance, model.router_aux_loss == "step", adapter,
+        pads=position_limit(engine.built.config.get_text_config()) is None,
     )  # fmt: skip
 
 

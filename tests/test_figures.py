@@ -1,0 +1,95 @@
+"""Every figure of `weft verify` sees what no other does: each is made to differ by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import open_engine, saved_model
+from tests.pool import run
+from weft.verification import harness
+from weft.verification.documents import awkward_steps
+from weft.verification.expected import Expected
+from weft.verification.observed import Observed
+from weft.verification.routing import Differences
+
+
+def both_sides(path: str) -> tuple[Observed, Expected]:
+    """What a mesh of one rank and the reference compute."""
+    with mock.patch.object(harness, "judge", lambda seen, expected, *rest: (seen, expected)):
+        found: Any = harness.verify(open_engine(path, "1"), path, awkward_steps(128), [1e-3] * 3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sides() -> tuple[Observed, Expected]:
+    seen, expected = run(1, both_sides, saved_model("llama"))[0]
+    return seen, expected
+
+
+def longest(seen: Observed) -> int:
+    return max(seen.readouts, key=lambda index: len(seen.readouts[index]["logprob"]))
+
+
+def of_readouts(name: str, both: bool) -> Callable[[Observed], None]:
+    def change(seen: Observed) -> None:
+        for of in (seen.readouts, seen.alone) if both else (seen.alone,):
+            of[longest(seen)][name][5] += 0.01
+
+    return change
+
+
+def at(name: str, place: int | None, values: Any) -> Callable[[Observed], None]:
+    def change(seen: Observed) -> None:
+        if place is None:
+            setattr(seen, name, values(getattr(seen, name)))
+        else:
+            getattr(seen, name)[place] = values(getattr(seen, name)[place])
+
+    return change
+
+
+def first_parameter(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = next(iter(tensors))
+    return {**tensors, name: tensors[name] * 1.01}
+
+
+CHANGES: dict[str, Callable[[Observed], None]] = {
+    "readout: logprob": of_readouts("logprob", both=True),
+    "readout: entropy": of_readouts("entropy", both=True),
+    "packed against alone": of_readouts("logprob", both=False),
+    "neighbours do not move": at("neighbours", None, lambda value: value + 1e-4),
+    "loss, documents 1": at("losses", 0, lambda value: value * 1.001),
+    "loss, documents 2": at("losses", 1, lambda value: value * 1.001),
+    "loss, documents 3": at("losses", 2, lambda value: value * 1.001),
+    "gradient norm, documents 1": at("norms", 0, lambda value: value * 1.001),
+    "gradient norm, documents 2": at("norms", 1, lambda value: value * 1.001),
+    "gradient norm, documents 3": at("norms", 2, lambda value: value * 1.001),
+    "loss, many micro-batches": at("micro_loss", None, lambda value: value * 1.001),
+    "gradients, every parameter": at("gradients", 2, first_parameter),
+    "gradients, many micro-batches": at("micro_gradients", None, first_parameter),
+    "loss along 3 steps": at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
+    "gradient norm along 3 steps": at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
+    "weights after 3 steps": at("weights", None, first_parameter),
+    "routes that differ without a tie": at("routing", None, lambda _: Differences(choices=10, differing=1, wrong=1)),
+}
+
+
+def test_these_are_all_figures(sides: tuple[Observed, Expected]) -> None:
+    seen, expected = deepcopy(sides)
+    seen.routing = Differences(choices=10)
+    verdict = harness.judge(seen, expected, "adamw")
+    assert verdict.failed == []
+    assert {figure.name for figure in verdict.figures} == set(CHANGES)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observed, Expected]) -> None:
+    seen, expected = deepcopy(sides)
+    CHANGES[name](seen)
+    assert harness.judge(seen, expected, "adamw").failed == [name]
