@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import pytest
 
+from weft.engine.packing import _Refinement, pack_apart
 from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
@@ -210,9 +213,53 @@ def test_totals_and_figures_by_hand() -> None:
     assert (plan.totals.documents, plan.totals.tokens, plan.totals.loss_tokens) == (3, 8, 2)
     assert (plan.totals.weight, plan.totals.cost) == (2.5, 13.0)
     assert plan.fill == 8 / 16
+    assert plan_step([DocumentMeta(9, 8.0, 8, unread=1)], ranks=1, budget=16).fill == 8 / 16
     assert plan.time == 8.0 and plan.utilisation == 13 / 16
     assert plan.lengths == ((4, 4),)
     assert document_cost(10, linear=3.0, quadratic=0.5) == 80.0
+
+
+def cheapest_cut(widths: list[int], n: int, capacity: int) -> int:
+    """Of all cuts of these falling widths into at most n runs, the cost of the dearest run, which is least."""
+    costs = [width * width for width in widths]
+
+    @cache
+    def best(start: int, rows: int) -> float:
+        if start == len(widths):
+            return 0
+        stops = range(start + 1, len(widths) + 1) if rows else range(0)
+        runs = [(stop, (stop - start) * costs[start]) for stop in stops if (stop - start) * widths[start] <= capacity]
+        return min((max(cost, best(stop, rows - 1)) for stop, cost in runs), default=math.inf)
+
+    return int(best(0, n))
+
+
+def test_rows_of_documents_apart_are_the_cheapest_cut() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        widths = sorted((rng.randint(1, 12) for _ in range(rng.randint(2, 9))), reverse=True)
+        ranks, capacity = rng.randint(1, 3), rng.randint(12, 40)
+        rows = pack_apart(widths, [width * width for width in widths], ranks=ranks, capacity=capacity)
+        dearest = max(len(row) * max(widths[i] for i in row) ** 2 for row in rows if row)
+        assert dearest == cheapest_cut(widths, len(rows), capacity)
+
+
+def test_the_refinement_knows_what_an_exchange_gains() -> None:
+    rng = np.random.default_rng(5)
+    for ranks in (2, 3):
+        costs = rng.integers(1, 50, 12)
+        rows = [list(map(int, part)) for part in np.array_split(rng.permutation(12), 2 * ranks)]
+        search = _Refinement(rows, [1] * 12, costs.tolist(), ranks, 12)
+        search._sort()
+        for leader in (0, ranks):
+            others = [row for row in range(2 * ranks) if row not in (leader, leader + 1)]
+            for shift in range(1, 20):
+                after = np.repeat(search.row_costs[None], len(others), 0)
+                after[:, leader] -= shift
+                after[np.arange(len(others)), others] += shift
+                fall = int(search._leaders().sum()) - after.reshape(len(others), 2, ranks).max(-1).sum(-1)
+                gain = search._gain(leader, np.full((1, len(others)), shift), np.array(others))
+                assert gain[0].tolist() == fall.tolist()
 
 
 def test_fingerprints_tell_plans_apart() -> None:

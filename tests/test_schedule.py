@@ -71,6 +71,11 @@ def test_wsd_decays_in_its_last_share(decay: str, expected: list[float]) -> None
     assert values == pytest.approx(expected, abs=1e-9)
 
 
+def test_wsd_decay_is_a_share_of_the_whole_run() -> None:
+    # 0.3 of 20 steps, not of the 10 behind the warm-up.
+    assert decay_steps(ScheduleConfig(name="wsd", decay_ratio=0.3, warmup_steps=10), 20) == 6
+
+
 def test_wsd_decay_never_reaches_into_the_warmup() -> None:
     config = ScheduleConfig(name="wsd", decay_ratio=0.9, warmup_steps=6)
     assert decay_steps(config, 10) == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = (
-    Mutant("engine/schedule.py", "learning_rate", "step <= warmup", "step < warmup", "tests/test_schedule.py"),
     Mutant("engine/schedule.py", "learning_rate", "lr * step / warmup", "lr * (step - 1) / warmup", "tests/test_schedule.py"),
     Mutant("engine/schedule.py", "learning_rate", "_progress(step, warmup, total)", "_progress(step, 0, total)", "tests/test_schedule.py"),
     Mutant("engine/schedule.py", "decay_steps", "_ceil_share(config.decay_ratio, total)", "_ceil_share(config.decay_ratio, total - warmup_steps(config, total))", "tests/test_schedule.py"),
@@ -23,7 +22,6 @@ MUTANTS = (
     Mutant("engine/plan.py", "_Sizes.of", "-(-tokens // self.multiple) * self.multiple", "tokens // self.multiple * self.multiple", "tests/test_plan.py"),
     Mutant("engine/plan.py", "_Sizes.of", "max(tokens, _SHORTEST_ROW)", "max(tokens, 1)", "tests/test_plan.py"),
     Mutant("engine/packing.py", "pack", "// (capacity * ranks))", "// (capacity * ranks)) + 1", "tests/test_plan.py"),
-    Mutant("engine/packing.py", "pack_apart", "accumulate((costs[i] for i in reversed(order)), max)", "(costs[i] for i in reversed(order))", "tests/test_plan.py"),
     Mutant("engine/packing.py", "_cut", "limit // max(1, costs[start]), ", "", "tests/test_plan.py"),
     Mutant("engine/packing.py", "_deal_to_cheapest", "room[row] -= tokens[index]", "room[row] -= tokens[index] - 1", "tests/test_plan.py"),
     Mutant("engine/packing.py", "_Refinement._improve", "fits & (shift > 0)", "shift > 0", "tests/test_plan.py"),
@@ -89,4 +87,11 @@ MUTANTS = (
     Mutant("objectives/correction.py", "importance_ratios", "clamp(-LARGEST, LARGEST)", "clamp(max=LARGEST)", "tests/test_rl_math.py tests/test_policy_loss.py"),
     Mutant("objectives/correction.py", "bounded", "(ratios < low) | ", "", "tests/test_rl_math.py tests/test_policy_loss.py"),
     Mutant("objectives/correction.py", "of_tokens", "values[document_N]", "values[document_N] / len(document_N)", "tests/test_rl_math.py tests/test_policy_loss.py"),
+    Mutant("verification/harness.py", "_readout_figures", 'seen.alone[i]["logprob"]', 'seen.readouts[i]["logprob"]', "tests/test_figures.py"),
+    Mutant("verification/harness.py", "_gradient_figures", "_relative(seen.micro_loss, step.loss)", "_relative(seen.losses[0], step.loss)", "tests/test_figures.py"),
+    Mutant("verification/harness.py", "_gradient_figures", "compare_gradients(seen.micro_gradients, ", "compare_gradients(seen.gradients[0], ", "tests/test_figures.py"),
+    Mutant("verification/harness.py", "_training_figures", "_relative(ours[1], theirs[1])", "_relative(ours[0], theirs[0])", "tests/test_figures.py"),
+    Mutant("verification/harness.py", "Figure.passed", "self.value <= self.tolerance", "not self.value > self.tolerance", "tests/test_figures.py tests/test_parity.py"),
+    Mutant("verification/harness.py", "_distance", "(error / moved) ** 0.5", "error / moved", "tests/test_figures.py tests/test_parity.py tests/test_optimizer_groups.py"),
+    Mutant("verification/expected.py", "expect", "if trainer.pads:\n            others", "if True:\n            others", "tests/test_parity.py"),
 )  # fmt: skip
