@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite mutants test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft test lint types suite mutants faults test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,10 @@ suite: $(STAMP)
 # Some 230 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
+
+# What dies or breaks, and when: every case is run, and docs/failures.md says what came of it.
+faults: $(STAMP)
+	$(BIN)/python -m tests.fault_matrix
 
 # What only waits: actors of weft rl that are stopped or killed on a real Ray.
 test-soak: $(STAMP)

@@ -56,7 +56,7 @@ def _collect(workers: list[tuple[Any, Connection]], name: str, timeout: float) -
 
 
 def _start() -> list[tuple[Any, Connection]]:
-    if any(_threads(process.pid) > MOST_THREADS for process, _ in _workers):
+    if any(not process.is_alive() or _threads(process.pid) > MOST_THREADS for process, _ in _workers):
         _stop()
     if not _workers:
         os.environ["OMP_NUM_THREADS"] = "1"
