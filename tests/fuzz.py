@@ -46,7 +46,8 @@ def fuzz(
 ) -> None:
     """Give `parse` the seeds and so many changed ones, each as a file with this suffix. AssertionError, with the case,
     where it raises what is not allowed, takes 5 seconds, ends the process, or asks for 500 MB more than there were."""
-    with tempfile.TemporaryDirectory(prefix="weft-fuzz-") as name:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # thousands of files, which no disk need see
+    with tempfile.TemporaryDirectory(prefix="weft-fuzz-", dir=memory) as name:
         file, report = Path(name, f"case{suffix}"), Path(name, "report")
         child = os.fork()
         if child == 0:
