@@ -48,7 +48,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from weft.errors import UserError, runs_own_code
+from weft.errors import UserError, first_line, runs_own_code
+from weft.files import check_folder
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -69,13 +70,13 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 
 def read_config(path: str) -> PretrainedConfig:
     """The model's config; a message instead of a traceback where it cannot be read."""
+    check_folder(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a family's class makes of values that it does not expect
         if refusal := runs_own_code(path, error):
             raise refusal from error
-        first = str(error).strip().split("\n")[0]
-        raise UserError(f"model.path: cannot read a model config from {path!r}: {first}") from error
+        raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.") from error
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
