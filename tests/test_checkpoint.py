@@ -358,8 +358,8 @@ def loses_checkpoints(folder: str) -> list[list[str]]:
 def test_checkpoints_that_somebody_else_removes_are_said(tmp_path: Path) -> None:
     ((first, second, third, fourth, last),) = on_ranks(1, loses_checkpoints, str(tmp_path))
     assert first == second == fourth == []  # what this run removes itself is not said
-    assert third == [f"gone     step-000001 of {tmp_path}/checkpoints: not removed by this run"]
-    assert last == [f"gone     step-000003 of {tmp_path}/checkpoints: not removed by this run"]
+    assert third == [f"gone     step-000001 of {tmp_path}/checkpoints: removed by something else than this run"]
+    assert last == [f"gone     step-000003 of {tmp_path}/checkpoints: removed by something else than this run"]
 
 
 def saves_by_the_clock(folder: str) -> list[bool]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import forked
 from tests.cases import saved_model
 from tests.fuzz import fuzz
 from tests.toy_tokenizers import byte_tokenizer
@@ -95,6 +96,16 @@ def test_what_is_no_file_is_refused_by_what_it_is(reader: str, kind: str, tmp_pa
 def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no name that a file can have|File name too long"):
         regular_file(tmp_path / name, "a file")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_command_does_not_wait_for_a_fifo(name: str, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    os.mkfifo(copied(tmp_path / "m", name) / name)
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    done = forked.run(["sft", "model.path=m", "data.path=d.jsonl", "train.steps=1", "train.epochs=null"], tmp_path)
+    assert done.returncode == 2 and f"m/{name}: is a FIFO, not a" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---------------------------------------------------------------- headers of safetensors
