@@ -61,7 +61,8 @@ def make(checkpoints: Path, step: int) -> Path:
         "tensors": {"weights/w": {"dtype": "float32", "shape": [4, 3]}},
         "scalars": {"optimizer/step/w": {"value": 1.0, "dtype": "float32", "host": True}}, "loss_scale": None,
         "steps": 10, "updates": step, "bad_in_a_row": 0, "config": to_dict(CONFIG), "model": {"sha256": "m"},
-        "data": {"documents": 20, "digest": "d"}, "evaluation": {**best, "waited": 0, "exact": 0.0}, "summary": RunSummary("m").counts(),
+        "data": {"documents": 20, "digest": "d"}, "evaluation": {**best, "waited": 0, "exact": 0.0},
+        "summary": RunSummary("m").counts(),
         "seconds": {"train": 1.5}, "rollout": 1, "taken": 4, "empty_in_a_row": 0, "replayed": False,
     }  # fmt: skip
     write_state(checkpoint / "trainer_state", content, files)
