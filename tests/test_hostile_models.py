@@ -26,6 +26,7 @@ from weft.files import check_folder, read_object, regular_file
 from weft.models import adapter_files, hf
 from weft.models.quantised import decoder_of
 from weft.models.source import open_source
+from weft.recipes.identity import _rows_of
 
 DEEP = "[" * 5000 + "]" * 5000
 
@@ -174,6 +175,13 @@ def test_a_box_outside_its_tensor_is_never_read(tmp_path: Path) -> None:
                 file.read("a", box)
 
 
+def test_a_tensor_without_elements_tells_nothing_of_a_model(tmp_path: Path) -> None:
+    """Which other bytes would be read in its place?"""
+    save_file({"a": torch.ones(0, 4), "b": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert [row.tolist() for row in _rows_of(str(tmp_path))] == [[1.0, 1.0, 1.0]]
+
+
 def read_all(path: Path) -> None:
     with TensorFile.open(path) as file:
         for name, found in file.entries.items():
@@ -261,6 +269,8 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "a model_type with a NUL": ('{"model_type": "a\\u0000b"}', "cannot read a model config"),
     "a size that is a list": ('{"model_type": "llama", "hidden_size": []}', "cannot read a model config"),
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
+    "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "architectures is 7"),
+    "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"architectures is \[7\]"),
     "rope that is a number": ('{"model_type": "llama", "rope_parameters": 7}', "cannot read a model config"),
 }  # fmt: skip
 
@@ -272,6 +282,13 @@ def test_a_config_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words) as caught:
         hf.read_config(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["logging", "pipeline", "LlamaConfig", "a\0b", ""])
+def test_a_class_that_is_no_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": [name]}))
+    with pytest.raises(UserError, match="has no model"):
+        hf.model_class(hf.read_config(str(tmp_path)))
 
 
 @pytest.mark.parametrize("ends", ['"x"', '{"a": 1}', "[1, null, [2]]", "true", "1.5"])
