@@ -203,7 +203,9 @@ def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(fields: Mapping[str, Any], origin: int) -> Entry:
-    dtype, shape = DTYPES[fields["dtype"]], tuple(int(n) for n in fields["shape"])
+    dtype, shape = DTYPES.get(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+    if dtype is None:
+        raise ValueError(f"weft reads no dtype {fields['dtype']!r}")
     begin, end = fields["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a {fields['dtype']} of {list(shape)}")

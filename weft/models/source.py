@@ -148,7 +148,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise UserError(
             f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
         )
-    for file in found.values():
+    for file in set(found.values()):
         if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
     return found
