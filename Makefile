@@ -65,7 +65,7 @@ mutants: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python -m tests.fault_matrix
 
-# What only waits: actors of weft rl that are stopped or killed on a real Ray.
+# What takes long: actors of weft rl that are stopped or killed on a real Ray; 20,000 damaged files for each reader.
 test-soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,10 +26,13 @@ from tests.pool import run
 from tests.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
 from weft.checkpoint import contents, rng, save
+from weft.checkpoint.boxes import Box
+from weft.checkpoint.files import create, lay_out
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.retention import prune, set_aside, step_folder, sweep, whole_steps
+from weft.checkpoint.ranges import RangeWriter
+from weft.checkpoint.retention import point_best, point_latest, prune, set_aside, step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state
+from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state, write_rank_file
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
@@ -65,6 +69,54 @@ def test_trainer_state_of_the_last_only(tmp_path: Path) -> None:
     folders(tmp_path, 1, 2, 3)
     prune(tmp_path, keep=2, keep_every=None, trainer_state="last")
     assert [(step_folder(tmp_path, step) / "trainer_state").exists() for step in (2, 3)] == [False, True]
+
+
+def test_trainer_state_of_the_last_only_beside_an_older_best(tmp_path: Path) -> None:
+    """What can be resumed from is the newest, whatever `best` names."""
+    folders(tmp_path, 1, 2, 3)
+    point_best(step_folder(tmp_path, 1))
+    prune(tmp_path, keep=1, keep_every=None, trainer_state="last")
+    assert whole_steps(tmp_path) == [1, 3]
+    assert [(step_folder(tmp_path, step) / "trainer_state").exists() for step in (1, 3)] == [False, True]
+
+
+def test_latest_names_a_checkpoint_at_every_moment(tmp_path: Path) -> None:
+    """A kill after any call of the system leaves the old link or the new one."""
+    folders(tmp_path, 1, 2)
+    point_latest(step_folder(tmp_path, 1))
+    seen: list[str] = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event.startswith("c_"):
+            seen.append(os.readlink(tmp_path / "latest") if (tmp_path / "latest").is_symlink() else "nothing")
+
+    sys.setprofile(look)
+    try:
+        point_latest(step_folder(tmp_path, 2))
+    finally:
+        sys.setprofile(None)
+    assert list(dict.fromkeys(seen)) == ["step-000001", "step-000002"]
+
+
+def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
+    """All of it: another machine's rank commits the folder, and can flush its own files alone."""
+    flushed: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    with mock.patch.object(os, "fsync", noted):
+        tensors = {"weights/a": host.HostTensor.of(torch.ones(1000))}
+        file = write_rank_file(tmp_path, 0, "id", tensors, {"weights/a": Box((0,), (1000,))})
+        with RangeWriter(tmp_path, tmp_path / "seams") as writer:
+            layout = lay_out({"a": torch.ones(1 << 16)})
+            create(tmp_path / "weights", layout)
+            whole = Box((0,), (1 << 16,))
+            writer.write("weights", layout.entries["a"], whole, whole, torch.ones(1 << 16))
+    for name in (file.name, "weights", "seams"):
+        assert flushed[str(tmp_path / name)] == (tmp_path / name).stat().st_size > 0, name
 
 
 def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
@@ -288,6 +340,28 @@ def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
     assert whole_steps(tmp_path / "checkpoints") == [3, 4]
 
 
+def loses_checkpoints(folder: str) -> list[list[str]]:
+    """News after each of four saves, of which two are removed by somebody else."""
+    saver, news = opened(folder, keep=3), []
+    with saver:
+        for step in range(1, 5):
+            saver.save(step, {})
+            saver.wait()
+            news.append([text for text in saver.take_news() if text.startswith("gone")])
+            if step in (2, 4):
+                shutil.rmtree(step_folder(Path(folder, "checkpoints"), step - 1))
+        saver.finish()
+        news.append([text for text in saver.take_news() if text.startswith("gone")])
+    return news
+
+
+def test_checkpoints_that_somebody_else_removes_are_said(tmp_path: Path) -> None:
+    ((first, second, third, fourth, last),) = on_ranks(1, loses_checkpoints, str(tmp_path))
+    assert first == second == fourth == []  # what this run removes itself is not said
+    assert third == [f"gone     step-000001 of {tmp_path}/checkpoints: removed by something else than this run"]
+    assert last == [f"gone     step-000003 of {tmp_path}/checkpoints: removed by something else than this run"]
+
+
 def saves_by_the_clock(folder: str) -> list[bool]:
     saver = opened(folder, every=0, every_minutes=10.0)
     found = []
@@ -383,9 +457,9 @@ def flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no trainer state": (shutil.rmtree, "weights only"),
-    "no state.json": (lambda p: (p / "state.json").unlink(), "state.json cannot be read: No such file"),
-    "half a state.json": (lambda p: os.truncate(p / "state.json", 500), "state.json is not JSON"),
-    "a list": (lambda p: (p / "state.json").write_text("[]"), "not the state of a trainer"),
+    "no state.json": (lambda p: (p / "state.json").unlink(), "state.json: cannot be opened: No such file"),
+    "half a state.json": (lambda p: os.truncate(p / "state.json", 500), "state.json: is not JSON"),
+    "a list": (lambda p: (p / "state.json").write_text("[]"), "is list, not an object"),
     "tampered step": (lambda p: edit_state(p, lambda c: c.update(step=3)), "its checksum differs"),
     "another format": (lambda p: edit_state(p, lambda c: c.update(format=99), sign=True), "has format 99;"),
     "a file missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +252,24 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
     check_refused(folder, r"index\.json says that .* is in model-0000\d-of-0000\d\.safetensors, but it is not")
     first.unlink()
     check_refused(folder, r"safetensors: cannot be opened: No such file")
+
+
+def differs_in_parts(path: str) -> list[bool]:
+    """Whether `a` differs from each other tensor, compared by two ranks row by row in turn."""
+    opened = open_source(path)
+    with mock.patch.object(load, "_COMPARED_ROWS", 4):
+        return [load._differ(opened, "a", name) for name in ("same", "first", "second", "last")]
+
+
+def test_ranks_agree_whether_tied_weights_differ(tmp_path: Path) -> None:
+    """Each compares its share alone: what one of them finds, all have to know, or only some would untie."""
+    same = torch.arange(20.0).reshape(5, 4)
+    tensors = {name: same.clone() for name in ("a", "same", "first", "second", "last")}
+    for name, row in (("first", 0), ("second", 1), ("last", 4)):
+        tensors[name][row, 0] = -1
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert run(2, differs_in_parts, str(tmp_path)) == [[False, True, True, True]] * 2
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

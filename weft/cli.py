@@ -215,12 +215,16 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
-    options = ExportOptions(path=arguments.path, dtype=arguments.dtype, output=arguments.output, ema=arguments.ema)
+    if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
+        raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
+    options = ExportOptions(
+        path=arguments.path, dtype=arguments.dtype or "bf16", output=arguments.output, ema=arguments.ema
+    )
 
     def body() -> None:
         from weft.recipes import export
 
-        print(f"exported {export.run(options)}")
+        print(f"checked  {export.check(Path(options.path))}" if arguments.check else f"exported {export.run(options)}")
 
     return Job(body, 1, words)
 

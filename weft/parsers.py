@@ -156,10 +156,11 @@ def data_parser() -> argparse.ArgumentParser:
 def export_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft export", description=SUMMARIES["export"], allow_abbrev=False)
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s"
-    )
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), help="default: bf16")
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing: compare what is there with the digests of what was written"
+    )
     parser.add_argument(
         "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
     )

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.checkpoint.boxes import Box
+from weft.checkpoint.boxes import Box, overlap
 from weft.checkpoint.files import TensorFile, bytes_of
-from weft.errors import StorageError
+from weft.errors import StorageError, UserError
+from weft.files import read_object
 
 DIGESTS = "digests.json"
 
@@ -58,6 +59,48 @@ def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], wri
             for digest in of_file:
                 if sha256(file.read(digest.tensor, digest.box)) != digest.sha256:
                     raise not_as_written(f"{Path(folder, name)}: {digest.tensor}", writer)
+
+
+def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
+    """Compare this rank's share of a folder's weights with its digests.json, every tensor of every file; the bytes that
+    were compared. UserError, naming file and tensor, where they differ, or digests.json is not what is written here."""
+    compared = 0
+    for name, tensors in sorted(_read_digests(folder).items()):
+        with TensorFile.open(folder / name) as file:
+            unlike = sorted(tensors.keys() ^ file.entries.keys())
+            if unlike:
+                raise UserError(f"{folder / name}: {unlike[0]} is in only one of this file and {DIGESTS}.")
+            for tensor, boxes in sorted(tensors.items())[rank::world]:
+                if not _is_as_written(file, tensor, boxes):
+                    raise UserError(f"{folder / name}: {tensor} is not what was written: its digest differs.")
+            compared += file.bytes_read
+    return compared
+
+
+def _read_digests(folder: Path) -> dict[str, dict[str, Any]]:
+    files = read_object(folder / DIGESTS, "the digests of weights").get("files")
+    if not isinstance(files, dict) or not all(isinstance(tensors, dict) for tensors in files.values()):
+        raise UserError(f"{folder / DIGESTS}: does not say what was written into which file.")
+    for name in files:
+        if Path(name).name != name or name in ("", ".."):
+            raise UserError(f"{folder / DIGESTS}: {name!r} is no file of its own folder.")
+    return files
+
+
+def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
+    """Whether these boxes are all of the tensor, and have the bytes that were written."""
+    whole, filled = Box.whole(file.entries[tensor].shape), 0
+    try:
+        digests = [BoxDigest(file.path.name, tensor, *fields) for fields in boxes]
+        for digest in digests:
+            if digest.box != whole and overlap(digest.box, whole) != digest.box:
+                return False
+            filled += digest.box.numel
+            if sha256(file.read(tensor, digest.box)) != digest.sha256:
+                return False
+    except (TypeError, ValueError):  # no boxes, or of another tensor
+        return False
+    return filled == whole.numel
 
 
 def not_as_written(what: str, writer: int) -> StorageError:

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.checkpoint.boxes import Box
-from weft.errors import UserError
+from weft.errors import UserError, first_line
+from weft.files import regular_file
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -63,7 +65,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         """Reads and checks the header; UserError, naming the file, where it is missing, cut short or no such file."""
-        self.path, self.bytes_read = path, 0
+        self.path, self.bytes_read = regular_file(path, "a safetensors file"), 0
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -83,6 +85,8 @@ class TensorFile:
         """A box of a tensor, on the CPU in the file's dtype; the bytes asked for are counted in `bytes_read`."""
         entry = self.entries[name]
         box = box or Box.whole(entry.shape)
+        # Beyond the tensor lie other tensors' bytes, and before the first one the header's.
+        assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (name, box)
         out = torch.empty(box.size, dtype=entry.dtype)
         place = 0
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
@@ -174,19 +178,34 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[st
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
         raise UserError(f"{path}: is no safetensors file, or is cut short: {size:,} bytes. Fetch or write it again.")
     try:
-        header = json.loads(os.pread(descriptor, length, 8))
-        metadata = header.pop("__metadata__", {})
+        header = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=_once)
+        metadata = header.pop("__metadata__", None) or {}
         entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is no safetensors file: its header cannot be read ({error}).") from error
-    needed = max((entry.end for entry in entries.values()), default=8 + length)
-    if needed > size:
-        raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
-    return entries, metadata
+        needed = max((entry.end for entry in entries.values()), default=8 + length)
+        if needed <= size:  # the library refuses ranges that overlap, leave gaps or lie outside, and other types
+            with safe_open(path, framework="np"):
+                return entries, metadata
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: is no safetensors file: its header cannot be read ({first_line(error)}). Fetch or write it again."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}.") from error
+    raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
+
+
+def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the header, no name of which is there twice: readers would take one or the other."""
+    found = dict(members)
+    if len(found) < len(members):
+        raise ValueError("a name is there twice")
+    return found
 
 
 def _entry(fields: Mapping[str, Any], origin: int) -> Entry:
-    dtype, shape = DTYPES[fields["dtype"]], tuple(int(n) for n in fields["shape"])
+    dtype, shape = DTYPES.get(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+    if dtype is None:
+        raise ValueError(f"weft reads no dtype {fields['dtype']!r}")
     begin, end = fields["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a {fields['dtype']} of {list(shape)}")

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from weft.checkpoint import rng
+from weft.checkpoint.digests import DIGESTS, check_digests
 from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
-from weft.checkpoint.state import DamagedError, TrainerState, check_contents, load_state, read_rng, read_state
+from weft.checkpoint.state import (
+    STATE_FILE,
+    DamagedError,
+    TrainerState,
+    check_contents,
+    check_parts,
+    load_state,
+    read_rng,
+    read_state,
+)
 from weft.cluster.process import Ranks
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -27,26 +38,36 @@ def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[Train
     for step in reversed(steps):
         folder = step_folder(checkpoints, step)
         state, reason = judge(folder)
-        if state is not None:
+        if state is not None and state.step == step:
             return state, skipped
+        reason = reason if state is None else f"its {STATE_FILE} is of step {state.step}"
         skipped.append(f"{folder}: {reason}")
     return None, skipped
 
 
-def alone(checkpoint: Path) -> tuple[TrainerState | None, str]:
-    """A judge that is no rank, and reads everything itself."""
+def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
+    """A judge that is no rank, and reads everything itself. parts: as for `whole`."""
     try:
-        return whole(checkpoint, 0, 1), ""
+        return whole(checkpoint, 0, 1, parts), ""
     except DamagedError as error:
         return None, str(error)
 
 
-def whole(checkpoint: Path, rank: int, world: int) -> TrainerState:
+def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any]) -> TrainerState:
     """The trainer state of a checkpoint, after this rank's share of its files, and of those of engines that were
-    trained beside it, was compared with their checksums. Raises DamagedError."""
+    trained beside it, was compared with checksums, and the weights with their digests. parts: what state.json has to
+    say of the run. Raises DamagedError."""
     state = read_state(checkpoint)
+    check_parts(state.content, parts)
+    if "updates" in parts and state.content["updates"] > state.step:
+        raise DamagedError(f"{STATE_FILE} has {state.content['updates']} updates of {state.step} steps")
     for part in [state, *(read_state(folder.parent) for folder in sorted(checkpoint.glob(f"*/{TRAINER_STATE}")))]:
         check_contents(part, rank, world)
+        if os.path.lexists(part.checkpoint / DIGESTS):
+            try:
+                check_digests(part.checkpoint, rank, world)
+            except UserError as error:
+                raise DamagedError(str(error).rstrip(".")) from error
     return state
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from weft.checkpoint import rng
 from weft.checkpoint.contents import Contents, Copies, Written
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder
+from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder, whole_steps
 from weft.checkpoint.state import RNG
 from weft.cluster.agree import largest
 from weft.cluster.status import STORAGE
@@ -105,6 +105,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
+        self._there = whole_steps(self.checkpoints)  # when this run last looked
         self._cancel = threading.Event()
         self._clock = time.monotonic()
 
@@ -153,6 +154,8 @@ class Saver:
     def finish(self) -> Path:
         """Wait for the last save, and return its folder. Raises where its weights were not finite."""
         self.wait()
+        if self.engine.ranks.is_first:
+            self._note_missing()
         found: list[str | None] = [self._nonfinite]
         dist.broadcast_object_list(found, src=0)
         if found[0] is not None:
@@ -354,6 +357,7 @@ class Saver:
             state = self._state(job, place) if contents.keep_state else None
             parts = [of_rank[place] for of_rank in written]
             contents.complete(job.partial, parts, sum(of_rank[place] for of_rank in joined), state)
+        self._note_missing()
         commit(job.partial, job.target)
         point_latest(job.target)
         if job.best:
@@ -365,8 +369,19 @@ class Saver:
             keep_every=settings.keep_every,
             trainer_state=settings.trainer_state,
         )
+        self._there = whole_steps(self.checkpoints)
         job.notes.end()
         return True
+
+    def _note_missing(self) -> None:
+        """Say which checkpoints are gone that this run has left there: it goes on, with fewer to go back to."""
+        there = set(whole_steps(self.checkpoints))
+        missing = [step_folder(self.checkpoints, step).name for step in self._there if step not in there]
+        if missing:
+            self.news.append(
+                f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run"
+            )
+        self._there = sorted(there)
 
     def _state(self, job: Job, place: int) -> dict[str, Any]:
         """What state.json says of an engine, and of the run with the first."""

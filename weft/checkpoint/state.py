@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,18 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, bytes_of, lay_out
+from weft.checkpoint.parts import ENGINE, find_problem
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.foreign import is_number
 from weft.engine.host import HostTensor
 from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
+from weft.files import read_object, regular_file
 from weft.observe.metrics import plain
 from weft.observe.summary import versions
 
+T = TypeVar("T")
 FORMAT = 2
 STATE_FILE = "state.json"
 WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/", "groups/"
@@ -59,7 +62,7 @@ class RankFile:
     name: str
     bytes: int
     sha256: str
-    boxes: dict[str, tuple[list[int], list[int]]]
+    boxes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 
 def find_parts(engine: Engine) -> dict[str, Part]:
@@ -167,8 +170,9 @@ def write_rank_file(
 def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
     """Compare a rank's file with what was written: its size, and what it holds. DamagedError where it is another."""
     path = folder / file.name
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
+    _whole(lambda: regular_file(path, "a rank's file"))
     if path.stat().st_size != file.bytes:
         raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
     if contents and _digest(path) != file.sha256:
@@ -232,45 +236,80 @@ def read_state(checkpoint: Path) -> TrainerState:
     if not folder.is_dir():
         raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
     content = _read_json(folder / STATE_FILE)
-    files = tuple(RankFile(**{**file, "boxes": _boxes(file["boxes"])}) for file in content["files"])
+    check_parts(content, ENGINE)
+    for name, described in (content["tensors"] | content["scalars"]).items():
+        if described["dtype"] is not None and not isinstance(getattr(torch, described["dtype"], None), torch.dtype):
+            raise DamagedError(f"{STATE_FILE}: {name} has the dtype {described['dtype']!r}, which torch does not know")
+    if len(content["files"]) != content["mesh"]["world"]:
+        raise DamagedError(f"{STATE_FILE} names {len(content['files'])} files of {content['mesh']['world']} ranks")
+    files = tuple(_rank_file(rank, fields, content["tensors"]) for rank, fields in enumerate(content["files"]))
     state = TrainerState(folder, content, files)
     for rank, file in enumerate(files):
         _check_file(state, rank, file)
     return state
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def check_parts(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """DamagedError where state.json lacks a part, or has another type there. parts: as in parts.py."""
+    problem = find_problem(content, parts)
+    if problem is not None:
+        raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
+
+
+def _whole(function: Callable[[], T]) -> T:
+    """What a reader returns whose UserErrors mean damage."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DamagedError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamagedError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(content, dict) or "format" not in content:
+        return function()
+    except UserError as error:
+        raise DamagedError(str(error).rstrip(".")) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = _whole(lambda: read_object(path, "the state of a trainer"))
+    if "format" not in content:
         raise DamagedError(f"{path.name} is not the state of a trainer")
     if content["format"] != FORMAT:
         raise DamagedError(f"{path.name} has format {content['format']!r}; this version of weft reads {FORMAT}")
     checksum = content.pop("checksum", None)
-    if checksum != _checksum(content):
+    try:
+        same = checksum == _checksum(content)
+    except ValueError:  # NaN, which is never written
+        same = False
+    if not same:
         raise DamagedError(f"{path.name} is not what was written: its checksum differs")
     return content
 
 
-def _boxes(listed: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
-    return {name: (start, size) for name, (start, size) in listed.items()}
+def _rank_file(rank: int, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> RankFile:
+    types = {"name": str, "bytes": int, "sha256": str, "boxes": dict}
+    if {name: type(value) for name, value in fields.items()} != types or fields["name"] != rank_file_name(rank):
+        raise DamagedError(f"{STATE_FILE} does not say what the file of rank {rank} is")
+    for name, box in fields["boxes"].items():
+        if name not in tensors or not _is_box(box, tensors[name]["shape"]):
+            raise DamagedError(f"{STATE_FILE}: {box!r:.80} in the file of rank {rank} is no box of {name}")
+    return RankFile(**fields)
+
+
+def _is_box(box: Any, shape: Sequence[int]) -> bool:
+    """Whether this is [start, size] within a tensor."""
+    if not isinstance(box, list) or len(box) != 2:
+        return False
+    if not all(isinstance(ns, list) and len(ns) == len(shape) and all(type(n) is int for n in ns) for ns in box):
+        return False
+    return all(0 <= start <= start + size <= n for start, size, n in zip(*box, shape, strict=True))
 
 
 def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
     """Size and header, which name the save and the rank: enough to find what is missing, cut short or swapped."""
     check_file(state.folder, file, contents=False)
-    path = state.folder / file.name
-    try:
-        with TensorFile.open(path) as opened:
-            found = (opened.metadata.get("save"), opened.metadata.get("rank"))
-    except UserError as error:
-        raise DamagedError(str(error)) from error
-    if found != (state.content["id"], str(rank)):
-        raise DamagedError(f"{file.name} belongs to another rank or another save")
+    with _whole(lambda: TensorFile.open(state.folder / file.name)) as opened:
+        found = (opened.metadata.get("save"), opened.metadata.get("rank"))
+        if found != (state.content["id"], str(rank)):
+            raise DamagedError(f"{file.name} belongs to another rank or another save")
+        for name, (_, size) in file.boxes.items():
+            entry, dtype = opened.entries.get(name), getattr(torch, state.content["tensors"][name]["dtype"])
+            if entry is None or entry.shape != tuple(size) or entry.dtype != dtype:
+                raise DamagedError(f"{file.name} does not hold the box of {name} that {STATE_FILE} says")
 
 
 def check_contents(state: TrainerState, rank: int, world: int) -> None:
@@ -336,7 +375,9 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             optimizer.state[stepped][key] = empty
     for entry, number in content["scalars"].items():
         if entry.startswith(GROUPS):
-            place, key = entry.removeprefix(GROUPS).split("/", 1)
+            place, _, key = entry.removeprefix(GROUPS).partition("/")
+            if not place.isdecimal() or int(place) >= len(engine.optimizer.param_groups):
+                raise DamagedError(f"it is of another optimizer: there is no group {place}")
             engine.optimizer.param_groups[int(place)][key] = _number(number, engine.storage, False)
             continue
         key, parameter = _split(entry, owner)

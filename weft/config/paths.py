@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,12 +95,13 @@ def _model_problem(config: Any, weights: bool) -> str:
 
 
 def _folder_problem(folder: Path, weights: bool) -> str:
-    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+    has_config = os.path.lexists(folder / "config.json")  # what it is, is said where it is read
+    if not has_config and (folder / "adapter_config.json").is_file():
         return (
             f"model.path {folder} holds an adapter, not a model: set lora.path to it and model.path to its base, or "
             f"write the model: weft merge {folder}."
         )
-    if not (folder / "config.json").is_file():
+    if not has_config:
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
     if weights and not holds_weights(folder):
         return (
@@ -110,7 +112,7 @@ def _folder_problem(folder: Path, weights: bool) -> str:
 
 
 def _adapter_problem(path: str | None) -> str:
-    if path is None or (Path(path) / "adapter_config.json").is_file():
+    if path is None or os.path.lexists(Path(path) / "adapter_config.json"):
         return ""
     if Path(path).is_dir():
         return f"lora.path {path} holds no adapter_config.json: name the folder of an adapter, RUN/checkpoints/step-N."

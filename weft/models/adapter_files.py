@@ -6,8 +6,8 @@ parameters peft wraps the module once for each, the last one outermost, so that 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from weft.checkpoint.boxes import Box, shard_of
 from weft.checkpoint.files import TensorFile
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
+from weft.files import read_object
 from weft.models import hf
 from weft.models.lora import (
     EMBEDDING,
@@ -46,6 +47,20 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
 }  # fmt: skip
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "modules_to_save": _is_names,
+    "target_parameters": _is_names,
+    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
+}
 
 
 def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
@@ -133,17 +148,15 @@ def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json. UserError where it is missing, or of a kind of adapter that weft does not know."""
-    try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"{folder / CONFIG} is not JSON: {error}.") from error
+    found = read_object(folder / CONFIG, "the config of an adapter")
     if found.get("peft_type") != "LORA":
         raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
     used = [f"{key}: {found[key]}" for key, unused in _UNUSED.items() if key in found and found[key] not in unused]
     if used:
         raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}.")
+    wrong = [key for key, is_right in _TYPES.items() if not is_right(found.get(key))]
+    if wrong:
+        raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {found.get(wrong[0])!r}. Fetch or write it again.")
     return found
 
 

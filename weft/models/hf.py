@@ -48,7 +48,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from weft.errors import UserError, runs_own_code
+from weft.errors import UserError, first_line, runs_own_code
+from weft.files import check_folder
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -69,13 +70,19 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 
 def read_config(path: str) -> PretrainedConfig:
     """The model's config; a message instead of a traceback where it cannot be read."""
+    check_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a family's class makes of values that it does not expect
         if refusal := runs_own_code(path, error):
             raise refusal from error
-        first = str(error).strip().split("\n")[0]
-        raise UserError(f"model.path: cannot read a model config from {path!r}: {first}") from error
+        raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.") from error
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise UserError(
+            f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of classes' names."
+        )
+    return config
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
@@ -106,9 +113,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             )
         names = [mapped] if isinstance(mapped, str) else [mapped[0]]
     found = getattr(transformers, names[0], None)
-    if found is None:
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise UserError(
-            f"model.path: transformers {transformers.__version__} has no class {names[0]!r} (config.architectures). "
+            f"model.path: transformers {transformers.__version__} has no model {names[0]!r} (config.architectures). "
             "weft trains classes that transformers ships; models with code of their own are not supported."
         )
     return found

@@ -75,21 +75,33 @@ def decoder_of(
     if config is None:
         return {}, frozenset()
     if method == "mxfp4":
-        return _mxfp4(shapes)
+        return _mxfp4(shapes, dtypes, path)
     block = config.get("weight_block_size")
     if method == "fp8" and block is not None:
-        return _fp8(shapes, dtypes, (int(block[0]), int(block[1])), path)
+        return _fp8(shapes, dtypes, _block_of(block, path), path)
     raise UserError(
         f"model.path: {path!r} is quantised ({method}{'' if block else ' without blocks' if method == 'fp8' else ''}), "
         "which weft cannot read. Use a checkpoint in bf16 or fp32, MXFP4, or FP8 in blocks."
     )
 
 
-def _mxfp4(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Decoder], frozenset[str]]:
+def _block_of(block: Any, path: str) -> tuple[int, int]:
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise UserError(f"model.path: {path!r}: config.json: weight_block_size is {block!r}, not [rows, columns].")
+    return block[0], block[1]
+
+
+def _mxfp4(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], path: str
+) -> tuple[dict[str, Decoder], frozenset[str]]:
     found: dict[str, Decoder] = {}
     for blocks in (name for name in shapes if name.endswith(_BLOCKS)):
         name = blocks.removesuffix(_BLOCKS)
-        experts, outputs, groups, _ = shapes[blocks]
+        shape, scales = shapes[blocks], name + _SCALES
+        stored = {dtypes[blocks], dtypes.get(scales)}
+        if len(shape) != 4 or shape[3] != _MX_BLOCK // 2 or shapes.get(scales) != shape[:3] or stored != {torch.uint8}:
+            raise UserError(f"model.path: {path!r}: {blocks} and {scales} are not the two halves of an MXFP4 tensor.")
+        experts, outputs, groups, _ = shape
         found[name] = Mxfp4Experts(name, (experts, groups * _MX_BLOCK, outputs))
     return found, frozenset(name + end for name in found for end in (_BLOCKS, _SCALES))
 
@@ -100,7 +112,14 @@ def _fp8(
     found: dict[str, Decoder] = {}
     for name, dtype in dtypes.items():
         if dtype.itemsize == 1 and dtype.is_floating_point:
-            if name + _SCALE not in shapes:
-                raise UserError(f"model.path: {path!r}: {name} is in FP8, but its factors {name}{_SCALE} are missing.")
-            found[name] = Fp8Blocks(name, shapes[name], block)
+            shape, scale = shapes[name], name + _SCALE
+            if scale not in shapes:
+                raise UserError(f"model.path: {path!r}: {name} is in FP8, but its factors {scale} are missing.")
+            wanted = (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], block, strict=False)))
+            if len(shape) < 2 or shapes[scale] != wanted:
+                raise UserError(
+                    f"model.path: {path!r}: {scale} is {list(shapes[scale])} and should be {list(wanted)}: one factor "
+                    f"for each block of {name}."
+                )
+            found[name] = Fp8Blocks(name, shape, block)
     return found, frozenset(name + _SCALE for name in found)

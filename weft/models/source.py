@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.checkpoint.boxes import Box
 from weft.checkpoint.files import TensorFile
 from weft.errors import UserError
+from weft.files import read_object
 from weft.models import hf
 from weft.models.quantised import decoder_of
 
@@ -93,8 +94,10 @@ def open_source(path: str) -> Source:
             raise UserError(f"model.path: {folder}: {twice} is in both {files[twice].path.name} and {name}: keep one.")
         files |= dict.fromkeys(file.entries, file)
     _check_index(folder, files)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    decoders, hidden = decoder_of(config.get("quantization_config"), _shapes(files), _dtypes(files), path)
+    config = read_object(folder / "config.json", "the config of a model").get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
+    decoders, hidden = decoder_of(config, _shapes(files), _dtypes(files), path)
     return Source(folder, files, decoders, hidden)
 
 
@@ -115,7 +118,7 @@ def fetch(path: str) -> Path:
 
 
 def _file_names(folder: Path) -> list[str]:
-    if (folder / _INDEX).is_file():
+    if _has_index(folder):
         return sorted(set(_weight_map(folder).values()))
     found = sorted(file.name for file in folder.glob("model*.safetensors"))
     found = found or sorted(file.name for file in folder.glob("*.safetensors"))
@@ -133,17 +136,27 @@ def _file_names(folder: Path) -> list[str]:
     )
 
 
+def _has_index(folder: Path) -> bool:
+    return os.path.lexists(folder / _INDEX)  # also where it is something that cannot be read, which is an error
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
-    try:
-        found: dict[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return found
-    except (ValueError, KeyError) as error:
-        raise UserError(f"model.path: {folder / _INDEX} cannot be read ({error}).") from error
+    """Tensor -> file; every file is one of the folder's own."""
+    index = folder / _INDEX
+    found = read_object(index, "the index of a model's files").get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise UserError(
+            f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
+        )
+    for file in set(found.values()):
+        if Path(file).name != file or file in ("", "..") or "\0" in file:
+            raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
+    return found
 
 
 def _check_index(folder: Path, files: Mapping[str, TensorFile]) -> None:
     """Every tensor is where the index says: a shard of another checkpoint under the right name is found."""
-    if not (folder / _INDEX).is_file():
+    if not _has_index(folder):
         return
     for name, file in _weight_map(folder).items():
         if name not in files or files[name].path.name != file:

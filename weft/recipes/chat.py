@@ -18,7 +18,7 @@ from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import UserError, runs_own_code
+from weft.errors import UserError, first_line, runs_own_code
 from weft.models.adapter_files import CONFIG as ADAPTER
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
@@ -71,10 +71,10 @@ def open_chat(options: ChatOptions) -> Chat:
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         model = _auto_class(path).from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers makes of damaged files
         if refusal := runs_own_code(path, error, "weft chat"):
             raise refusal from error
-        raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
     chat = Chat(model.to(device).eval(), tokenizer, path, options.system, _settings(options))
     chat.begin()
     return chat

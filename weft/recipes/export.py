@@ -5,6 +5,7 @@ Tensor by tensor: memory holds the largest one, never the model.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,9 +18,11 @@ from torch import Tensor
 from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.boxes import Box, overlap
 from weft.checkpoint.contents import DTYPES, exported
+from weft.checkpoint.digests import DIGESTS, check_digests
 from weft.checkpoint.export import WholeTensors, export_alone, plan_export
 from weft.checkpoint.files import TensorFile
-from weft.checkpoint.retention import commit, step_folder, whole_steps
+from weft.checkpoint.resume import whole
+from weft.checkpoint.retention import TRAINER_STATE, commit, step_folder, whole_steps
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
@@ -53,6 +56,26 @@ def run(options: ExportOptions) -> Path:
     write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
     write_folder(target, lambda partial: write(state, partial, DTYPES[options.dtype], average=options.ema))
     return target
+
+
+def check(path: Path) -> str:
+    """What is said of a folder whose weights, and trainer state where there is one, are as they were written. Raises
+    UserError where they are not, or nothing says how they were."""
+    checkpoint = find_checkpoint(path)
+    folders = [folder.parent for folder in (checkpoint / DIGESTS, *sorted(checkpoint.glob(f"*/{DIGESTS}")))]
+    if not os.path.lexists(checkpoint / DIGESTS):
+        raise UserError(
+            f"--check: {checkpoint} holds no {DIGESTS}, so nothing says what was written: weft writes it with "
+            "checkpoint.verify=digest, and with weft export and weft merge."
+        )
+    compared = sum(check_digests(folder) for folder in folders)
+    if not (checkpoint / TRAINER_STATE).is_dir():
+        return f"{checkpoint}: {compared:,} bytes of weights are as written"
+    try:
+        whole(checkpoint, 0, 1, {})
+    except DamagedError as error:
+        raise UserError(f"{checkpoint} is damaged: {error}.") from error
+    return f"{checkpoint}: {compared:,} bytes of weights and the trainer state are as written"
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -117,14 +140,14 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[WholeTen
         def read(name: str) -> Tensor:
             kept = names[name]
             entry = state.content["tensors"][kept]
-            whole = Box.whole(tuple(entry["shape"]))
-            values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
+            all_of_it = Box.whole(tuple(entry["shape"]))
+            values = torch.empty(all_of_it.size, dtype=getattr(torch, entry["dtype"]))
             for boxes, file in files:
                 if kept in boxes:
                     start, size = boxes[kept]
                     box = Box(tuple(start), tuple(size))
-                    assert overlap(box, whole) == box, kept
-                    values[box.within(whole)] = file.read(kept)
+                    assert overlap(box, all_of_it) == box, kept
+                    values[box.within(all_of_it)] = file.read(kept)
             return values
 
         yield WholeTensors(list(names), read)

@@ -57,6 +57,8 @@ def _rows_of(path: str) -> Iterator[Tensor]:
     names = sorted(source.files)
     for name in names[:: -(-len(names) // _LOOKED_AT)]:
         shape = source.files[name].entries[name].shape
+        if 0 in shape:
+            continue
         middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
         yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()
     source.close()

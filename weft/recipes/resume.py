@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.checkpoint import rng
+from weft.checkpoint.parts import RUN
 from weft.checkpoint.resume import agreed, fill_from, newest, nothing_whole, other_training, resumed_notes, whole
 from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
 from weft.checkpoint.state import TrainerState
@@ -91,7 +92,9 @@ def newest_whole(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, 
     """The newest checkpoint that all ranks find whole, with trainer state; and why newer ones were skipped."""
     listed = [whole_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0)
-    return newest(checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world), ranks))
+    return newest(
+        checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world, RUN), ranks)
+    )
 
 
 def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:

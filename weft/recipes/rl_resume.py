@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.parts import RL_RUN
 from weft.checkpoint.resume import alone, from_weights, newest, nothing_whole, other_training, resumed_notes
 from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
 from weft.checkpoint.state import TrainerState
@@ -135,11 +136,11 @@ def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
 
 def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
     """A judge of the policy's checkpoint, with that of a critic in ranks of its own."""
-    state, reason = alone(checkpoint)
+    state, reason = alone(checkpoint, RL_RUN)
     own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
     if state is None or not own.is_dir():
         return state, reason
-    critic, reason = alone(own)
+    critic, reason = alone(own, {})
     return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +15,7 @@ from weft.checkpoint.boxes import Box
 from weft.checkpoint.export import manifest_of
 from weft.engine.engine import Engine, whole
 from weft.engine.sleep import Emptied
+from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
 from weft.models.startup import implementation
@@ -127,7 +127,12 @@ class EmbeddedEngine:
 def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer, by the model's generation_config.json and config.json, and by the tokenizer."""
     named = [engine.built.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    with suppress(OSError):  # the file is there for models that are to generate only
-        named.append(GenerationConfig.from_pretrained(str(engine.built.source or engine.built.path)).eos_token_id)
+    source = str(engine.built.source or engine.built.path)
+    try:
+        named.append(GenerationConfig.from_pretrained(source).eos_token_id)
+    except OSError:  # the file is there for models that are to generate only
+        pass
+    except Exception as error:
+        raise UserError(f"model.path: {source}: generation_config.json cannot be read: {first_line(error)}.") from error
     flat = [token for ids in named for token in (ids if isinstance(ids, list) else [ids])]
     return sorted({int(token) for token in flat if token is not None})
