@@ -66,6 +66,8 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     kind = kind_of(error, record.run)
     plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
+    if isinstance(error, RecursionError):
+        plain, message = True, _too_deep(error)
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
     where = record.where()
     if plain:
@@ -75,6 +77,14 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     return RankReport(
         rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last
     )
+
+
+def _too_deep(error: RecursionError) -> str:
+    """What to say of input that is nested deeper than Python goes: by whom it was read."""
+    calls = traceback.extract_tb(error.__traceback__)
+    ours = [call for call in calls if f"{os.sep}weft{os.sep}" in call.filename] or calls
+    place = f" ({ours[-1].name}, {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"something that was read here is nested too deeply{place}: --debug shows where. Make it flatter."
 
 
 def of_verdict(rank: int) -> RankReport:
