@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
+from weft.errors import UserError
+from weft.files import regular_file
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
@@ -47,6 +50,11 @@ def near_names(file: Path, folders: bool = False) -> str:
 def _prompts_problem(path: str) -> str:
     if Path(path).expanduser().is_file():
         return ""
+    if os.path.lexists(path):
+        try:
+            regular_file(Path(path), "a file of prompts")
+        except (UserError, OSError) as error:
+            return f"eval.prompts {error}"
     if path.startswith("["):
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
@@ -62,6 +70,13 @@ def data_problem(key: str, path: str) -> str:
         return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."
     if file.is_file() or is_saved_dataset(file) or looks_like_hub_dataset(path):
         return ""
+    if os.path.lexists(file) and not file.is_dir():
+        try:
+            regular_file(file, "a file of data")
+        except UserError as error:
+            return f"{key} {error}"
+        except OSError as error:
+            return f"{key} {path} cannot be read: {error.strerror}."
     if file.is_dir():
         endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
         inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]

@@ -173,7 +173,9 @@ def _check_size(root: yaml.Node) -> None:
         node, depth = waiting.pop()
         seen += 1
         if depth > _DEEPEST or seen > _MOST_VALUES:
-            problem = f"is nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"has over {_MOST_VALUES:,} values"
+            problem = (
+                f"is nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"has over {_MOST_VALUES:,} values"
+            )
             problem += ", aliases (`*name`) written out: a config has no use for that"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         if isinstance(node, yaml.MappingNode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RENDER_ERRORS
 from weft.data.encode import Encoding, has_template, renderer
+from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError, first_line
+from weft.files import regular_file
 
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
@@ -57,7 +58,7 @@ def load_prompts(
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = regular_file(Path(path), "a file of prompts").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"eval.prompts: {path} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
     except OSError as error:
@@ -69,12 +70,9 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: is not valid JSON: {error.msg} at column {error.colno}. Each line must be one JSON object; "
-            f"{_NEEDED}."
-        ) from None
+        value = parse(line)
+    except JsonError as error:
+        raise UserError(f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
     given = value.get("messages") if value.get("messages") is not None else value.get("prompt")
