@@ -1,32 +1,73 @@
-"""What a path names, asked before it is opened: what is no regular file may never end, or never begin. No torch."""
+"""Files that others wrote: refused by what they are before anything waits for them, and JSON read as one object."""
 
 from __future__ import annotations
 
 import errno
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 
 _KINDS = {
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}  # fmt: skip
 
 
 def regular_file(path: Path, what: str) -> Path:
-    """The path, where it is a regular file or a link to one. what: such as "a config file". Raises UserError for
-    anything else by what it is, and OSError where there is nothing."""
+    """The path itself, where it leads to a regular file. UserError that says what else is there: opening a FIFO or a
+    device may wait, or read, without an end. what: what the file should be, with its article."""
     try:
-        mode = path.stat().st_mode
+        kind = stat.S_IFMT(path.stat().st_mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise UserError(f"{path}: is a link that leads back to itself: name {what} itself.") from None
-        raise
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise UserError(f"{path}: is {kind}, where {what} is expected: name {what}, or copy it into one.")
+            raise _is_not(path, "a loop of symbolic links", what) from error
+        raise UserError(f"{path}: cannot be opened: {error.strerror}.") from error
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise UserError(f"{str(path)!r} is no name that a file can have ({error}); it should be {what}.") from error
+    if kind != stat.S_IFREG:
+        raise _is_not(path, _KINDS.get(kind, "no regular file"), what)
     return path
+
+
+def _is_not(path: Path, kind: str, what: str) -> UserError:
+    return UserError(f"{path}: is {kind}, not {what}: put {what} in its place.")
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object that a file holds; UserError where it holds none. what: as for `regular_file`."""
+    try:
+        found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: is nested too deep to be read. Fetch or write it again.") from error
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {first_line(error)}. Fetch or write it again.") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is {type(found).__name__}, not an object, in JSON. Fetch or write it again.")
+    return found
+
+
+# Of a model: what transformers reads, or weft.
+_OF_MODELS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")
+_GENERATION = "generation_config.json"
+
+
+def check_folder(path: str) -> None:
+    """Of a model in a directory here: all files that are read are regular ones, and its configs are objects."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    for file in sorted(file for pattern in _OF_MODELS for file in folder.glob(pattern)):
+        regular_file(file, "a file of a model")
+    if (folder / "config.json").exists():
+        read_object(folder / "config.json", "the config of a model")
+    if (folder / _GENERATION).exists():
+        ends = read_object(folder / _GENERATION, "the config of generation").get("eos_token_id")
+        if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends]) if token is not None):
+            raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}, not a token's number, or several.")

@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.chat_template import RENDER_ERRORS
-from weft.data.encode import Encoding, has_template, renderer
+from weft.data.chat_template import RenderError
+from weft.data.encode import Encoding, has_template, renderer, unbounded
 from weft.data.strict_json import JsonError, parse
+from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 
@@ -107,8 +108,10 @@ def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase
         )
     try:
         text = up_to_the_answer(renderer(tokenizer, encoding), messages)
-    except RENDER_ERRORS as error:
+    except RenderError as error:
         raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
+    except UnboundedError as error:
+        raise UserError(unbounded(where, error)) from None
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return Prompt(as_text(messages), tuple(tokens))
 

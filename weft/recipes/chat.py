@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStre
 from weft.checkpoint.retention import step_folder, whole_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
+from weft.data.chat_template import RenderError
+from weft.data.encode import Encoding, renderer
 from weft.data.prompts import Messages, up_to_the_answer
+from weft.data.template_bounds import UnboundedError
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError, runs_own_code
 from weft.models.adapter_files import CONFIG as ADAPTER
@@ -162,7 +165,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[in
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, ask: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+    try:
+        return renderer(tokenizer, Encoding())(messages, ask)
+    except (RenderError, UnboundedError) as error:
+        raise UserError(f"the chat template of this model cannot be used: {error}.") from error
 
 
 def _is_added(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
