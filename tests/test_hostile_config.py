@@ -75,10 +75,10 @@ def make_socket(path: Path) -> None:
 
 
 SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pipe": (os.mkfifo, r"named pipe \(FIFO\)"),
+    "pipe": (os.mkfifo, "a FIFO"),
     "socket": (make_socket, "a socket"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
-    "loop": (lambda path: path.symlink_to(path.name), "leads back to itself"),
+    "loop": (lambda path: path.symlink_to(path.name), "a loop of symbolic links"),
 }
 
 

@@ -43,6 +43,7 @@ from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
+from weft.terminal import guard, say
 
 Schema = TypeVar("Schema")
 AnyConfig = SftConfig | RlConfig
@@ -86,6 +87,7 @@ class Command:
 
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
+    guard()
     program(main)
 
 
@@ -93,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status (docs/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_program_help())
+        say(_program_help())
         return SUCCESS if words else USER_ERROR
     if words[0] == "--version":
-        print(f"weft {__version__}")
+        say(f"weft {__version__}")
         return SUCCESS
     debug = "--debug" in words
     jobs: list[Job] = []
@@ -220,7 +222,7 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import export
 
-        print(f"exported {export.run(options)}")
+        say(f"exported {export.run(options)}")
 
     return Job(body, 1, words)
 
@@ -246,7 +248,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     draft = migrate(arguments.files, arguments.nproc)
-    return Job(lambda: print(draft, end=""), 1, words)
+    return Job(lambda: say(draft, end=""), 1, words)
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -256,7 +258,7 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import merge
 
-        print(f"merged {merge.run(options)}")
+        say(f"merged {merge.run(options)}")
 
     return Job(body, 1, words)
 
@@ -305,7 +307,8 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.observe import report
 
-        print(f"wrote {report.run(options)}")
+        written, notes = report.run(options)
+        say(f"wrote {written}", *(f"note: {note}" for note in notes))
 
     return Job(body, 1, words)
 
@@ -322,7 +325,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
         made = interpreter.install(folder, device, shlex.split(arguments.torch))
         name = "" if arguments.python is None else f"; say rollout.python={folder}"
-        print(f"vLLM {made.version} for {device} is in {folder}{name}")
+        say(f"vLLM {made.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
 
@@ -387,7 +390,7 @@ def _fit_to_machine(
     accelerators = accelerator_count(arguments.device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
-        print(note)
+        say(note)
     sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard)
     arguments.nproc = sizes.world
     overrides = [f"mesh.dp_replicate={sizes.dp_replicate}", f"mesh.dp_shard={sizes.dp_shard}"]

@@ -14,6 +14,7 @@ _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
 }  # fmt: skip
+_DEEPEST = 100  # levels of JSON
 
 
 def regular_file(path: Path, what: str) -> Path:
@@ -40,6 +41,8 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object that a file holds; UserError where it holds none. what: as for `regular_file`."""
     try:
         found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
+        if _is_deep(found):
+            raise RecursionError
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except RecursionError as error:
@@ -51,6 +54,14 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: is {type(found).__name__}, not an object, in JSON. Fetch or write it again.")
     return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether JSON is nested deeper than anything that is written: who walks through it later would fail on that."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [item for v in level if isinstance(v, dict | list) for item in (v.values() if type(v) is dict else v)]
+    return bool(level)
 
 
 # Of a model: what transformers reads, or weft.

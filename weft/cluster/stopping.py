@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 import psutil
+
+from weft.terminal import say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is asked to send before it preempts
 SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may reach several processes, which pass it on to one another
@@ -103,5 +104,5 @@ class Forwarder(Handlers):
 
     def say(self) -> int:
         """Say that the ranks have ended as they were asked to; the exit status."""
-        print(f"stopped by {signal.Signals(self.number).name}", file=sys.stderr)
+        say(f"stopped by {signal.Signals(self.number).name}", error=True)
         return 128 + self.number

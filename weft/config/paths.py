@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     weights: whether model.path must hold them already.
     """
     where = explicit or {}
+    if found := [(key, text) for key, text in _unnameable(config)]:
+        return [f"{where[key]}: {text}" if key in where else text for key, text in found]
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
@@ -28,6 +30,29 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
         found.append(("eval.prompts", _prompts_problem(prompts)))
     found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+def _unnameable(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no."""
+    data = [("data.path", config.data.path), ("eval.path", config.eval.path), ("model.path", config.model.path)]
+    data += [
+        ("lora.path", config.lora.path),
+        ("run.dir", config.run.dir),
+        ("data.chat_template", config.data.chat_template),
+    ]
+    data += [("data.sources", source.path) for source in config.data.sources or ()]
+    data += [("eval.sources", source.path) for source in config.eval.sources or ()]
+    prompts = getattr(config.eval, "prompts", None)
+    data += [("eval.prompts", prompts)] if isinstance(prompts, str) else []
+    for key, path in data:
+        try:
+            if path is not None:
+                os.lstat(os.path.expanduser(path))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            yield key, f"{key} {path[:60]!r} is no name that a file can have ({reason}): write another."
 
 
 def holds_weights(folder: Path) -> bool:
@@ -53,7 +78,7 @@ def _prompts_problem(path: str) -> str:
     if os.path.lexists(path):
         try:
             regular_file(Path(path), "a file of prompts")
-        except (UserError, OSError) as error:
+        except UserError as error:
             return f"eval.prompts {error}"
     if path.startswith("["):
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
@@ -75,8 +100,6 @@ def data_problem(key: str, path: str) -> str:
             regular_file(file, "a file of data")
         except UserError as error:
             return f"{key} {error}"
-        except OSError as error:
-            return f"{key} {path} cannot be read: {error.strerror}."
     if file.is_dir():
         endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
         inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]

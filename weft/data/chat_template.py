@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -295,6 +296,8 @@ def chosen_template(data: DataConfig) -> str | None:
     known = sorted(path.stem for path in NAMED.glob("*.jinja"))
     path = NAMED / f"{name}.jinja" if name in known else Path(name)
     try:
+        if not os.path.lexists(path):
+            raise FileNotFoundError
         source = regular_file(path, "a chat template").read_text(encoding="utf-8")
         ChatTemplate(source, {})
     except FileNotFoundError:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from weft.errors import UserError, first_line, runs_own_code
+from weft.files import check_folder
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model (a directory or hub id). Raises UserError where there is none that works."""
     from transformers import AutoTokenizer  # brings torch and half of transformers, which workers may do without
 
+    check_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain ones
         if refusal := runs_own_code(path, error):
             raise refusal from error
         raise UserError(

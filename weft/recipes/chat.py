@@ -21,8 +21,9 @@ from weft.data.encode import Encoding, renderer
 from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.template_bounds import UnboundedError
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import UserError, runs_own_code
+from weft.errors import UserError, first_line, runs_own_code
 from weft.models.adapter_files import CONFIG as ADAPTER
+from weft.terminal import say
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -74,10 +75,10 @@ def open_chat(options: ChatOptions) -> Chat:
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         model = _auto_class(path).from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers makes of damaged files
         if refusal := runs_own_code(path, error, "weft chat"):
             raise refusal from error
-        raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
     chat = Chat(model.to(device).eval(), tokenizer, path, options.system, _settings(options))
     chat.begin()
     return chat
@@ -125,7 +126,7 @@ class Chat:
         prompt = opened(self.tokenizer, asked) if chats else text
         ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
         with torch.inference_mode():
             tokens = self.model.generate(
@@ -140,6 +141,11 @@ class Chat:
         if chats:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return str(answer)
+
+
+class _Streamer(TextStreamer):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        say(text, end="\n" if stream_end else "")
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
@@ -180,20 +186,20 @@ def _talk(chat: Chat) -> None:
     import readline  # noqa: F401  (lets input() edit lines)
 
     kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
-    print(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
+    say(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
     while True:
         try:
             text = input("\n> ").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            say()
             return
         if text == "/exit":
             return
         if text == "/new":
             chat.begin()
-            print("(a new conversation)")
+            say("(a new conversation)")
         elif text:
             try:
                 chat.say(text)
             except KeyboardInterrupt:
-                print(" (stopped)")
+                say(" (stopped)")
