@@ -63,6 +63,24 @@ def test_a_hostile_override(value: str) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("text", ["a\nb", "a #b", " a", "runs/x "])
+def test_a_text_of_the_command_line_is_as_it_was_typed(text: str) -> None:
+    """YAML would fold lines, and drop what follows a #: another folder than the one that was named."""
+    assert load_config([], [f"run.dir={text}", "model.path=m/m", "data.path=d/d"]).run.dir == text
+    assert load_config([], ["run.dir='a #b'", "model.path=m/m", "data.path=d/d"]).run.dir == "a #b"
+
+
+def test_no_name_is_suggested_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lora").symlink_to("nowhere")
+    Path("lora.yaml").symlink_to("nowhere")
+    for word in ("lora.yaml", "lora.path=lora", "eval.prompts=lora.yaml", "model.path=./lora"):
+        words = ([word], []) if "=" not in word else ([], [word, "data.path=d/d"])
+        with pytest.raises(UserError) as caught:
+            load_config(*words)
+        assert "Did you mean" not in str(caught.value)
+
+
 def test_toml_that_is_nested(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("a = " + "[" * 100_000)

@@ -35,6 +35,7 @@ from weft.cluster.options import (
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
+from weft.cluster.stopping import say_what_ends
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.load import read_config_file, written_config
 from weft.config.migrate import migrate
@@ -88,6 +89,8 @@ class Command:
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
     guard()
+    if not joined():  # what ends ranks is told apart by their statuses
+        say_what_ends()
     program(main)
 
 

@@ -144,10 +144,12 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
 
 def _report_exit(code: object) -> int:
     """sys.exit in a rank: without a report, a rank that merely lost its peer would seem to have failed first."""
-    status = code if isinstance(code, int) else FAILURE if code else SUCCESS
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
     into = reports.folder()
+    message = f"exit status {status}" if isinstance(code, int) else str(code)
+    if into is None and not isinstance(code, int | None):
+        say(message, error=True)
     if into is not None and status != SUCCESS:
-        message = f"exit status {status}" if isinstance(code, int) else str(code)
         reports.write(RankReport(_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
     return status
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +53,17 @@ class Handlers:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def say_what_ends() -> None:
+    """Of a process that nobody listens in yet, or that has nothing to save: it ends at a signal, and says by which."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 class StopSignals(Handlers):

@@ -65,7 +65,7 @@ def near_names(file: Path, folders: bool = False) -> str:
     if not file.parent.is_dir():
         return f" The folder {file.parent} does not exist."
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    names = [entry.name for entry in entries if entry.is_dir() == folders]
+    names = [entry.name for entry in entries if entry.is_dir() == folders and entry.name != file.name]
     close = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
     if not close and not folders:
         close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]

@@ -22,6 +22,10 @@ from weft.files import regular_file
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 64
 
 
+# What a text begins with that is not as it stands: quotes, blocks, tags, anchors.
+_MARKED = tuple("'\"|>!&")
+
+
 @dataclass(slots=True)
 class Node:
     """A value and where it was written.
@@ -138,6 +142,8 @@ def read_value(text: str, where: str) -> Node:
         raise UserError(f"{where}: {text[:40]}... cannot be read as a value: {said}.") from None
     if node is None:
         return Node(None, where, raw=text)
+    if isinstance(node.value, str) and text.strip()[:1] not in _MARKED:
+        node.value = text  # YAML would fold its lines and drop what follows a #
     node.raw = text
     return node
 
