@@ -63,7 +63,7 @@ def test_a_hostile_override(value: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("text", ["a\nb", "a #b", " a", "runs/x "])
+@pytest.mark.parametrize("text", ["a\nb", "a #b", "a\n\nb", "runs/x y"])
 def test_a_text_of_the_command_line_is_as_it_was_typed(text: str) -> None:
     """YAML would fold lines, and drop what follows a #: another folder than the one that was named."""
     assert load_config([], [f"run.dir={text}", "model.path=m/m", "data.path=d/d"]).run.dir == text

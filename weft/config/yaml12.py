@@ -142,7 +142,7 @@ def read_value(text: str, where: str) -> Node:
         raise UserError(f"{where}: {text[:40]}... cannot be read as a value: {said}.") from None
     if node is None:
         return Node(None, where, raw=text)
-    if isinstance(node.value, str) and text.strip()[:1] not in _MARKED:
+    if isinstance(node.value, str) and node.value != text.strip() and text.strip()[:1] not in _MARKED:
         node.value = text  # YAML would fold its lines and drop what follows a #
     node.raw = text
     return node
