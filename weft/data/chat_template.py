@@ -305,6 +305,8 @@ def chosen_template(data: DataConfig) -> str | None:
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
             f"Name a Jinja file, or one of: {', '.join(known)}."
         ) from None
+    except UserError as error:  # no regular file
+        raise UserError(f"data.chat_template: cannot read {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: cannot read {name}: {error}.") from None
     except TemplateSyntaxError as error:
