@@ -26,6 +26,7 @@ _NUMBER = 1_000_000  # widths, counts, repetitions
 _BITS = 100_000  # of an integer
 _ITEM = 8  # bytes that an item of a list takes beside itself
 _WIDE = re.compile(r"\d{7}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # widths of formats, or such as come from elsewhere
+_TICKS, _LONG = 200, 1 << 16  # so many ticks, or such a text, until the clock is looked at
 _LARGE_INPUT = 1 << 20  # for filters whose time may grow faster than their input
 _SLOW_FILTERS = frozenset(("urlize", "striptags", "wordwrap", "pprint", "xmlattr", "wordcount"))
 _BINARY = ("+", "*", "**", "%")
@@ -40,28 +41,37 @@ class Bounds(threading.local):
 
     def __init__(self, source: int = 0) -> None:
         self.source = source
-        self._end, self._left = float("inf"), _CHARACTERS
+        self._end: float | None = None
+        self._left, self._until = _CHARACTERS, _TICKS
 
     def begin(self) -> None:
         """A rendering begins."""
-        self._end, self._left = time.thread_time() + SECONDS, _CHARACTERS
+        self._end, self._left, self._until = None, _CHARACTERS, _TICKS
 
     def tick(self) -> None:
-        """Called at every turn of a loop, and at every call."""
-        if time.thread_time() > self._end:
+        """Called at every turn of a loop, and at every call. A clock may be slow: most renderings never look at it."""
+        self._until -= 1
+        if self._until > 0:
+            return
+        self._until = _TICKS
+        now = time.thread_time()
+        self._end = now + SECONDS if self._end is None else self._end
+        if now > self._end:
             raise UnboundedError(f"it runs for more than {SECONDS:g} seconds")
 
     def charge(self, characters: int) -> None:
         """Called before so many characters are made."""
         self._left -= characters
+        if characters > _LONG:  # which takes time: the next tick looks at the clock
+            self._until = 0
         if self._left < 0:
             raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def weigh(self, value: Any) -> int:
         """About how many characters a value is when it is written out."""
-        if isinstance(value, str | bytes):
+        if isinstance(value, (str, bytes)):
             return len(value)
-        if not isinstance(value, list | tuple | dict):
+        if not isinstance(value, (list, tuple, dict)):
             return _ITEM
         waiting, seen, weight = [value], 0, 0
         while waiting:
@@ -80,7 +90,7 @@ class Bounds(threading.local):
     @pass_context
     def finalize(self, _: Any, value: Any) -> Any:
         """Of every value that is written out."""
-        self.charge(self.weigh(value))
+        self.charge(len(value) if type(value) is str else self.weigh(value))
         return value
 
     def turns(self, items: Iterable[Any], text: int) -> Iterator[Any]:
@@ -131,10 +141,12 @@ class Bounds(threading.local):
     def before_filter(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
         """value: what is filtered. arguments: the filter's own, by name, too."""
         self.tick()
+        if name in ("length", "count"):
+            return
         if any(type(one) is int and abs(one) > _NUMBER for one in arguments) and name not in ("default", "d"):
             raise UnboundedError(f"it asks the filter {name} for more than {_NUMBER:,}")
         size = self.weigh(value)
-        self.charge(size if name != "length" and name != "count" else 0)
+        self.charge(size)
         texts = [one for one in arguments if isinstance(one, str)]
         if name in _SLOW_FILTERS and (size > _LARGE_INPUT or any(len(text) > 100 for text in texts)):
             raise UnboundedError(f"it filters {size:,} characters with {name}")
