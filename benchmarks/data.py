@@ -80,7 +80,7 @@ def main() -> None:
 
         def floor() -> int:
             backend, found = tokenizer.backend_tokenizer, 0
-            template = hf_template.chat_template(tokenizer.get_chat_template())
+            template = hf_template.environment().from_string(tokenizer.get_chat_template())
             special = tokenizer.special_tokens_map
             with path.open(encoding="utf-8") as file:
                 while lines := list(islice(file, BATCH)):

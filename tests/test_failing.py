@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cluster import machine, reports
+from weft.cluster import guard, machine, reports
 from weft.cluster.alike import differences
 from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import Outcome
@@ -199,7 +200,15 @@ def records(*phases: tuple[int, str, int]) -> dict[int, Record]:
 
 def waiting(*ranks: int) -> list[RankReport]:
     return [
-        RankReport(rank, float(rank), "RuntimeError: Timed out waiting", kind="hang", waited=True) for rank in ranks
+        RankReport(
+            rank,
+            float(rank),
+            "RuntimeError: Timed out waiting",
+            kind="hang",
+            waited=True,
+            within="600 seconds (train.timeout)",
+        )
+        for rank in ranks
     ]
 
 
@@ -226,7 +235,7 @@ def test_else_nobody_but_who_waited() -> None:
     seen = Evidence(records((3, "forward", 15), (3, "forward", 15)))
     failure = diagnose(waiting(0, 1), {0: 11, 1: 11}, seen, 2)
     assert failure.message.startswith("rank 0 failed: RuntimeError: Timed out waiting")
-    assert "Another rank did not come within train.timeout seconds" in failure.message
+    assert "Another rank did not come within 600 seconds (train.timeout)" in failure.message
 
 
 def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
@@ -237,6 +246,50 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
     gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", gone=[1])
     assert diagnose([gone], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
     assert diagnose([lost], {0: 10, 1: -15}, Evidence(), 2).rank == 0
+
+
+def test_a_silent_rank_is_blamed_for_how_it_ended_not_for_its_place() -> None:
+    """Exit statuses are in the order in which the launcher saw them."""
+    # stopped by the agent, seen first; the kernel's or a user's kill came before
+    assert diagnose([], {0: -15, 1: -9}, Evidence(), 2).rank == 1
+    assert diagnose([], {0: -15, 1: -15}, Evidence(), 2).rank == 0
+    # rank 0 has seen rank 2 gone, whatever became of rank 1 since
+    lost = RankReport(0, time.monotonic(), "RuntimeError: Connection closed by peer", kind="peer", gone=[2])
+    assert diagnose([lost], {1: 7, 0: 10, 2: -9}, Evidence(), 3).rank == 2
+    # a rank that has said what it died of is not silent, though it ended first
+    boom = RankReport(0, time.monotonic(), "RuntimeError: boom")
+    assert diagnose([boom], {0: 1, 1: -15}, Evidence(), 2).message.startswith("rank 0 failed: RuntimeError: boom")
+    assert diagnose([boom], {0: 1, 1: -11}, Evidence(), 2).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [("a word", 1, "a word"), ("", 1, ""), (None, 0, None), (0, 0, None), (7, 7, "exit status 7")],
+)
+@pytest.mark.parametrize("launched", [True, False])
+def test_sys_exit_in_a_rank(
+    code: Any, status: int, says: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As Python itself has it: a text is shown, and is a failure."""
+    ended: list[int] = []
+    monkeypatch.setattr(guard, "_end_rank", lambda status: ended.append(status) or status)
+    monkeypatch.setattr(guard, "joined", lambda: True)
+    monkeypatch.setattr(guard, "_settle_in", lambda into: None)
+    monkeypatch.delenv(reports.FOLDER_VARIABLE, raising=False)
+    if launched:
+        monkeypatch.setenv(reports.FOLDER_VARIABLE, str(tmp_path))
+    assert guard.guarded(lambda: sys.exit(code)) == status and ended == [status]
+    found = [report.message for report in reports.read_all(tmp_path)]
+    assert found == ([says] if launched and says is not None else [])
+    assert capsys.readouterr().err == (f"{says}\n" if isinstance(code, str) and not launched else "")
+
+
+def test_how_long_another_was_waited_for_is_said() -> None:
+    record = Flight()
+    assert record.patience == "train.timeout"
+    record.watch(90.0, "rollout.timeout")
+    assert record.patience == "90 seconds (rollout.timeout)"
 
 
 def test_the_kernels_kills_are_told_from_others() -> None:

@@ -156,7 +156,7 @@ def test_parity() -> None:
 
 def test_chat_templates_are_compiled_with_what_weft_reads() -> None:
     """An environment with a sandbox, transformers' filters, and the tracker of generation markers."""
-    template = hf_template.chat_template("{% generation %}a{% endgeneration %}{{ [1] | tojson }}")
+    template = hf_template.environment().from_string("{% generation %}a{% endgeneration %}{{ [1] | tojson }}")
     blocks: list[str] = []
     marked: list[tuple[int, int]] = []
     with template.environment.activate_tracker(blocks, marked):

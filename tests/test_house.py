@@ -54,7 +54,7 @@ IMPORTED_BY = {
     "rollout": {"rl", "recipes", "cli", "verification"},
 }
 # What the config may import: it is read before anything large is.
-CONFIG = {"config", "errors"}
+CONFIG = {"config", "errors", "files"}
 
 
 def imports() -> set[tuple[str, str]]:
@@ -75,3 +75,15 @@ def test_nothing_imports_upwards() -> None:
     upwards = {(by, of) for by, of in imports() if of in IMPORTED_BY and by not in IMPORTED_BY[of]}
     assert upwards == set()
     assert {of for by, of in imports() if by == "config"} <= CONFIG
+
+
+def test_everything_is_printed_by_one_file() -> None:
+    """Else texts of others would command the terminal. What writes the project's own tables is no matter."""
+    own = {"weft/terminal.py", "weft/config/reference.py", "weft/verification/plants.py"}
+    printing = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            if calls or (isinstance(node, ast.ImportFrom) and node.module == "rich.console"):
+                printing.add(str(path.relative_to(ROOT)))
+    assert printing <= own

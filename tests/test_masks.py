@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.toy_tokenizers import TEMPLATES as TEMPLATE_FOLDER
 from tests.toy_tokenizers import family_tokenizer
+from weft.data.answers import Trained
+from weft.data.chat_template import Span
 from weft.data.conversation import conversation
-from weft.data.encode import Encoder, Encoding
+from weft.data.encode import Encoder, Encoding, _trained_tokens
 from weft.data.records import Record
 from weft.data.sentinels import Comparison
 from weft.errors import UserError
@@ -303,3 +306,33 @@ def test_train_on() -> None:
     assert trained(last, {"prompt": "a", "completion": "b"}) == ["b<|im_end|>"]
     with pytest.raises(UserError, match="message 2 says `train: false`, and data.train_on: all"):
         trained(everything, CHATS["flags"])
+
+
+class Straddling:
+    """A tokenizers.Encoding whose tokens end at these characters, in the middle of an answer or not."""
+
+    def __init__(self, *ends: int) -> None:
+        self.spans = list(pairwise([0, *ends]))
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def char_to_token(self, place: int) -> int | None:
+        return next((i for i, (start, end) in enumerate(self.spans) if start <= place < end), None)
+
+    def token_to_chars(self, token: int) -> tuple[int, int]:
+        return self.spans[token]
+
+
+@pytest.mark.parametrize(
+    ("ends", "span", "mask"),
+    [
+        ((3, 6, 9), (3, 6), [0, 1, 0]),
+        ((3, 7, 9), (3, 6), [0, 1, 0]),  # its last token holds a character behind it
+        ((2, 5, 7, 9), (3, 6), [0, 1, 1, 0]),  # and so does its first, before it
+        ((9,), (3, 6), [1]),
+        ((3, 6, 9), (3, 9), [0, 1, 1]),
+    ],
+)
+def test_a_token_that_has_a_trained_character_is_trained(ends: tuple[int, ...], span: Span, mask: list[int]) -> None:
+    assert _trained_tokens(Straddling(*ends), Trained("x" * 9, (span,))) == mask

@@ -242,7 +242,7 @@ UNMARK = "{% endgeneration %}"
 )
 def test_what_is_marked_is_what_transformers_says(template: str) -> None:
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    plain, blocks, marked = hf_template.chat_template(template), list[str](), list[Span]()
+    plain, blocks, marked = hf_template.environment().from_string(template), list[str](), list[Span]()
     with plain.environment.activate_tracker(blocks, marked):
         blocks += plain.generate(messages=messages)
     found = ChatTemplate(template, {}).render(messages, {})

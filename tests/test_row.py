@@ -63,6 +63,24 @@ def test_one_position_for_each_token(layout: Any) -> None:
     assert row_of([], layout, 4).position_ids_BT.tolist() == ([[0, 1, 0, 1]] if layout == "packed" else [[0, 1, 2, 3]])
 
 
+def test_padding_has_positions_that_some_document_has() -> None:
+    """From 0, again and again, and never beyond the longest: some rotary tables depend on the longest of the row."""
+    row = row_of([document(4), document(6)], "packed", 20)
+    assert row.position_ids_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, *(n % 5 for n in range(12))]]
+    far = Document(torch.arange(4), torch.ones(4), positions=torch.tensor([90, 91, 92, 93]))
+    assert row_of([far], "packed", 9).position_ids_BT.tolist() == [[90, 91, 92, 0, 1, 2, 0, 1, 2]]
+
+
+def test_negative_weights_are_trained() -> None:
+    """A weight is any number but 0: one below takes a token's probability away."""
+    made = Document(torch.arange(5), torch.tensor([9.0, -1.0, 0.0, 0.5, -2.0]))
+    row = row_of([made], "packed", 5)
+    assert row.targets_N.tolist() == [1, 3, 4] and row.weights_N.tolist() == [-1.0, 0.5, -2.0]
+    assert row.selected_N.tolist() == [0, 2, 3]
+    meta = made.meta()
+    assert (meta.loss_tokens, meta.weight) == (3, -2.5)
+
+
 def test_a_row_stays_where_it_is_on_the_cpu() -> None:
     row = row_of(MIXED, "packed", 12)
     assert row.to(torch.device("cpu")) is row

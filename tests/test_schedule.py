@@ -82,6 +82,12 @@ def test_wsd_decay_never_reaches_into_the_warmup() -> None:
     assert learning_rate(6, 10, 1.0, config) == 1.0
 
 
+def test_the_decay_is_a_share_of_all_steps() -> None:
+    """Of T, not of the T - W behind the warm-up: ceil(0.4 x 10) is 4, ceil(0.4 x 7) is 3."""
+    assert decay_steps(ScheduleConfig(name="wsd", decay_ratio=0.4, warmup_steps=3), 10) == 4
+    assert decay_steps(ScheduleConfig(name="wsd", decay_ratio=0.2, warmup_steps=50), 100) == 20
+
+
 def test_wsd_without_decay_is_constant() -> None:
     assert rates(4, beyond=1, name="wsd", decay_ratio=0.0, warmup_steps=0) == [1.0] * 5
 

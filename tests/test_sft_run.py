@@ -344,9 +344,27 @@ def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
     took, err = time.monotonic() - began, run.errors()
     assert run.status == 11, err
     assert took < timeout + 20 * business()  # five seconds until the stopped rank is killed
-    assert err.startswith("rank 1 is stuck: it did not come within train.timeout seconds; it is stopped (SIGSTOP)\n")
+    assert err.startswith(
+        "rank 1 is stuck: it did not come within 4 seconds (train.timeout); it is stopped (SIGSTOP)\n"
+    )
     assert re.search(r"^waiting: rank 0 \(in step \d+ of \d+, ", err, re.MULTILINE)
     assert not victim.is_running()
+
+
+def test_a_signal_before_anything_is_loaded_is_answered(folder: Path) -> None:
+    """At the first moment at which Python can: the child has a handler, which /proc shows."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", "sft", "c.yaml", "run.dir=early"], cwd=folder, env=forked.environment(),
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    while process.poll() is None:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        if caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
+            break
+        time.sleep(0.005)
+    process.terminate()
+    _, err = process.communicate(timeout=60 * business())
+    assert err == "stopped by SIGTERM\n" and process.returncode == 128 + signal.SIGTERM
 
 
 # ---------------------------------------------------------------- weft verify

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 from weft.observe.tables import (
@@ -26,6 +25,7 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
+from weft.terminal import Console
 
 
 def printed(table: Table) -> list[str]:

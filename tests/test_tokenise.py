@@ -9,7 +9,9 @@ import pickle
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from tests.pool import run
 from tests.test_sources import flat
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
-from weft.data import sources, tokenise
+from weft.data import crew, sources, tokenise
 from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
@@ -89,6 +91,28 @@ def test_a_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("weft.data.crew.sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"a process that tokenises has died.*data\.workers"):
         load(write(tmp_path), workers=2)
+
+
+class Limited:
+    """Work whose every block goes deeper than Python does."""
+
+    def make(self) -> None: ...
+
+    def encode(self, encoder: None, block: object) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+
+def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
+    ours, theirs = Pipe()
+    thread = Thread(target=crew.serve, args=(theirs,))
+    thread.start()
+    for thing in (Limited(), "a block"):
+        ours.send_bytes(pickle.dumps(thing))
+    answer = pickle.loads(ours.recv_bytes())
+    ours.close()
+    thread.join()
+    with pytest.raises(RecursionError):
+        crew._result(answer)
 
 
 def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from weft.cluster.options import (
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
+from weft.cluster.stopping import say_what_ends
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.load import read_config_file, written_config
 from weft.config.migrate import migrate
@@ -43,6 +44,7 @@ from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
+from weft.terminal import guard, say
 
 Schema = TypeVar("Schema")
 AnyConfig = SftConfig | RlConfig
@@ -86,6 +88,9 @@ class Command:
 
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
+    guard()
+    if not joined():  # what ends ranks is told apart by their statuses
+        say_what_ends()
     program(main)
 
 
@@ -93,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status (docs/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_program_help())
+        say(_program_help())
         return SUCCESS if words else USER_ERROR
     if words[0] == "--version":
-        print(f"weft {__version__}")
+        say(f"weft {__version__}")
         return SUCCESS
     debug = "--debug" in words
     jobs: list[Job] = []
@@ -224,7 +229,7 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import export
 
-        print(f"checked  {export.check(Path(options.path))}" if arguments.check else f"exported {export.run(options)}")
+        say(f"checked  {export.check(Path(options.path))}" if arguments.check else f"exported {export.run(options)}")
 
     return Job(body, 1, words)
 
@@ -250,7 +255,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     draft = migrate(arguments.files, arguments.nproc)
-    return Job(lambda: print(draft, end=""), 1, words)
+    return Job(lambda: say(draft, end=""), 1, words)
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -260,7 +265,7 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import merge
 
-        print(f"merged {merge.run(options)}")
+        say(f"merged {merge.run(options)}")
 
     return Job(body, 1, words)
 
@@ -309,7 +314,8 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.observe import report
 
-        print(f"wrote {report.run(options)}")
+        written, notes = report.run(options)
+        say(f"wrote {written}", *(f"note: {note}" for note in notes))
 
     return Job(body, 1, words)
 
@@ -326,7 +332,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
         made = interpreter.install(folder, device, shlex.split(arguments.torch))
         name = "" if arguments.python is None else f"; say rollout.python={folder}"
-        print(f"vLLM {made.version} for {device} is in {folder}{name}")
+        say(f"vLLM {made.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
 
@@ -391,7 +397,7 @@ def _fit_to_machine(
     accelerators = accelerator_count(arguments.device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
-        print(note)
+        say(note)
     sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard)
     arguments.nproc = sizes.world
     overrides = [f"mesh.dp_replicate={sizes.dp_replicate}", f"mesh.dp_shard={sizes.dp_shard}"]

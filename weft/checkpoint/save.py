@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -46,6 +45,7 @@ from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError, first_line
 from weft.observe import flight
+from weft.terminal import say
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 0.5
 _GRACE_SECONDS = 3.0  # how long a rank that ends with an error waits for the others to do so, too
@@ -240,7 +240,7 @@ class Saver:
             time.sleep(_POLL_SECONDS)
         self._cancel.set()
         if said:
-            print(*self.take_news(), sep="\n", file=sys.stderr, flush=True)
+            say(*self.take_news(), error=True)
 
     def _is_written(self, job: Job) -> bool:
         """Whether this checkpoint is not whole yet, nor given up; by this rank's thread, or another's."""
@@ -248,11 +248,10 @@ class Saver:
 
     def _say_ending(self, job: Job, error: BaseException) -> None:
         what = first_line(error) if isinstance(error, Exception) else type(error).__name__
-        print(
+        say(
             f"ending   {what}: {job.target} is being written, and finished first, within {self.timeout:g} s "
             "(train.timeout)",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
 
     # ------------------------------------------------------------ the copy

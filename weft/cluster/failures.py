@@ -108,7 +108,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     elif report.kind == "storage":
         lines.append(_STORAGE)
     elif report.waited:
-        lines.append("Another rank did not come within train.timeout seconds: it is stopped, stuck or elsewhere.")
+        lines.append(f"Another rank did not come within {report.within}: it is stopped, stuck or elsewhere.")
     if debug or (report.kind == "failed" and not report.plain):
         lines.append(report.traceback)
     elif report.kind == "hang" and not report.waited:
@@ -163,18 +163,18 @@ def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: E
 def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
     """The rank that ended without a report, killed or by os._exit: others may since have reported that it is gone.
 
-    The agent's own signals are told apart: SIGTERM to all that are left, SIGKILL to those that outlive STOP_SECONDS.
+    One that others have seen gone comes first. The agent's own signals are told apart: SIGTERM to all that are left,
+    SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
     gone = {rank for report in errors for rank in report.gone}
     stopping = {-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR2}
     if errors and time.monotonic() - min(report.time for report in errors) >= STOP_SECONDS:
         stopping.add(-signal.SIGKILL)
-    for position, (rank, status) in enumerate(exits.items()):
-        first_seen = rank in gone or (position == 0 and not errors)
-        if rank not in reported and (first_seen or status not in stopping):
-            return rank
-    return None
+    silent = [rank for rank in exits if rank not in reported]
+    witnessed = [rank for rank in silent if rank in gone]
+    by_itself = [rank for rank in silent if exits[rank] not in stopping]
+    return next(iter(witnessed or by_itself or (silent if not errors else [])), None)
 
 
 def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
@@ -209,11 +209,11 @@ def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name
     first = errors[0]
     if not suspects or not any(report.waited for report in errors):
         return first.rank, explain(first, f"{name} {first.rank} failed: ", debug)
-    lines = []
+    lines, within = [], next(report.within for report in errors if report.waited)
     for rank in suspects:
         record, state = seen.records[rank], seen.states.get(rank)
         because = f"; it is {state}" if state else ""
-        lines.append(f"{name} {rank} is stuck: it did not come within train.timeout seconds{because}")
+        lines.append(f"{name} {rank} is stuck: it did not come within {within}{because}")
         lines.append(record.where() + _calls(seen.stacks.get(rank, [])))
     waiting = ", ".join(f"{r.rank} ({r.where})" for r in errors if r.rank not in suspects)
     lines.append(f"waiting: {name} {waiting}")

@@ -23,6 +23,7 @@ from weft.cluster.status import FAILURE, STATUS, SUCCESS
 from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
 from weft.observe import collectives, flight
+from weft.terminal import say
 
 # How long a rank with bad input waits for the others to report the same, and one that waited in vain for the launcher
 # to look what the others are doing.
@@ -119,12 +120,12 @@ def _report(report: RankReport, debug: bool) -> int:
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
-            print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
+            say(of_this_rank(report, joined(), debug), error=True)
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
     kept = report.kind == "user" or keep_own(report)
-    print(of_this_rank(report, joined(), debug), file=sys.stderr, flush=True)
+    say(of_this_rank(report, joined(), debug), error=True)
     flight.own.close(remove=kept)
     return report.status
 
@@ -143,10 +144,12 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
 
 def _report_exit(code: object) -> int:
     """sys.exit in a rank: without a report, a rank that merely lost its peer would seem to have failed first."""
-    status = code if isinstance(code, int) else FAILURE if code else SUCCESS
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
     into = reports.folder()
+    message = f"exit status {status}" if isinstance(code, int) else str(code)
+    if into is None and not isinstance(code, int | None):
+        say(message, error=True)
     if into is not None and status != SUCCESS:
-        message = f"exit status {status}" if isinstance(code, int) else str(code)
         reports.write(RankReport(_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
     return status
 

@@ -26,6 +26,7 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.status import SUCCESS
 from weft.cluster.stopping import Forwarder
 from weft.cluster.watch import STOP_SECONDS, watching
+from weft.terminal import say
 from weft.versions import launch_config
 
 
@@ -89,10 +90,10 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
             failure = diagnose(found, exits, seen, nproc, debug)
             if failure.kind != "user":
                 keep_evidence(found, exits, seen)
-            print(failure.message, file=sys.stderr, flush=True)
+            say(failure.message, error=True)
             return Outcome(failure.status, failure)
         except SignalException as error:
-            print(f"stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
+            say(f"stopped by {signal.Signals(error.sigval).name}", error=True)
             return Outcome(128 + int(error.sigval))
         notes = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
         return Outcome(max((note.status for note in notes), default=SUCCESS))

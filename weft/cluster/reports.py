@@ -27,8 +27,8 @@ class RankReport:
     """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
 
     where: step, phase and documents. plain: the message itself says what to do. collectives: the last ones of the rank,
-    the oldest first. waited: it is another rank that did not come. gone: ranks that had ended before this one did.
-    is_verdict: no error; the rank ran to its end. exit_status: one that does not follow from the kind.
+    the oldest first. waited: it is another rank that did not come; within: what time. gone: ranks that had ended before
+    this one did. is_verdict: no error; the rank ran to its end. exit_status: one that does not follow from the kind.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class RankReport:
     collectives: Sequence[dict[str, Any]] = ()
     gone: Sequence[int] = ()
     exit_status: int | None = None
+    within: str = "train.timeout"
 
     @property
     def is_user_error(self) -> bool:
@@ -66,6 +67,8 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     kind = kind_of(error, record.run)
     plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
+    if isinstance(error, RecursionError):
+        plain, message = True, _too_deep(error)
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
     where = record.where()
     if plain:
@@ -73,8 +76,17 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     trace = "".join(traceback.format_exception(error))
     last = [] if kind == "user" else collectives.last()
     return RankReport(
-        rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last
-    )
+        rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last,
+        within=flight.own.patience,
+    )  # fmt: skip
+
+
+def _too_deep(error: RecursionError) -> str:
+    """What to say of input that is nested deeper than Python goes: by whom it was read."""
+    calls = traceback.extract_tb(error.__traceback__)
+    ours = [call for call in calls if f"{os.sep}weft{os.sep}" in call.filename] or calls
+    place = f" ({ours[-1].name}, {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"something that was read here is nested too deeply{place}: --debug shows where. Make it flatter."
 
 
 def of_verdict(rank: int) -> RankReport:

@@ -5,7 +5,6 @@ Each attempt has a launcher and ranks of its own, so that nothing of a failed on
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from weft.cluster.failures import Failure
 from weft.cluster.launch import Outcome, attempt
 from weft.observe import flight
+from weft.terminal import say
 
 # What would fail again, whatever is restarted.
 _FINAL = {
@@ -67,4 +67,4 @@ def _at(failure: Failure) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, error=True)

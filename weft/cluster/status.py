@@ -44,6 +44,8 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
         return "storage" if isinstance(error, StorageError) else "user"
     if isinstance(error, ActorError):
         return cast(Kind, error.kind)
+    if isinstance(error, RecursionError):
+        return "user"  # weft goes down as deep as what it reads, and no deeper
     for link in _chain(error):
         kind = _kind_of_one(link, run)
         if kind is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -12,6 +13,8 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 import psutil
+
+from weft.terminal import say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is asked to send before it preempts
 SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may reach several processes, which pass it on to one another
@@ -50,6 +53,17 @@ class Handlers:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def say_what_ends() -> None:
+    """Of a process that nobody listens in yet, or that has nothing to save: it ends at a signal, and says by which."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 class StopSignals(Handlers):
@@ -103,5 +117,5 @@ class Forwarder(Handlers):
 
     def say(self) -> int:
         """Say that the ranks have ended as they were asked to; the exit status."""
-        print(f"stopped by {signal.Signals(self.number).name}", file=sys.stderr)
+        say(f"stopped by {signal.Signals(self.number).name}", error=True)
         return 128 + self.number

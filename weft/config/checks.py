@@ -166,6 +166,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "lora.dropout": BELOW_1,
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
     "data.workers": AT_LEAST_1,
+    "data.max_row_bytes": (lambda v: 1 <= v <= 1 << 40, "1 to 1099511627776 (a TiB)"),
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",

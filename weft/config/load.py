@@ -98,10 +98,10 @@ def parse_override(text: str) -> Node:
 def read_config_file(path: str) -> Node:
     """The sections of a YAML or TOML file. UserError, with what may have been meant, where there is none."""
     file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
-    if file.is_file():
-        return _expand_dotted(read_file(path))
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
+    if os.path.lexists(file):
+        return _expand_dotted(read_file(path))
     if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
         raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
     raise UserError(f"{path}: no such config file.{near_names(file)}")

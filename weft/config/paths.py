@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
+from weft.errors import UserError
+from weft.files import regular_file
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
@@ -18,6 +20,8 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     weights: whether model.path must hold them already.
     """
     where = explicit or {}
+    if found := [(key, text) for key, text in _unnameable(config)]:
+        return [f"{where[key]}: {text}" if key in where else text for key, text in found]
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
     found = [(key, data_problem(key, path)) for key, path in data if path is not None]
@@ -26,6 +30,29 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
         found.append(("eval.prompts", _prompts_problem(prompts)))
     found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+def _unnameable(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no."""
+    data = [("data.path", config.data.path), ("eval.path", config.eval.path), ("model.path", config.model.path)]
+    data += [
+        ("lora.path", config.lora.path),
+        ("run.dir", config.run.dir),
+        ("data.chat_template", config.data.chat_template),
+    ]
+    data += [("data.sources", source.path) for source in config.data.sources or ()]
+    data += [("eval.sources", source.path) for source in config.eval.sources or ()]
+    prompts = getattr(config.eval, "prompts", None)
+    data += [("eval.prompts", prompts)] if isinstance(prompts, str) else []
+    for key, path in data:
+        try:
+            if path is not None:
+                os.lstat(os.path.expanduser(path))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            yield key, f"{key} {path[:60]!r} is no name that a file can have ({reason}): write another."
 
 
 def holds_weights(folder: Path) -> bool:
@@ -38,7 +65,7 @@ def near_names(file: Path, folders: bool = False) -> str:
     if not file.parent.is_dir():
         return f" The folder {file.parent} does not exist."
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    names = [entry.name for entry in entries if entry.is_dir() == folders]
+    names = [entry.name for entry in entries if entry.is_dir() == folders and entry.name != file.name]
     close = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
     if not close and not folders:
         close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]
@@ -48,6 +75,11 @@ def near_names(file: Path, folders: bool = False) -> str:
 def _prompts_problem(path: str) -> str:
     if Path(path).expanduser().is_file():
         return ""
+    if os.path.lexists(path):
+        try:
+            regular_file(Path(path), "a file of prompts")
+        except UserError as error:
+            return f"eval.prompts {error}"
     if path.startswith("["):
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
@@ -63,6 +95,11 @@ def data_problem(key: str, path: str) -> str:
         return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."
     if file.is_file() or is_saved_dataset(file) or looks_like_hub_dataset(path):
         return ""
+    if os.path.lexists(file) and not file.is_dir():
+        try:
+            regular_file(file, "a file of data")
+        except UserError as error:
+            return f"{key} {error}"
     if file.is_dir():
         endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
         inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]

@@ -202,6 +202,11 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+    max_row_bytes: int = key(
+        "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
+        "it, found before it is read whole.",
+        32 << 20,
+    )
     workers: int | None = key(
         "Processes that tokenise data of 64 MiB and more; null: one per core, where there are more than two; 1: the "
         "rank, which keeps two cores busy.",

@@ -15,7 +15,15 @@ from typing import Any
 
 import yaml
 
-from weft.errors import UserError
+from weft.errors import UserError, first_line
+from weft.files import regular_file
+
+# A config that a person wrote has a few hundred values, a few deep. Others are refused before they take memory.
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 64
+
+
+# What a text begins with that is not as it stands: quotes, blocks, tags, anchors.
+_MARKED = tuple("'\"|>!&")
 
 
 @dataclass(slots=True)
@@ -85,24 +93,33 @@ def read_file(path: str) -> Node:
 
     A file whose name ends in .toml is read as TOML, and its Nodes know no lines.
     """
+    text = _text(path)
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as a config file: {error}") from error
-    if path.endswith(".toml"):
-        try:
-            return node_of(tomllib.loads(text), path)
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{path}: not valid TOML: {error}.") from error
-    try:
-        node = _parse(text, path)
+        node = node_of(tomllib.loads(text), path) if path.endswith(".toml") else _parse(text, path)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}.") from error
     except yaml.YAMLError as error:
         raise UserError(_syntax_message(error, path)) from error
+    except RecursionError:
+        raise UserError(f"{path}: is nested too deeply to be a config: sections hold keys, and these values.") from None
+    except ValueError as error:  # Python's, of a number or a date
+        raise UserError(f"{path}: holds a value that cannot be read: {first_line(error)}.") from error
     if node is None or node.value is None:
         return Node({}, path)
     if not node.is_section:
         raise UserError(f"{node.where}: expected sections such as `model:` and `data:`, found {show(node.value)}.")
     return node
+
+
+def _text(path: str) -> str:
+    try:
+        with regular_file(Path(path).expanduser(), "a config file").open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UserError(f"{path}: is larger than {_MOST_BYTES >> 20} MiB, so it is no config: name a YAML file.")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a config file: {error}") from error
 
 
 def node_of(value: Any, where: str) -> Node:
@@ -120,8 +137,13 @@ def read_value(text: str, where: str) -> Node:
         node = _parse(text, where, lines=False)
     except yaml.YAMLError:
         return Node(text, where, raw=text)
+    except (RecursionError, ValueError) as error:
+        said = "is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        raise UserError(f"{where}: {text[:40]}... cannot be read as a value: {said}.") from None
     if node is None:
         return Node(None, where, raw=text)
+    if isinstance(node.value, str) and node.value != text.strip() and text.strip()[:1] not in _MARKED:
+        node.value = text  # YAML would fold its lines and drop what follows a #
     node.raw = text
     return node
 
@@ -142,9 +164,30 @@ def _parse(text: str, where: str, lines: bool = True) -> Node | None:
     loader = Loader(text)
     try:
         root = loader.get_single_node()
-        return None if root is None else _convert(loader, root, where, lines)
+        if root is None:
+            return None
+        _check_size(root)
+        return _convert(loader, root, where, lines)
     finally:
         loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Aliases (`*name`) count as what they stand for: a few lines of them can stand for more than memory holds."""
+    waiting, seen = [(root, 1)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _MOST_VALUES:
+            problem = (
+                f"is nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"has over {_MOST_VALUES:,} values"
+            )
+            problem += ", aliases (`*name`) written out: a config has no use for that"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        if isinstance(node, yaml.MappingNode):
+            waiting += [(child, depth + 1) for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(child, depth + 1) for child in node.value]
 
 
 def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Rendering, Span, Unclear, common_header
+from weft.data.chat_template import ChatTemplate, RenderError, Rendering, Span, Unclear, common_header
 from weft.data.conversation import Conversation
 from weft.data.sentinels import SENTINEL, Comparison
 from weft.data.text_checks import TextChecks
@@ -60,7 +60,7 @@ class Answers:
         self._turns: dict[tuple[bool, str], Turns | None] = {}
 
     def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
-        """Raises Unclear where it cannot tell, and chat_template.RENDER_ERRORS."""
+        """Raises Unclear where it cannot tell, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         if not chat.trained:
             return Trained(rendering.text, ())
@@ -79,7 +79,7 @@ class Answers:
         return Trained(text, tuple(span for [span] in spans.values()))
 
     def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
-        """All of the text. Raises chat_template.RENDER_ERRORS."""
+        """All of the text. Raises RenderError."""
         text = self.template.render(chat.messages, kwargs, tools=chat.tools).text
         return Trained(text, ((0, len(text)),))
 
@@ -132,7 +132,7 @@ class Answers:
         for chat, place in ((middle, len(before)), (last, len(before)), (longer, len(before) + 2)):
             try:
                 found.append(self._study(chat, kwargs, place))
-            except (Unclear, *RENDER_ERRORS):
+            except (Unclear, RenderError):
                 continue
         if not found:
             return None
@@ -149,7 +149,7 @@ class Answers:
         full = self.template.render(marked.messages, kwargs, tools=chat.tools)
         try:
             asked = self.template.render(chat.messages[:place], kwargs, tools=chat.tools, ask=True)
-        except RENDER_ERRORS as error:
+        except RenderError as error:
             raise Unclear(
                 f"the template does not render what stands before message {place + 1}: {error}", full
             ) from error

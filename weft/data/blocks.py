@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, AnyStr, Protocol
 
 from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
+from weft.errors import UserError, first_line
+from weft.files import regular_file
 
+# As data.max_row_bytes has it by default.
+MAX_ROW_BYTES = 32 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -55,12 +64,15 @@ class FileBlock(_Rows):
     """The lines of a JSONL file that begin in its bytes start..stop.
 
     newlines: in the bytes before start; None where nobody has counted: then lines are numbered by their first byte.
+    most: bytes of a line. stamp: of the file when it was opened, which it must still have.
     """
 
     path: str
     start: int
     stop: int
     newlines: int | None
+    most: int = MAX_ROW_BYTES
+    stamp: Stamp | None = None
 
     @property
     def size(self) -> int:
@@ -72,24 +84,36 @@ class FileBlock(_Rows):
             # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
             lines = data.split(b"\n")
             for number, line in not_blank(enumerate(lines, start=self.newlines + skipped + 1)):
-                yield _row_of_line(number, where(self.path, number, by_line=True), line)
+                yield self._row(number, where(self.path, number, by_line=True), line)
             return
         for line in data.split(b"\n"):
             if line.strip():
-                yield _row_of_line(begin, f"{self.path}, byte {begin}", line)
+                yield self._row(begin, f"{self.path}, byte {begin}", line)
             begin += len(line) + 1
 
+    def _row(self, number: int, name: str, line: bytes) -> Row:
+        if len(line) > self.most:
+            raise too_large(name, self.most)
+        return _row_of_line(number, name, line)
+
     def _read(self) -> tuple[bytes, int, int]:
-        """Whole lines, where the first begins, and 1 where a line that began earlier was skipped."""
-        with open(self.path, "rb") as file:
+        """Whole lines, where the first begins, and 1 where a line that began earlier was skipped.
+
+        Of a line that is longer than `most` no more is read than shows it.
+        """
+        with reading(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
             if self.start:
                 file.seek(self.start - 1)
-                skipped = int(file.readline() != b"\n")
+                rest = file.readline(self.most + 1)
+                if len(rest) > self.most:
+                    number = None if self.newlines is None else self.newlines + 1
+                    raise too_large(self.path if number is None else where(self.path, number, by_line=True), self.most)
+                skipped = int(rest != b"\n")
             begin = file.tell()
             data = file.read(max(0, self.stop - begin))
             if data and not data.endswith(b"\n"):
-                data += file.readline()
+                data += file.readline(self.most + 1)
         return data, begin, skipped
 
 
@@ -127,16 +151,76 @@ class RowBlock(_Rows):
 
 @dataclass(frozen=True, slots=True)
 class ArrowBlock(_Rows):
-    """Rows of a pyarrow.Table. first: the place of its first row in the whole."""
+    """Rows of a pyarrow.Table. first: the place of its first row in the whole. most: bytes of a row."""
 
     origin: str
     table: Any
     first: int
     size: int
+    most: int = MAX_ROW_BYTES
 
     def rows(self) -> Iterator[Row]:
+        if self.table.nbytes > self.most:
+            for place in range(len(self.table)):
+                if self.table.slice(place, 1).nbytes > self.most:
+                    raise too_large(where(self.origin, self.first + place, by_line=False), self.most)
         for number, values in enumerate(self.table.to_pylist(), start=self.first):
             yield Row(number, where(self.origin, number, by_line=False), without_nulls(values))
+
+
+# ---------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a file has while nobody writes to it."""
+
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str) -> Stamp:
+        """As it is now. Raises UserError for what is no regular file."""
+        with reading(path):
+            found = regular_file(Path(path), "a file of data").stat()
+            return cls(found.st_size, found.st_mtime_ns)
+
+
+@contextmanager
+def reading(path: str, stamp: Stamp | None = None, key: str = "data.path") -> Iterator[None]:
+    """What can go wrong with a file, in words. stamp: what it must still have at the end."""
+    try:
+        yield
+        if stamp is not None:
+            now = os.stat(path)
+            if Stamp(now.st_size, now.st_mtime_ns) != stamp:
+                raise UserError(f"{path}: has changed while it was read. Start again when nothing writes to it.")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: is not a whole gzip file: {first_line(error)}. Write it again.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: is not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {path}: {error.strerror or first_line(error)}.") from None
+
+
+def lines_of(file: IO[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
+    """Numbered lines. Raises UserError at the first that is longer than `most`, of which it reads no more."""
+    number = 0
+    while line := file.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise too_large(where(path, number, by_line=True), most)
+        yield number, line
+
+
+def too_large(name: str, most: int) -> UserError:
+    """Of a row that is larger than data.max_row_bytes."""
+    return UserError(
+        f"{name}: is larger than data.max_row_bytes = {most:,} bytes. Remove it; or if it is a document, set "
+        f"data.max_row_bytes to more."
+    )
 
 
 def _row_of_line(number: int, name: str, line: bytes) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,14 +16,15 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
 from weft.config.schema import DataConfig
-from weft.errors import UserError
+from weft.data.template_bounds import Bounded, UnboundedError, bound
+from weft.errors import UserError, first_line
+from weft.files import regular_file
 from weft.models import hf_template
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NAMED = Path(__file__).parent / "templates"
 
-# What a template raises on messages that it was not written for.
-RENDER_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
+_SAID = 300  # characters of what a template says
 
 Span = tuple[int, int]  # first character and the one behind the last
 
@@ -46,6 +48,10 @@ class Rendering:
         return self.text[start:end]
 
 
+class RenderError(Exception):
+    """A template has raised something: messages are such as it was not written for. The message says what."""
+
+
 class Unclear(Exception):
     """What of a rendering is an answer cannot be told; the message says why."""
 
@@ -67,13 +73,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        environment = hf_template.chat_template(source).environment
+        environment = hf_template.environment()
+        self._bounds = bound(environment, len(source))
         environment.filters["weft_place"] = _place_of
         noted = _Noted()
-        tree = noted.visit(environment.parse(source))
-        self._template = environment.template_class.from_code(
-            environment, environment.compile(tree), {**environment.globals, **_NOTES}
-        )
+        code = _compiled(environment, source, noted)
+        self._template = environment.template_class.from_code(environment, code, {**environment.globals, **_NOTES})
         self._variables = dict(variables)
         self._words = frozenset(re.findall(r"\w+", source))
         self.has_markers = bool(GENERATION_TAG.search(source))
@@ -92,7 +97,21 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         ask: bool = False,
     ) -> Rendering:
-        """The conversation as text; ask: with what the template writes to ask for an answer. Raises RENDER_ERRORS."""
+        """The conversation as text; ask: with what the template writes to ask for an answer. Raises RenderError, and
+        UnboundedError where the template takes more than it may."""
+        self._bounds.begin()
+        try:
+            return self._rendered(messages, kwargs, tools, ask)
+        except UnboundedError:
+            raise
+        except TemplateError as error:
+            raise RenderError(first_line(error)[:_SAID]) from error
+        except Exception as error:  # whatever Python raises for what the template does
+            raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_SAID]) from error
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[Any] | None, ask: bool
+    ) -> Rendering:
         blocks: list[str] = []
         marked: list[Span] = []
         with nullcontext() if self._track is None else self._track(blocks, marked):
@@ -240,6 +259,14 @@ def _is_marker(node: nodes.CallBlock) -> bool:
     return isinstance(call, nodes.ExtensionAttribute) and call.name == hf_template.GENERATION_CALL
 
 
+def _compiled(environment: Any, source: str, noted: _Noted) -> Any:
+    """The code of a template, bounded and noted. Raises TemplateSyntaxError."""
+    try:
+        return environment.compile(noted.visit(Bounded().visit(environment.parse(source))))
+    except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # Python's, of nesting
+        raise TemplateSyntaxError(f"it is nested too deeply ({type(error).__name__})", 1) from None
+
+
 def _output(name: str, near: nodes.Node) -> nodes.Output:
     return nodes.Output([nodes.Name(name, "load", lineno=near.lineno)], lineno=near.lineno)
 
@@ -269,13 +296,17 @@ def chosen_template(data: DataConfig) -> str | None:
     known = sorted(path.stem for path in NAMED.glob("*.jinja"))
     path = NAMED / f"{name}.jinja" if name in known else Path(name)
     try:
-        source = path.read_text(encoding="utf-8")
-        hf_template.chat_template(source)
+        if not os.path.lexists(path):
+            raise FileNotFoundError
+        source = regular_file(path, "a chat template").read_text(encoding="utf-8")
+        ChatTemplate(source, {})
     except FileNotFoundError:
         raise UserError(
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
             f"Name a Jinja file, or one of: {', '.join(known)}."
         ) from None
+    except UserError as error:  # no regular file
+        raise UserError(f"data.chat_template: cannot read {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: cannot read {name}: {error}.") from None
     except TemplateSyntaxError as error:

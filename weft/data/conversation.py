@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from weft.data.messages import is_plain
 from weft.data.records import Record
+from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
 
 TrainOn = Literal["answers", "last", "all"]
@@ -131,6 +132,6 @@ def _from_json(where: str, name: str, raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     try:
-        return json.loads(raw) if raw.strip() else None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: `{name}` is no JSON: {error.msg} at column {error.colno}.") from None
+        return parse(raw) if raw.strip() else None
+    except JsonError as error:
+        raise UserError(f"{where}: `{name}` is no JSON: {error}.") from None

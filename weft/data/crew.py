@@ -111,6 +111,8 @@ def _result(answer: tuple[str, Any]) -> Chunk:
     how, value = answer
     if how == "mistake":
         raise UserError(value)
+    if how == "limit":
+        raise value
     if how == "crash":
         raise RuntimeError(f"a process that tokenises failed:\n{value}")
     chunk: Chunk = value
@@ -134,6 +136,8 @@ def serve(connection: Connection) -> None:
                 answer = ("chunk", work.encode(encoder, block))
             except UserError as error:
                 answer = ("mistake", str(error))
+            except (RecursionError, MemoryError) as error:  # of the row, not of the code
+                answer = ("limit", error)
             except Exception:
                 answer = ("crash", traceback.format_exc())
             connection.send_bytes(pickle.dumps(answer))

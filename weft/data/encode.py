@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from jinja2.exceptions import TemplateSyntaxError
+
 from weft.config.schema import DataConfig
 from weft.data.answers import Answers, Trained
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Lost, Rendering, Unclear, chosen_template
+from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
+from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -108,16 +111,18 @@ class Encoder:
             return self._find(record, chat)
         except UserError:
             raise
-        except RENDER_ERRORS as error:
+        except RenderError as error:
             if any("tool_calls" in message for message in chat.messages):
                 try:
                     return self._find(record, conversation(record, self.encoding.train_on, text_arguments=True))
-                except RENDER_ERRORS:
+                except RenderError:
                     pass
             raise UserError(
                 f"{record.where}: the chat template refused this document: {first_line(error)}. Change the messages, "
                 "or set data.chat_template."
             ) from error
+        except UnboundedError as error:
+            raise UserError(unbounded(record.where, error)) from None
         except Lost as error:
             raise UserError(
                 f"{record.where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that text, or set "
@@ -144,7 +149,7 @@ class Encoder:
         if source not in self._answers:
             added = self.tokenizer.added_tokens_decoder.values()
             self._answers[source] = Answers(
-                ChatTemplate(source, {**self.tokenizer.special_tokens_map, **_clock(self.encoding.date)}),
+                _template(source, self.tokenizer, self.encoding),
                 [*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)],
                 [token.content for token in added if not token.special],
             )
@@ -218,8 +223,26 @@ def renderer(
 ) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
     """(messages, whether to ask for an answer) -> the rendering, by the template that documents are rendered by."""
     source = encoding.chat_template or tokenizer.get_chat_template()
-    template = ChatTemplate(source, {**tokenizer.special_tokens_map, **_clock(encoding.date)})
+    template = _template(source, tokenizer, encoding)
     return lambda messages, ask: template.render(messages, encoding.template_kwargs, ask=ask).text
+
+
+def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, {**tokenizer.special_tokens_map, **_clock(encoding.date)})
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the tokenizer's chat template is not valid Jinja: {first_line(error)[:200]} (line {error.lineno}). Set "
+            "data.chat_template to another."
+        ) from None
+
+
+def unbounded(where: str, error: UnboundedError) -> str:
+    """What to say of a template that takes more than it may. where: the document that it renders."""
+    return (
+        f"{where}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
+        "data.chat_template to another, or remove the document."
+    )
 
 
 def _clock(date: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeGuard
 
+from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
 
 Message = dict[str, Any]
@@ -63,11 +64,10 @@ def decoded(where: str, column: str, value: Any) -> Any:
     if not isinstance(value, str) or value.lstrip()[:1] != "[":
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        return parse(value)
+    except JsonError as error:
         raise UserError(
-            f"{where}: `{column}` is text that begins like a JSON list and is none: {error.msg} at character "
-            f"{error.pos}. Write it with json.dumps."
+            f"{where}: `{column}` is text that begins like a JSON list and is none: {error}. Write it with json.dumps."
         ) from None
 
 
@@ -98,11 +98,9 @@ def _from_sharegpt(where: str, message: Message) -> Message:
         return message
     calls = message.pop("content")
     try:
-        calls = json.loads(calls) if isinstance(calls, str) else calls
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: `value` of a function_call must be JSON: {error.msg} at character {error.pos}."
-        ) from None
+        calls = parse(calls) if isinstance(calls, str) else calls
+    except JsonError as error:
+        raise UserError(f"{where}: `value` of a function_call must be JSON: {error}.") from None
     calls = calls if isinstance(calls, list) else [calls]
     return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 

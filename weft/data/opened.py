@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.config.schema import DataConfig, SourceConfig
 from weft.config.sources import source_name
+from weft.data.blocks import MAX_ROW_BYTES
 from weft.data.records import Reading
 from weft.data.sources import Part, in_memory, open_source
 
@@ -35,9 +36,10 @@ def open_data(data: Data) -> list[Source]:
     """The sources of what `load_documents` takes. Raises UserError where a file is not there or is no such file."""
     if isinstance(data, DataConfig):
         if data.sources is not None:
-            return [_open(source, named=True) for source in data.sources]
+            return [_open(source, named=True, most=data.max_row_bytes) for source in data.sources]
         assert data.path is not None
-        return [_open(SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns))]
+        whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
+        return [_open(whole, most=data.max_row_bytes)]
     if isinstance(data, str):
         return [_open(SourceConfig(path=data))]
     if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
@@ -46,8 +48,8 @@ def open_data(data: Data) -> list[Source]:
     return [Source("data", [in_memory(data)], {})]
 
 
-def _open(config: SourceConfig, named: bool = False) -> Source:
+def _open(config: SourceConfig, named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
     name = source_name(config) if named else ""
     label = f"{name} ({config.path})" if named else config.path
     key = "data.sources" if named else "data.path"
-    return Source(label, open_source(config, key), config.columns, name, config.weight)
+    return Source(label, open_source(config, key, most), config.columns, name, config.weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.chat_template import RENDER_ERRORS
-from weft.data.encode import Encoding, has_template, renderer
+from weft.data.chat_template import RenderError
+from weft.data.encode import Encoding, has_template, renderer, unbounded
+from weft.data.strict_json import JsonError, parse
+from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
+from weft.files import regular_file
 
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
@@ -57,7 +59,7 @@ def load_prompts(
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = regular_file(Path(path), "a file of prompts").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"eval.prompts: {path} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
     except OSError as error:
@@ -69,12 +71,9 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: is not valid JSON: {error.msg} at column {error.colno}. Each line must be one JSON object; "
-            f"{_NEEDED}."
-        ) from None
+        value = parse(line)
+    except JsonError as error:
+        raise UserError(f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
     given = value.get("messages") if value.get("messages") is not None else value.get("prompt")
@@ -109,8 +108,10 @@ def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase
         )
     try:
         text = up_to_the_answer(renderer(tokenizer, encoding), messages)
-    except RENDER_ERRORS as error:
+    except RenderError as error:
         raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
+    except UnboundedError as error:
+        raise UserError(unbounded(where, error)) from None
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return Prompt(as_text(messages), tuple(tokens))
 

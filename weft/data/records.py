@@ -18,6 +18,7 @@ from typing import Any, Literal
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
 from weft.data.messages import Message, kind, read_messages, read_tools
+from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
 
 Format = Literal["messages", "prompt", "text"]
@@ -70,15 +71,11 @@ class Reading:
 def json_row(where: str, line: bytes) -> dict[str, Any]:
     """The row that one line of JSON holds; where ("file:line") goes into the errors."""
     try:
-        row = json.loads(line.strip())
+        row = parse(line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: is not valid JSON: {error.msg} at column {error.colno}.{_json_advice(line)}"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{where}: is JSON nested too deeply to be a document. Remove the line.") from None
+    except JsonError as error:
+        raise UserError(f"{where}: is not valid JSON: {error}.{_json_advice(line)}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: holds {kind(row)}, not an object.{_json_advice(line)}")
     return row
@@ -258,8 +255,8 @@ def is_json_list(text: str) -> bool:
     if text[:1] != "[" or text[1:].lstrip()[:1] != "{":
         return False
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse(text)
+    except JsonError:
         return False
     return all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value)
 

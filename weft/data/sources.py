@@ -7,8 +7,8 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +21,22 @@ from typing import IO, Any, TypeVar
 from weft.config.paths import data_problem, is_saved_dataset
 from weft.config.schema import SourceConfig
 from weft.config.sources import Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
-from weft.data.blocks import BYTE_ORDER_MARK, ArrowBlock, Block, FileBlock, LineBlock, RowBlock, not_blank
+from weft.data.blocks import (
+    BYTE_ORDER_MARK,
+    MAX_ROW_BYTES,
+    ArrowBlock,
+    Block,
+    FileBlock,
+    LineBlock,
+    RowBlock,
+    Stamp,
+    lines_of,
+    not_blank,
+    reading,
+    too_large,
+    where,
+)
+from weft.data.strict_json import JsonError, item, named
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
 from weft.observe import flight
@@ -30,6 +45,8 @@ _T = TypeVar("_T")
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
+_HELD_BYTES = 8 << 20  # of rows that are read one after another: a block ends there, too
+_UNPACKED_BYTES = 1 << 30  # of a zipped JSON list, which is read whole
 _SAMPLED = 16  # places of a large file that a sample is read from
 
 
@@ -49,17 +66,34 @@ class Part:
     sample: Callable[[], Iterator[Block]] | None = None
 
 
-def open_source(source: SourceConfig, key: str = "data.path") -> list[Part]:
-    """The files or tables of a source. key: of the config, for messages. Raises UserError where there is nothing."""
+@dataclass(frozen=True)
+class _File:
+    """most: bytes of a row. stamp: of the file when it was opened."""
+
+    path: str
+    most: int
+    stamp: Stamp
+
+    @property
+    def size(self) -> int:
+        return self.stamp.size
+
+    def digest(self) -> str:
+        return file_digest(self.path, self.stamp)
+
+
+def open_source(source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES) -> list[Part]:
+    """The files or tables of a source. key: of the config, for messages; most: bytes of a row. Raises UserError where
+    there is nothing."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
     if problem := data_problem(key, path):
         raise UserError(problem)
     if is_saved_dataset(Path(path)) and not Path(path).is_file():
         _refuse_subset(source)
-        return [_saved_dataset(path, split)]
+        return [_saved_dataset(path, split, most)]
     files = matching_files(path) if is_pattern(path) else [path]
     if not Path(files[0]).is_file() and looks_like_hub_dataset(path):
-        return [_hub_dataset(path, source.subset, split)]
+        return [_hub_dataset(path, source.subset, split, most)]
     _refuse_subset(source)
     if split.name:
         raise UserError(
@@ -70,7 +104,7 @@ def open_source(source: SourceConfig, key: str = "data.path") -> list[Part]:
         raise UserError(
             f"data.split: {source.path} names {len(files)} files: a part such as {source.split} is of one file."
         )
-    return [open_file(file, split) for file in files]
+    return [open_file(file, split, most) for file in files]
 
 
 def _refuse_subset(source: SourceConfig) -> None:
@@ -80,17 +114,17 @@ def _refuse_subset(source: SourceConfig) -> None:
         )
 
 
-def open_file(path: str, split: Split | None = None) -> Part:
-    """A file, by the ending of its name; whatever is none of the others is JSONL."""
-    chosen = split or Split()
+def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) -> Part:
+    """A file, by the ending of its name; whatever is none of the others is JSONL. most: bytes of a row."""
+    chosen, file = split or Split(), _File(path, most, Stamp.of(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
-        return _parquet(path, chosen)
+        return _parquet(file, chosen)
     if name.endswith((".csv", ".tsv")):
-        return _rows(path, chosen, partial(_csv_rows, path, "\t" if name.endswith(".tsv") else ","), by_line=True)
+        return _rows(file, chosen, partial(_csv_rows, file, "\t" if name.endswith(".tsv") else ","), by_line=True)
     if name.endswith(".json") and _begins_with_list(path):
-        return _rows(path, chosen, partial(_json_rows, path), by_line=False)
-    return _streamed_lines(path, chosen) if path.endswith(".gz") or not chosen.is_whole else _lines(path)
+        return _rows(file, chosen, partial(_json_rows, file), by_line=False)
+    return _streamed_lines(file, chosen) if path.endswith(".gz") or not chosen.is_whole else _lines(file)
 
 
 def in_memory(rows: Any, name: str = "data") -> Part:
@@ -108,27 +142,27 @@ def in_memory(rows: Any, name: str = "data") -> Part:
 # ---------------------------------------------------------------- JSONL
 
 
-def _lines(path: str) -> Part:
-    size = _size(path)
+def _lines(file: _File) -> Part:
+    path, size = file.path, file.size
 
     def blocks() -> Iterator[Block]:
         newlines = 0
-        with _reading(path), ThreadPoolExecutor(4) as pool:
+        with reading(path), ThreadPoolExecutor(4) as pool:
             starts = range(0, size, BLOCK_BYTES)
             for start, count in zip(starts, pool.map(partial(_newlines, path), starts), strict=True):
-                yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines)
+                yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines, file.most, file.stamp)
                 newlines += count
 
     def sample() -> Iterator[Block]:
         """The first lines, and some from all over the file."""
         piece = BLOCK_BYTES // 8
-        yield FileBlock(path, 0, min(piece, size), 0)
+        yield FileBlock(path, 0, min(piece, size), 0, file.most, file.stamp)
         for number in range(1, _SAMPLED):
             start = number * size // _SAMPLED
             if start >= number * piece:
-                yield FileBlock(path, start, min(start + piece, size), None)
+                yield FileBlock(path, start, min(start + piece, size), None, file.most, file.stamp)
 
-    return Part(path, size, True, blocks, partial(file_digest, path), sample)
+    return Part(path, size, True, blocks, file.digest, sample)
 
 
 def _newlines(path: str, start: int) -> int:
@@ -137,19 +171,18 @@ def _newlines(path: str, start: int) -> int:
         return file.read(BLOCK_BYTES).count(b"\n")
 
 
-def _streamed_lines(path: str, split: Split) -> Part:
+def _streamed_lines(file: _File, split: Split) -> Part:
     """A zipped file, or a part of one: lines are read one after another."""
 
     def lines() -> Iterator[tuple[int, bytes]]:
-        with _reading(path), _opened(path) as file:
-            yield from not_blank(enumerate(file, start=1))
+        with reading(file.path, file.stamp), _opened(file.path) as stream:
+            yield from not_blank(lines_of(stream, file.path, file.most))
 
     def blocks() -> Iterator[Block]:
-        rest = _chosen(lines, split)
-        while chosen := list(islice(rest, BLOCK_ROWS)):
-            yield LineBlock(path, chosen)
+        for chosen in _held(_chosen(lines, split), lambda line: len(line[1])):
+            yield LineBlock(file.path, chosen)
 
-    return Part(path, _size(path), True, blocks, partial(file_digest, path) if split.is_whole else None)
+    return Part(file.path, file.size, True, blocks, file.digest if split.is_whole else None)
 
 
 # ---------------------------------------------------------------- JSON lists and CSV
@@ -159,51 +192,98 @@ def _streamed_lines(path: str, split: Split) -> Part:
 _Row = tuple[int, Any, int]
 
 
-def _rows(path: str, split: Split, read: Callable[[], Iterator[_Row]], by_line: bool) -> Part:
-    digest = partial(file_digest, path) if split.is_whole else None
-    return Part(path, _size(path), by_line, lambda: _row_blocks(path, _chosen(read, split), by_line), digest)
+def _rows(file: _File, split: Split, read: Callable[[], Iterator[_Row]], by_line: bool) -> Part:
+    digest = file.digest if split.is_whole else None
+    return Part(file.path, file.size, by_line, lambda: _row_blocks(file.path, _chosen(read, split), by_line), digest)
 
 
 def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool) -> Iterator[Block]:
-    rest = iter(rows)
-    while chosen := list(islice(rest, BLOCK_ROWS)):
+    for chosen in _held(rows, lambda row: row[2]):
         numbers, values, sizes = zip(*chosen, strict=True)
         yield RowBlock(origin, values, numbers, by_line, sum(sizes), escaped=True)
 
 
+def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Rows in turn, as many as a block is to hold."""
+    chosen: list[_T] = []
+    held = 0
+    for row in rows:
+        chosen.append(row)
+        held += size(row)
+        if len(chosen) == BLOCK_ROWS or held >= _HELD_BYTES:
+            yield chosen
+            chosen, held = [], 0
+    if chosen:
+        yield chosen
+
+
 def _begins_with_list(path: str) -> bool:
-    with _reading(path), _opened(path) as file:
+    with reading(path), _opened(path) as file:
         return file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
-def _json_rows(path: str) -> Iterator[_Row]:
-    with _reading(path), _opened(path) as file:
-        text = file.read().decode("utf-8-sig")
+def _json_rows(file: _File) -> Iterator[_Row]:
+    path = file.path
+    with reading(path, file.stamp), _opened(path) as stream:
+        content = stream.read(_UNPACKED_BYTES + 1 if path.endswith(".gz") else -1)
+        if path.endswith(".gz") and len(content) > _UNPACKED_BYTES:
+            raise UserError(
+                f"{path}: holds a list of more than {_UNPACKED_BYTES >> 30} GiB. Write one object per line instead, "
+                "as .jsonl.gz, which is read a line at a time."
+            )
+        text = content.decode("utf-8-sig")
     try:
-        values = json.loads(text)
+        for number, (begin, end, value) in enumerate(_items(text)):
+            name = where(path, number, by_line=False)
+            if not isinstance(value, dict):
+                raise UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
+            if end - begin > file.most:
+                raise too_large(name, file.most)
+            yield number, value, end - begin
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}:{error.lineno}: is not valid JSON: {error.msg} at column {error.colno}. The file must be one list "
-            "of objects, or have one object per line."
+            f"{path}:{error.lineno}: is not valid JSON: {named(error)} at column {error.colno}. The file must be one "
+            "list of objects, or have one object per line."
         ) from None
-    for number, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise UserError(
-                f"{path}[{number}]: is no object. The file must be a list of objects, one for each document."
-            )
-        yield number, value, len(text) // len(values)
+    except JsonError as error:
+        raise UserError(f"{path}: is not valid JSON: {error}.") from None
 
 
-def _csv_rows(path: str, separator: str) -> Iterator[_Row]:
+def _items(text: str) -> Iterator[tuple[int, int, Any]]:
+    """(begin, end, value) of each item of the list that a text holds."""
+    blank = re.compile(r"[ \t\n\r]*")
+
+    def skip(at: int) -> int:
+        found = blank.match(text, at)
+        assert found is not None
+        return found.end()
+
+    at = skip(skip(0) + 1)
+    while not text.startswith("]", at):
+        value, end = item(text, at)
+        yield at, end, value
+        at = skip(end)
+        if text.startswith(",", at):
+            at = skip(at + 1)
+        elif not text.startswith("]", at):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    if skip(at + 1) != len(text):
+        raise json.JSONDecodeError("Extra data", text, at + 1)
+
+
+def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
     """Numbered by the line that each begins on; an empty field counts as absent."""
-    csv.field_size_limit(sys.maxsize)
-    with _reading(path), _opened(path) as file:
-        reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=separator, strict=True)
-        header = next(reader, [])
-        if twice := [name for name in header if header.count(name) > 1]:
-            raise UserError(f"{path}:1: two columns are called `{twice[0]}`. Rename one.")
-        begin = reader.line_num + 1
+    path = file.path
+    csv.field_size_limit(min(sys.maxsize, file.most))
+    with reading(path, file.stamp), _opened(path) as stream:
+        texts = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        reader = csv.reader(_without_nul(texts, file), delimiter=separator, strict=True)
+        begin = 1
         try:
+            header = next(reader, [])
+            if twice := [name for name in header if header.count(name) > 1]:
+                raise UserError(f"{path}:1: two columns are called `{twice[0]}`. Rename one.")
+            begin = reader.line_num + 1
             for row in reader:
                 if row and len(row) != len(header):
                     raise UserError(
@@ -215,42 +295,75 @@ def _csv_rows(path: str, separator: str) -> Iterator[_Row]:
                     yield begin, values, sum(len(value) + 1 for value in row)
                 begin = reader.line_num + 1
         except csv.Error as error:
+            if "field limit" in str(error):
+                raise too_large(where(path, begin, by_line=True), file.most) from None
             raise UserError(f"{path}:{begin}: is not valid CSV: {error}. Write it with a CSV library.") from None
+
+
+def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:
+    for number, line in lines_of(texts, file.path, file.most):
+        if "\0" in line:
+            raise UserError(f"{file.path}:{number}: holds a NUL byte. Write the file again, as UTF-8.")
+        yield line
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _parquet(path: str, split: Split) -> Part:
-    need = f"data.path: the Parquet file {path}"
+def _parquet(file: _File, split: Split) -> Part:
+    path, need = file.path, f"data.path: the Parquet file {file.path}"
     pyarrow, parquet = import_extra("pyarrow", "data", need), import_extra("pyarrow.parquet", "data", need)
-    with _reading(path):
-        try:
-            file = parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{path}: is not a Parquet file that can be read: {first_line(error)}.") from None
-    count, size = file.metadata.num_rows, _size(path)
+
+    @contextmanager
+    def whole() -> Iterator[None]:
+        with reading(path, file.stamp):
+            try:
+                yield
+            except (pyarrow.ArrowException, MemoryError) as error:
+                raise UserError(f"{path}: is not a Parquet file that can be read: {first_line(error)}.") from None
+
+    with whole():
+        opened = parquet.ParquetFile(path)
+        count, at_once = opened.metadata.num_rows, _rows_at_once(opened.metadata, file)
 
     def blocks() -> Iterator[Block]:
         begin, picked = 0, split.rows(count)
-        for batch in file.iter_batches(BLOCK_ROWS):
-            first, last = max(begin, picked.start), min(begin + len(batch), picked.stop)
-            if first < last:
-                part = batch.slice(first - begin, last - first)
-                yield ArrowBlock(path, part, first, size * (last - first) // max(1, count))
-            begin += len(batch)
+        with whole():
+            for batch in opened.iter_batches(at_once):
+                first, last = max(begin, picked.start), min(begin + len(batch), picked.stop)
+                if first < last:
+                    part = batch.slice(first - begin, last - first)
+                    yield ArrowBlock(path, part, first, file.size * (last - first) // max(1, count), file.most)
+                begin += len(batch)
 
-    return Part(path, size, False, blocks, partial(file_digest, path) if split.is_whole else None)
+    return Part(path, file.size, False, blocks, file.digest if split.is_whole else None)
 
 
-def _saved_dataset(path: str, split: Split) -> Part:
+def _rows_at_once(metadata: Any, file: _File) -> int:
+    """So many that what is unpacked of them stays small. Raises UserError where a row is larger than it may be."""
+    largest, first = 1, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        each = group.total_byte_size // max(1, group.num_rows)
+        if each > file.most:
+            raise too_large(where(file.path, first, by_line=False), file.most)
+        largest, first = max(largest, each), first + group.num_rows
+    return max(1, min(BLOCK_ROWS, 4 * _HELD_BYTES // largest))
+
+
+def _saved_dataset(path: str, split: Split, most: int) -> Part:
     datasets = _datasets(path)
-    with _reading(path):
-        loaded = datasets.load_from_disk(path)
-    return _dataset(path, loaded, split)
+    try:
+        with reading(path):
+            loaded = datasets.load_from_disk(path)
+    except UserError:
+        raise
+    except Exception as error:  # of any type: the folder's files are JSON and Arrow that others may have written
+        raise UserError(f"{path}: is no dataset that can be read: {first_line(error)}. Write it again.") from error
+    return _dataset(path, loaded, split, most)
 
 
-def _hub_dataset(path: str, subset: str | None, split: Split) -> Part:
+def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> Part:
     """Downloaded by datasets, which keeps it in its own cache."""
     datasets = _datasets(path)
     try:
@@ -259,10 +372,10 @@ def _hub_dataset(path: str, subset: str | None, split: Split) -> Part:
         raise UserError(
             f"data.path: {path} is no local file, and datasets could not load it from the hub: {first_line(error)}."
         ) from error
-    return _dataset(path, loaded, split)
+    return _dataset(path, loaded, split, most)
 
 
-def _dataset(name: str, loaded: Any, split: Split) -> Part:
+def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) -> Part:
     if isinstance(loaded, Mapping):
         chosen = split.name or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
         if chosen not in loaded:
@@ -278,7 +391,7 @@ def _dataset(name: str, loaded: Any, split: Split) -> Part:
     def blocks() -> Iterator[Block]:
         for first in range(picked.start, picked.stop, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, picked.stop)
-            yield ArrowBlock(name, table[first:last], first, size * (last - first) // max(1, len(table)))
+            yield ArrowBlock(name, table[first:last], first, size * (last - first) // max(1, len(table)), most)
 
     def digest() -> str:
         hashed = hashlib.blake2b(str(table.features).encode(), digest_size=16)
@@ -300,11 +413,12 @@ def _datasets(path: str) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def file_digest(path: str) -> str:
-    """Hexadecimal, of a file's bytes: the digest of its blocks' digests, which threads take side by side."""
-    with _reading(path), ThreadPoolExecutor(4) as pool:
-        whole = hashlib.blake2b(digest_size=16)
-        for digest in pool.map(partial(_block_digest, path), range(0, _size(path), 16 * BLOCK_BYTES)):
+def file_digest(path: str, stamp: Stamp | None = None) -> str:
+    """Hexadecimal, of a file's bytes: the digest of its blocks' digests, which threads take side by side. stamp: what
+    it must have at the end."""
+    with reading(path, stamp), ThreadPoolExecutor(4) as pool:
+        whole, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
+        for digest in pool.map(partial(_block_digest, path), range(0, size, 16 * BLOCK_BYTES)):
             flight.beat()
             whole.update(digest)
         return whole.hexdigest()
@@ -326,22 +440,3 @@ def _chosen(read: Callable[[], Iterator[_T]], split: Split) -> Iterator[_T]:
 
 def _opened(path: str) -> IO[bytes]:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
-
-
-def _size(path: str) -> int:
-    return Path(path).stat().st_size
-
-
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """What can go wrong with a file, in words."""
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: is not a whole gzip file: {first_line(error)}. Write it again.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: is not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
-        ) from None
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {path}: {error.strerror or first_line(error)}.") from None

@@ -6,6 +6,7 @@ filters, globals, activate_tracker; its extension's _generation_support, called 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -13,7 +14,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 GENERATION_CALL = "_generation_support"
 
 
-def chat_template(source: str) -> Any:
-    """The compiled jinja2.Template of a chat template, in transformers' sandbox with its filters and globals; its
-    environment's activate_tracker notes where generation markers lie. Raises jinja2.TemplateSyntaxError."""
-    return _compile_jinja_template(source)
+_numbers = itertools.count()
+
+
+def environment() -> Any:
+    """The jinja2 environment of chat templates, a new one: transformers' sandbox with its filters and globals, and its
+    activate_tracker, which notes where generation markers lie. No template is compiled by it yet."""
+    return _compile_jinja_template(f"{{# {next(_numbers)} #}}").environment  # transformers keeps one for each text

@@ -75,6 +75,11 @@ class _Scale:
         return self.pixel_low + share * (self.pixel_high - self.pixel_low)
 
 
+def numeric(value: object) -> Value:
+    """A value of a line of metrics as a number, None for others."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
     """(SVG, what the page needs to show values under the pointer)."""
     reduced = [(series, _buckets(series)) for series in chart.series]

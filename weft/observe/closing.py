@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from weft.observe.progress import duration, number
+from weft.terminal import say
 
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
     """summary: the content of summary.json. folder: RUN."""
-    say = Console(highlight=False, soft_wrap=True).print
     for text in closing(summary, folder):
-        say(text, markup=False)
+        say(text)
 
 
 def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:

@@ -130,6 +130,11 @@ class Flight:
         self._timeout, self.key = timeout, key
         self.at(self.phase)
 
+    @property
+    def patience(self) -> str:
+        """How long others are waited for, in words."""
+        return self.key if self._timeout is None else f"{self._timeout:g} seconds ({self.key})"
+
     def in_run(self, run: Path) -> None:
         """RUN is there: without a launcher the record is kept in it."""
         self._fixed["run"] = str(run)

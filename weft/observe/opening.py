@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,6 +39,7 @@ from weft.observe.tables import (
 from weft.ops.attention import EXACT, choose
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.memory import HostNeeds, hint, host_bytes
+from weft.terminal import say
 from weft.versions import untested_versions
 
 
@@ -49,13 +49,12 @@ def print_opening(
     """Everything a user would want to have known before a month of GPU time. notes: lines on what is resumed."""
     if not engine.ranks.is_first:
         return
-    say = Console(highlight=False, soft_wrap=True).print
     say(f"run      {folder}")
     say(f"data     {report}")
     if config.train.objective is not None:
         say(f"loss     {config.train.objective}")
     for note in notes:
-        say(note, markup=False)
+        say(note)
     if engine.loaded is not None:
         say(f"weights  {_loaded(engine.loaded)}")
     print_model(config, engine)
@@ -65,7 +64,6 @@ def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ran
     """That there is nothing to resume: the last step is done, or a key of eval has ended the run."""
     if not ranks.is_first:
         return
-    say = Console(highlight=False, soft_wrap=True).print
     if step == steps:
         say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
     else:
@@ -75,14 +73,12 @@ def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ran
 def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
     """How to go on after a signal, or after what a key of eval has ended."""
     if ranks.is_first:
-        say = Console(highlight=False, soft_wrap=True).print
         more = f" {by}=null" if by.startswith("eval.") else ""
         say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
 
 
 def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
     """The resolved config, the mesh and the sharding of a run that is not started."""
-    say = Console(highlight=False, soft_wrap=True).print
     say(to_yaml(config))
     folder = Path(config.model.path)
     if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
@@ -102,7 +98,7 @@ def print_model(
 ) -> None:
     """The model and how it is laid out. beside: further engines of these ranks; asleep: parts of all that sleep at
     times."""
-    say, built = Console(highlight=False, soft_wrap=True).print, engine.built
+    built = engine.built
     for line in untested_versions():
         say(f"warning  {line}")
     say(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from weft.data.opened import Source
 from weft.data.order import Share
 from weft.data.sources import Part
 from weft.observe.tables import byte_count
+from weft.terminal import Console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Preview:
 
 def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
     """Print what is known before anything is tokenised."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     for one in sampled:
         count = sum(one.formats.values())
         formats = ", ".join(name if len(one.formats) == 1 else f"{n:,} {name}" for name, n in one.formats.items())
@@ -88,7 +88,7 @@ def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> 
         if one.taken < 1.0:
             said = f"about {round(count / one.taken):,} documents, reckoned from {said}; --all reads everything"
         size = f", {byte_count(one.part.size)}" if one.part.size else ""
-        console.print(f"data     {_label(one.source, one.part.origin)}{size}: {said}", soft_wrap=True, markup=False)
+        console.print(f"data     {_label(one.source, one.part.origin)}{size}: {said}", soft_wrap=True)
 
 
 def _label(source: Source, origin: str) -> str:
@@ -99,12 +99,12 @@ def show_preview(
     preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, console: Console | None = None
 ) -> None:
     """Print it."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     _show_samples(console, preview, tokenizer, samples)
     _show_lengths(console, preview)
     console.print()
     for line in [*_token_lines(preview), *_long_lines(preview), *_plan_lines(preview)]:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- documents
@@ -175,7 +175,7 @@ def _show_lengths(console: Console, preview: Preview) -> None:
         grid.add_row(name, *(f"{figure:,.0f}" for figure in figures))
     console.print(grid)
     for line in histogram(lengths):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def histogram(lengths: Array) -> list[str]:

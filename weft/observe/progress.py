@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
+
+from weft.terminal import Console
 
 # Steps that the estimate of the remaining time looks back on: the first ones are slow.
 _WINDOW = 20
@@ -33,7 +34,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._show, self._extra, self._clock = total_steps, show, extra, clock
-        self._console = console or Console(highlight=False)
+        self._console = console or Console()
         self._done = 0
         self._times: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
         self._bar: Bar | None = None
@@ -94,7 +95,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         # A line that is read by another program must not be folded at rich's guess of a width.
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def loading(
     show: bool = True, what: str = "loading", console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
     """A bar for bytes that are read, on a terminal only; call what it yields with (done, total) of this rank."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
         task = bar.add_task(what, total=None)

@@ -6,8 +6,8 @@ What a run folder holds is read as it is: a run that goes on, or has ended early
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
@@ -15,20 +15,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from jinja2 import Environment
 
 from weft import __version__
 from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
 from weft.cluster.options import ReportOptions
+from weft.config.yaml12 import read_file
 from weft.errors import UserError
-from weft.observe.charts import COLOURS, Chart, Series, draw, logarithmic
+from weft.observe.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
 from weft.observe.progress import duration
 from weft.observe.report_rl import is_rl, last_samples, rl_charts
 from weft.observe.tables import byte_count, count
 from weft.observe.timing import METRICS as PHASES
+from weft.terminal import clean
 
 Line = dict[str, Any]
+
+# Beyond these a run folder is damaged, or was not written by weft.
+_MOST_STEPS, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
+_MOST_NAME, _MOST_KEYS, _MOST_CONFIG = 200, 500, 1 << 20
 
 # Keys of metrics.jsonl that have a chart of their own, which a run's series fill.
 _CHARTS: tuple[tuple[str, Chart], ...] = (
@@ -54,7 +59,7 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 @dataclass(frozen=True)
 class RunData:
     """A run folder, read. summary: empty while the run goes on, or where it ended early. rollouts: of `weft rl`, the
-    best and the worst samples of the last step."""
+    best and the worst samples of the last step. notes: what of the folder could not be shown."""
 
     folder: Path
     name: str
@@ -65,25 +70,26 @@ class RunData:
     samples: Sequence[Line]
     checkpoints: Sequence[Mapping[str, Any]]
     rollouts: Mapping[str, Any] | None
+    notes: Sequence[str] = ()
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of the lines that have the key."""
-        found = [(float(line["step"]), _value(line[key])) for line in self.lines if key in line]
+        found = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
         return [x for x, _ in found], [y for _, y in found]
 
     def has(self, key: str) -> bool:
-        return any(_value(line.get(key)) is not None for line in self.lines)
+        return any(numeric(line.get(key)) is not None for line in self.lines)
 
 
-def run(options: ReportOptions) -> Path:
-    """Write the page and return its path. Raises UserError where a folder holds no run."""
+def run(options: ReportOptions) -> tuple[Path, list[str]]:
+    """Write the page; its path, and what could not be shown. Raises UserError where a folder holds no run."""
     runs = _named_apart([read_run(Path(path)) for path in options.runs])
     target = Path(options.output) if options.output else _default_path(runs)
     try:
-        target.write_text(page(runs), encoding="utf-8")
+        target.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
-    return target
+    return target, [note for one in runs for note in one.notes]
 
 
 def _default_path(runs: Sequence[RunData]) -> Path:
@@ -95,30 +101,33 @@ def read_run(folder: Path) -> RunData:
     if not (folder / "metrics.jsonl").is_file():
         what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
-    lines = [line for line in _read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    notes: list[str] = []
+    metrics = _read_lines(folder / "metrics.jsonl", notes)
+    lines = [_plain(line) for line in metrics if type(step := line.get("step")) is int and 0 <= step < _MOST_STEPS]
+    if len(lines) < len(metrics):
+        notes.append(f"{folder / 'metrics.jsonl'}: {len(metrics) - len(lines):,} lines name no step and are left out")
     if not lines:
         raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.")
-    text = _text(folder / "config.yaml")
-    summary: dict[str, Any] = {}
-    with suppress(ValueError):
-        summary = json.loads(_text(folder / "summary.json") or "{}")
+    summary = _read_summary(folder / "summary.json", notes)
+    samples = [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
     return RunData(
         folder=folder,
         name=folder.resolve().name,
-        config=yaml.safe_load(text) or {},
-        config_text=text,
+        config=_read_config(folder / "config.yaml", notes),
+        config_text=_text(folder / "config.yaml", notes)[:_MOST_CONFIG],
         lines=lines,
         summary=summary,
-        samples=[sample for sample in _read_lines(folder / "samples.jsonl") if "answer" in sample],
+        samples=samples,
         checkpoints=_checkpoints(folder / "checkpoints"),
-        rollouts=last_samples(folder),
+        rollouts=_rollouts(folder, notes),
+        notes=notes,
     )
 
 
 def page(runs: Sequence[RunData]) -> str:
     """The page, as HTML."""
     template = files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
     several = len(runs) > 1
     main, others = charts(runs)
     return environment.from_string(template).render(
@@ -138,24 +147,100 @@ def page(runs: Sequence[RunData]) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def _read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a JSONL file; a line that a kill has cut short is left out."""
-    for text in _text(path).splitlines():
-        with suppress(ValueError):
+def _shown_as_text(value: Any) -> Any:
+    """What turns the order of letters around would do so in a browser, too."""
+    return clean(value) if type(value) is str else value
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[Line]:
+    """The objects of a JSONL file; a last line that a kill has cut short is left out."""
+    found, lost = [], 0
+    texts = _text(path, notes).split("\n")
+    for number, text in enumerate(texts):
+        try:
             line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
+        except (ValueError, RecursionError):
+            lost += bool(text.strip()) and number < len(texts) - 1
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            lost += 1
+    if lost:
+        notes.append(f"{path}: {lost:,} lines are no JSON objects and are left out")
+    return found
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+def _plain(line: Line) -> Line:
+    """A line whose values are texts, finite numbers that a chart can hold, and None for all others."""
+    return {clean(key)[:_MOST_NAME]: _scalar(value) for key, value in line.items()}
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return value if isinstance(value, bool | str) else None
+    size = abs(value)
+    return (value if size > _SMALLEST else 0) if size < _LARGEST else None  # NaN is not less
+
+
+def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path, notes) or "{}")
+    except (ValueError, RecursionError):
+        notes.append(f"{path}: is no JSON and is left out")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path}: is no JSON object and is left out")
+        return {}
+    kept: dict[str, Any] = {name: found[name] for name in ("stopped", "data") if isinstance(found.get(name), str)}
+    for name, kind in (("seconds", float | int), ("versions", str)):
+        inside = _plain(found[name]) if isinstance(found.get(name), dict) else {}
+        kept[name] = {key: value for key, value in inside.items() if isinstance(value, kind)}
+    kept["seconds"] = {key: max(0, value) for key, value in kept["seconds"].items()}
+    return kept if found else {}
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """Its sections; empty where it is none that weft could read."""
+    if not path.is_file():
+        return {}
+    try:
+        tree = read_file(str(path))
+    except UserError as error:
+        notes.append(str(error))
+        return {}
+    sections = {name: node.value for name, node in tree.value.items() if node.is_section}
+    return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
+
+
+def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    try:
+        return last_samples(folder)
+    except UserError as error:
+        notes.append(str(error))
+        return None
+
+
+def _text(path: Path, notes: list[str]) -> str:
+    """Of a file, empty where there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        content = path.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        notes.append(f"{path}: cannot be read: {error.strerror}")
+        return ""
+    except UnicodeDecodeError as error:
+        notes.append(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); such bytes are shown as \ufffd")
+        return content.decode("utf-8", "replace")
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     """Whole checkpoints, the newest first: name, size, what points at it."""
     if not folder.is_dir():
         return []
-    links = {link.name: link.resolve().name for link in folder.iterdir() if link.is_symlink()}
+    links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
     found = []
     for step in reversed(whole_steps(folder)):
         path = step_folder(folder, step)
@@ -178,10 +263,6 @@ def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
     return [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
 
 
-def _value(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 # ---------------------------------------------------------------- charts
 
 
@@ -201,8 +282,12 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
             main.append(replace(chart, series=series, marks=marks))
     charted = {key for key, _ in _CHARTS} | _NO_CHART | together
     names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
-    rest = [key for key in names if key not in charted and key != "eval/loss" and not key.startswith("time/")]
-    return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+    rest = [
+        key
+        for key in list(names)[:_MOST_KEYS]
+        if key not in charted and key != "eval/loss" and not key.startswith("time/")
+    ]
+    return main, _by_source(runs, [key for key in rest[:_MOST_KEYS] if any(run.has(key) for run in runs)])
 
 
 def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
@@ -254,8 +339,10 @@ def _evaluation(runs: Sequence[RunData]) -> list[Series]:
 
 def _phase_chart(run: RunData) -> Chart:
     series = []
+    lines = [line for line in run.lines if any(f"time/{phase}" in line for phase in PHASES)]
+    x = [float(line["step"]) for line in lines]
     for place, phase in enumerate(PHASES):
-        x, y = run.points(f"time/{phase}")
+        y = [numeric(line.get(f"time/{phase}")) for line in lines]
         if any(y):
             series.append(Series(phase, x, y, colour=place))
     return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
@@ -272,7 +359,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
     return {
         "title": chart.title,
         "unit": unit,
-        "svg": svg,
+        "svg": clean(svg),
         "data": json.dumps(data, separators=(",", ":")),
         "legend": [(s.name, s.colour % COLOURS) for s in solid] if len(chart.series) > 1 else [],
         "dashed": [(s.name, s.colour % COLOURS) for s in chart.series if s.held_out][:1],
@@ -302,6 +389,7 @@ def _about(run: RunData, place: int) -> dict[str, Any]:
         "rollouts": run.rollouts,
         "checkpoints": run.checkpoints,
         "config": run.config_text,
+        "notes": run.notes,
         "versions": {name: version for name, version in run.summary.get("versions", {}).items() if version},
     }  # fmt: skip
 

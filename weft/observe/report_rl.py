@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.observe.charts import Chart, Series
+from weft.observe.charts import Chart, Series, numeric
 from weft.observe.rollouts import ending, reward_text
 from weft.rl.records import FOLDER, read_rollouts, rollout_files
 from weft.rl.types import Group, Sample
@@ -133,7 +133,7 @@ def _phases(run: RunData) -> tuple[Chart, list[str]]:
     keys = list(dict.fromkeys(key for line in lines for key in line if key.startswith(_PHASES)))
     x = [float(line["step"]) for line in lines]
     series = [
-        Series(key.removeprefix(_PHASES), x, [line.get(key) for line in lines], colour=place)
+        Series(key.removeprefix(_PHASES), x, [numeric(line.get(key)) for line in lines], colour=place)
         for place, key in enumerate(keys)
     ]
     return Chart("Rollout step by phase", "seconds per rollout step", series, stacked=True), keys

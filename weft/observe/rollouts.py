@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from weft.cluster.options import RolloutsOptions
 from weft.errors import UserError
 from weft.rl.records import FOLDER, read_rollouts, rollout_files
 from weft.rl.types import Group, Sample, samples_of
+from weft.terminal import Console
 
 _WIDTH = 4  # spaces before what was said
 
@@ -25,8 +25,10 @@ def run(options: RolloutsOptions) -> None:
     if step not in files:
         raise UserError(f"{options.run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
     groups = read_rollouts(files[step])
-    console = Console(highlight=False)
-    console.print(summary(step, groups), markup=False)
+    if not groups:
+        raise UserError(f"{files[step]}: holds no samples: see another step with --step.")
+    console = Console()
+    console.print(summary(step, groups))
     for group in chosen(groups, options.order)[: options.groups]:
         console.print(described(group, options.samples))
 

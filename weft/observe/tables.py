@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+from weft.terminal import Console
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
@@ -198,13 +199,13 @@ def _table(title: str, *columns: str) -> Table:
 
 def show(table: Table, console: Console | None = None) -> None:
     """Print a table: folded to a terminal's width; elsewhere to a page's, wider where a name would be broken."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     if not console.is_terminal:
         for column in table.columns:
             column.no_wrap = " " not in max(map(str, column.cells), key=len, default="")
-        page = Console(file=console.file, width=_UNLIMITED, highlight=False)
+        page = Console(file=console.file, width=_UNLIMITED)
         needed = Measurement.get(page, page.options, table).minimum
-        console = Console(file=console.file, width=max(_PAGE, console.width, needed), highlight=False)
+        console = Console(file=console.file, width=max(_PAGE, console.width, needed))
     console.print(table)
     console.print()
 

@@ -15,7 +15,6 @@ import math
 import netrc
 import os
 import queue
-import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ import yaml
 
 from weft.config.schema import TrackConfig
 from weft.errors import UserError
+from weft.terminal import say
 
 IDENTITY = "track.json"
 # Seconds that the end of a run waits for trackers that have not taken everything yet.
@@ -240,7 +240,7 @@ class Trackers:
         patience = FAILED_PATIENCE if failed else PATIENCE
         self._thread.join(patience)
         if self._thread.is_alive():
-            print(f"track    {', '.join(self._running)} did not take everything in {patience:g} s", file=sys.stderr)
+            say(f"track    {', '.join(self._running)} did not take everything in {patience:g} s", error=True)
         self._thread = None
 
     def _work(self) -> None:
@@ -254,7 +254,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self._running[name]
-                print(_lost(name, error), file=sys.stderr, flush=True)
+                say(_lost(name, error), error=True)
 
 
 def numbers(line: Mapping[str, object]) -> dict[str, float]:

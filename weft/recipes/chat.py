@@ -16,10 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStre
 from weft.checkpoint.retention import step_folder, whole_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
+from weft.data.chat_template import RenderError
+from weft.data.encode import Encoding, renderer
 from weft.data.prompts import Messages, up_to_the_answer
+from weft.data.template_bounds import UnboundedError
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError, first_line, runs_own_code
 from weft.models.adapter_files import CONFIG as ADAPTER
+from weft.terminal import say
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -122,7 +126,7 @@ class Chat:
         prompt = opened(self.tokenizer, asked) if chats else text
         ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
         with torch.inference_mode():
             tokens = self.model.generate(
@@ -137,6 +141,11 @@ class Chat:
         if chats:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return str(answer)
+
+
+class _Streamer(TextStreamer):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        say(text, end="\n" if stream_end else "")
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
@@ -162,7 +171,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[in
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, ask: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+    try:
+        return renderer(tokenizer, Encoding())(messages, ask)
+    except (RenderError, UnboundedError) as error:
+        raise UserError(f"the chat template of this model cannot be used: {error}.") from error
 
 
 def _is_added(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
@@ -174,20 +186,20 @@ def _talk(chat: Chat) -> None:
     import readline  # noqa: F401  (lets input() edit lines)
 
     kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
-    print(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
+    say(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
     while True:
         try:
             text = input("\n> ").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            say()
             return
         if text == "/exit":
             return
         if text == "/new":
             chat.begin()
-            print("(a new conversation)")
+            say("(a new conversation)")
         elif text:
             try:
                 chat.say(text)
             except KeyboardInterrupt:
-                print(" (stopped)")
+                say(" (stopped)")

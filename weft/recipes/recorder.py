@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-
 from weft.config import to_dict
 from weft.config.schema import SftConfig, TrackConfig
 from weft.data.order import Step
@@ -25,6 +23,7 @@ from weft.observe.trackers import Trackers
 from weft.parallel.timed import time_collectives
 from weft.recipes.hopeless import BadSteps
 from weft.recipes.resume import Start
+from weft.terminal import say
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for note in self.trackers.notes:
-            Console(highlight=False, soft_wrap=True).print(note, markup=False)
+            say(note)
         if self.times is not None:
             self.times.open()
             if self.engine.device.type == "cpu":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.cluster.options import Device, RlOptions
@@ -54,6 +53,7 @@ from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.turns import Turns, shares_devices, sleeping_parts
 from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import RolloutEngine, Sampling
+from weft.terminal import say
 
 
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
@@ -73,7 +73,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         elif resume:
             start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
-            Console(highlight=False, soft_wrap=True).print(f"{held.folder} has finished already: step {start.step}.")
+            say(f"{held.folder} has finished already: step {start.step}.")
             return
         if resume:
             start = take_up(config, held.folder, start)

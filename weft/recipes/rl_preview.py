@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rich.console import Console
-
 from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
 from weft.config.paths import holds_weights
@@ -24,6 +22,7 @@ from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.environments import environment_class
 from weft.rl.rewards import Rewards
 from weft.rl.types import Prompt
+from weft.terminal import say
 
 _LONGEST = 2000  # characters of the prompt that is shown
 _LONGEST_VALUE = 60  # of a column's
@@ -41,13 +40,12 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         engine = Engine(policy_config(config), ranks, weights=False)
         print_dry_run(config, engine, parameters=options.parameters)
         show(engine_table(_rows(config, engine, ranks)))
-    say = Console(highlight=False, soft_wrap=True).print
     for line in rewards.lines():
-        say(f"reward   {line}", markup=False)
+        say(f"reward   {line}")
     if environment is not None:
-        say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation", markup=False)
+        say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     for line in [f"prompts  not read: {unread}"] if task is None else _task_lines(config, task):
-        say(line, markup=False)
+        say(line)
 
 
 def _unread(config: RlConfig) -> str:

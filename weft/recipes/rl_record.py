@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.observe.closing import print_closing
@@ -26,6 +24,7 @@ from weft.rl.evaluate import Evaluated
 from weft.rl.records import EVALUATIONS, write_rollouts
 from weft.rl.types import Sample
 from weft.rollout.base import Synced
+from weft.terminal import say
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, RolloutStep, Run
@@ -51,7 +50,7 @@ class RlRecorder:
 
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
-            Console(highlight=False, soft_wrap=True).print(note, markup=False)
+            say(note)
         return self
 
     def __exit__(
@@ -165,25 +164,24 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     """Everything a user would want to have known before a month of GPU time. model: what the trainers say of it."""
-    say, config, plan = Console(highlight=False, soft_wrap=True).print, run.config, run.plan
+    config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")
-    say(f"prompts  {run.task.prompts}", markup=False)
+    say(f"prompts  {run.task.prompts}")
     for note in [*run.start.notes, *notes]:
-        say(note, markup=False)
+        say(note)
     say(
         f"rl       {rl.algorithm}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} samples, "
         f"{plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; rewards {json.dumps(list(rl.reward))}",
-        markup=False,
     )
     say(
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}"
     )
-    say(model.rstrip(), markup=False)
+    say(model.rstrip())
 
 
 def say_stopped(run: Run, step: int, number: int, more: str = "") -> None:
     """How to go on after a signal."""
     name, again = signal.Signals(number).name, f"weft rl --resume {run.held.folder}{more}"
-    Console(highlight=False, soft_wrap=True).print(f"stopped  by {name} after step {step}. Go on with: {again}")
+    say(f"stopped  by {name} after step {step}. Go on with: {again}")

@@ -9,11 +9,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.answers import Answers
-from weft.data.chat_template import RENDER_ERRORS, ChatTemplate, Unclear, common_header
+from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
-from weft.data.encode import Encoder, Encoding
+from weft.data.encode import Encoder, Encoding, unbounded
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, beside
+from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.rl.types import Prompt
 
@@ -48,8 +49,10 @@ class Chats:
         answers, kwargs = self._answers(where, chat)
         try:
             return chat, self._asked(answers.template, chat, kwargs)
-        except RENDER_ERRORS as error:
+        except RenderError as error:
             raise UserError(f"{where}: the chat template refused this prompt: {first_line(error)}.") from error
+        except UnboundedError as error:
+            raise UserError(unbounded(where, error)) from None
 
     def continuation(self, prompt: Prompt, then: Sequence[Message], calls: Sequence[Message] = ()) -> Continuation:
         """The tokens between an answer and the next one, when `then` (tool results, a user's words) is said to it.
@@ -79,11 +82,13 @@ class Chats:
                 f"{where}: cannot tell how the chat template goes on behind an answer: {error}. Set data.chat_template "
                 "to one that renders each message by itself."
             ) from error
-        except RENDER_ERRORS as error:
+        except RenderError as error:
             raise UserError(
                 f"{where}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
                 "other messages, or set data.chat_template."
             ) from error
+        except UnboundedError as error:
+            raise UserError(unbounded(where, error)) from None
         start, end = found.spans[-1]
         if not before or not text.startswith(before.rstrip()) or text[:end] != found.text[:end]:
             raise UserError(

@@ -4,7 +4,6 @@ with ranks of their own (weft/rl/beside.py), which work at the same time."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from weft.errors import first_line
 from weft.rl.beside import CRITIC, Who, set_readings
 from weft.rl.parcel import Parcel
 from weft.rl.types import Sample
+from weft.terminal import say
 
 
 class Learners:
@@ -93,9 +93,9 @@ class Learners:
             if not (await asyncio.wait([finishing], timeout=1.0))[0]:
                 what = first_line(error) if isinstance(error, Exception) else type(error).__name__
                 text = f"ending   {what}: a checkpoint is being written, and finished first, within {timeout:g} s"
-                print(f"{text} (train.timeout)", file=sys.stderr, flush=True)
+                say(f"{text} (train.timeout)", error=True)
             _, news = await asyncio.wait_for(finishing, timeout)
-            print(*news, sep="\n", file=sys.stderr, flush=True)
+            say(*news, error=True)
 
     async def close(self) -> None:
         """All ranks leave their process groups."""

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any
 
 import numpy as np
 
-from weft.errors import UserError
+from weft.errors import UserError, first_line
+from weft.files import regular_file
 from weft.importing import import_extra
 from weft.rl.types import Group, Prompt, Sample, samples_of
 
@@ -59,10 +61,12 @@ def read_rollouts(path: Path) -> list[Group]:
     """The groups of one file. UserError where it is none of weft's."""
     _, pq = import_arrow()
     try:
-        rows = pq.read_table(path).to_pylist()
+        rows = pq.ParquetFile(regular_file(path, "a file of rollouts")).read().to_pylist()
         samples = [_sample(row) for row in rows]
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: holds no rollouts of weft: {error}.") from error
+    except UserError:
+        raise
+    except Exception as error:  # a library's, or Python's of values that are of other types
+        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
     groups: dict[str, Group] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, Group(sample.prompt, [])).samples.append(sample)
@@ -77,7 +81,8 @@ def hold_routes(path: Path) -> bool:
 
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Rollout step -> file, of a folder RUN/rollouts."""
-    return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("step-*.parquet"))}
+    named = [(path, path.stem.partition("-")[2]) for path in sorted(folder.glob("step-*.parquet"))]
+    return {int(step): path for path, step in named if step.isdecimal() and step.isascii()}
 
 
 def recorded_files(folder: str, option: str) -> list[Path]:
@@ -139,7 +144,20 @@ def _routes(row: dict[str, Any]) -> Any:
     return np.frombuffer(row["routes"], compact).astype(np.int16).reshape(shape)
 
 
+# What is written as text or number is read as such.
+_TYPES: dict[str, type | UnionType] = {
+    "prompt_index": int, "visit": int, "number": int, "turns": int, "prompt_tokens": int, "tokens": list,
+    "prompt": str, "completion": str, "source": str, "finish": str, "reward": float | int | NoneType,
+}  # fmt: skip
+
+
 def _sample(row: dict[str, Any]) -> Sample:
+    for name, kind in _TYPES.items():
+        if not isinstance(row[name], kind):
+            raise ValueError(f"{name} is a {type(row[name]).__name__}")
+    rewards = json.loads(row["rewards"])
+    if not isinstance(rewards, dict) or not all(isinstance(v, float | int | NoneType) for v in rewards.values()):
+        raise ValueError("rewards are no numbers")
     arrays: dict[str, Any] = {
         name: None if row[name] is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
     }
@@ -158,7 +176,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         finish=row["finish"],
         turns=row["turns"],
         text=row["completion"],
-        rewards=json.loads(row["rewards"]),
+        rewards=rewards,
         reward=row["reward"],
         trained=row["trained"],
         notes=json.loads(row["notes"]),

@@ -60,6 +60,7 @@ from weft.rollout.base import Completion, Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.rollout.sync.sender import Receiver, Sender, options_of
 from weft.rollout.sync.wire import SyncError, Ticket, device_memory
+from weft.terminal import say
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Trainer:
             parts = sleeping_parts(self.config, self.engine.device.type)
             print_model(self.config, self.engine, self._engines()[1:], parts)
             for line in opening_lines(self.config, self.reference, self.critic):
-                print(line)
+                say(line)
         return text.getvalue()
 
     def compute_dtype(self) -> str:

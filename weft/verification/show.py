@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from weft.cluster.process import Ranks
 from weft.config.mesh import resolve_mesh
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
+from weft.terminal import Console
 from weft.verification.harness import Figure, Verdict
 from weft.verification.plants import Plant
 
@@ -17,7 +17,7 @@ def print_verdict(
     verdict: Verdict, config: SftConfig | RlConfig, ranks: Ranks, subject: str, plant: Plant | None
 ) -> None:
     """Print the verdict on standard output; plain text where that is not a terminal."""
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    console = Console(width=None if Console().is_terminal else 120)
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")
     console.print(f"mesh     dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} on {ranks.device.type}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from weft.errors import UserError
+from weft.terminal import say
 
 TESTED = ((0, 32), (0, 33))  # from the first to before the second
 _RANGE = ">={}.{},<{}.{}".format(*TESTED[0], *TESTED[1])
@@ -115,6 +116,6 @@ def _steps(device: str, torch_arguments: Sequence[str]) -> list[tuple[str, list[
 
 
 def _run(command: Sequence[str], what: str) -> None:
-    print(f"{what}: {' '.join(command)}", flush=True)
+    say(f"{what}: {' '.join(command)}")
     if subprocess.run(command).returncode:
         raise UserError(f"weft engine install: {what} failed; what pip said is above.")

@@ -1,0 +1,77 @@
+"""JSON of others: as json.loads reads it, less what has no meaning, or attacks who reads it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from weft.errors import first_line
+
+_DEEPEST = 100  # lists and objects in one another
+_TOO_DEEP = f"it is nested more than {_DEEPEST} deep"
+
+
+class JsonError(ValueError):
+    """The text is no JSON, or such as nothing is to read; the message is a part of a sentence."""
+
+
+def parse(text: str | bytes) -> Any:
+    """The value that a text holds. Raises JsonError, and UnicodeDecodeError for bytes that are not UTF-8."""
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    try:
+        value = _DECODER.decode(decoded)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"{named(error)} at column {error.colno}") from None
+    except RecursionError:
+        raise JsonError(_TOO_DEEP) from None
+    return checked(decoded, value)
+
+
+def item(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins there, and the place behind it. Raises JsonError, and json.JSONDecodeError."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise JsonError(_TOO_DEEP) from None
+    return checked(text, value, at, end), end
+
+
+def named(error: json.JSONDecodeError) -> str:
+    """What is wrong, with bytes that nobody sees called by their name."""
+    if error.doc[error.pos : error.pos + 1] == "\0":
+        return "it holds a NUL byte (the file is cut, or not UTF-8)"
+    return error.msg
+
+
+def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> Any:
+    """The value, unless it is nested too deeply: what renders and writes it goes down as deep."""
+    if text.count("[", begin, end) + text.count("{", begin, end) <= _DEEPEST:
+        return value
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise JsonError(_TOO_DEEP)
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for children in inside for child in children if isinstance(child, dict | list)]
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"an object has the key `{twice[:80]}` twice; keep one")
+    return found
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python's own limit
+        raise JsonError(f"a number has {len(digits):,} digits: {first_line(error).partition(':')[0]}") from None
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)

@@ -1,0 +1,266 @@
+"""What a chat template may take while it renders: time, characters, nesting. It comes with a model, from others.
+
+jinja's sandbox keeps a template from Python's internals, not from building gigabytes or looping for ever. Here whatever
+makes text or lists larger than what it was given is reckoned before it is done, and loops and calls look at the clock.
+Nothing is evaluated when a template is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinMethodType
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.runtime import LoopContext, Macro
+from jinja2.visitor import NodeTransformer
+
+SECONDS = 2.0  # of the thread's own time, for one rendering
+_CHARACTERS = 128 << 20  # made in one rendering, all together
+_VALUES = 1_000_000  # in a list or mapping, with all that is inside of it
+_NUMBER = 1_000_000  # widths, counts, repetitions
+_BITS = 100_000  # of an integer
+_ITEM = 8  # bytes that an item of a list takes beside itself
+_WIDE = re.compile(r"\d{7}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # widths of formats, or such as come from elsewhere
+_TICKS, _LONG = 200, 1 << 16  # so many ticks, or such a text, until the clock is looked at
+_LARGE_INPUT = 1 << 20  # for filters whose time may grow faster than their input
+_SLOW_FILTERS = frozenset(("urlize", "striptags", "wordwrap", "pprint", "xmlattr", "wordcount"))
+_BINARY = ("+", "*", "**", "%")
+
+
+class UnboundedError(Exception):
+    """A rendering takes more than any conversation needs; the message says what of."""
+
+
+class Bounds(threading.local):
+    """Of one template; each thread has its own rendering under way. source: its length in characters."""
+
+    def __init__(self, source: int = 0) -> None:
+        self.source = source
+        self._end: float | None = None
+        self._left, self._until = _CHARACTERS, _TICKS
+
+    def begin(self) -> None:
+        """A rendering begins."""
+        self._end, self._left, self._until = None, _CHARACTERS, _TICKS
+
+    def tick(self) -> None:
+        """Called at every turn of a loop, and at every call. A clock may be slow: most renderings never look at it."""
+        self._until -= 1
+        if self._until > 0:
+            return
+        self._until = _TICKS
+        now = time.thread_time()
+        self._end = now + SECONDS if self._end is None else self._end
+        if now > self._end:
+            raise UnboundedError(f"it runs for more than {SECONDS:g} seconds")
+
+    def charge(self, characters: int) -> None:
+        """Called before so many characters are made."""
+        self._left -= characters
+        if characters > _LONG:  # which takes time: the next tick looks at the clock
+            self._until = 0
+        if self._left < 0:
+            raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
+
+    def weigh(self, value: Any) -> int:
+        """About how many characters a value is when it is written out."""
+        if isinstance(value, (str, bytes)):
+            return len(value)
+        if not isinstance(value, (list, tuple, dict)):
+            return _ITEM
+        waiting, seen, weight = [value], 0, 0
+        while waiting:
+            one = waiting.pop()
+            inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one
+            seen += len(inside)
+            weight += _ITEM * len(inside)
+            if seen > _VALUES or weight > _CHARACTERS:
+                raise UnboundedError(f"it makes lists of more than {_VALUES:,} values")
+            weight += sum(len(child) for child in inside if isinstance(child, str | bytes))
+            waiting += [child for child in inside if isinstance(child, list | tuple | dict)]
+        return weight
+
+    # ------------------------------------------------------------ what templates call
+
+    @pass_context
+    def finalize(self, _: Any, value: Any) -> Any:
+        """Of every value that is written out."""
+        self.charge(len(value) if type(value) is str else self.weigh(value))
+        return value
+
+    def turns(self, items: Iterable[Any], text: int) -> Iterator[Any]:
+        """The items of a loop. text: characters of the template that a turn may write."""
+        for item in items:
+            self.tick()
+            self.charge(text)
+            yield item
+
+    def concat(self, parts: Sequence[Any]) -> str:
+        """The operator `~`."""
+        self.charge(sum(map(self.weigh, parts)))
+        return "".join(map(str, parts))
+
+    def literal(self, value: Any) -> Any:
+        """A list, tuple or mapping that a template writes: nested in one another they grow fast."""
+        self.weigh(value)
+        return value
+
+    def binary(self, table: Mapping[str, Callable[[Any, Any], Any]], operator: str, left: Any, right: Any) -> Any:
+        """The operators `+ * ** %`."""
+        for one, other in ((left, right), (right, left)):
+            if operator == "*" and isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
+                self.charge(self.weigh(one) * max(0, other))
+                self._check_count(len(one) * other, isinstance(one, list | tuple))
+        if operator == "+" and isinstance(left, str | list | tuple):
+            self.charge(self.weigh(left) + self.weigh(right))
+        elif operator == "%" and isinstance(left, str):
+            self._check_format(left, self.weigh(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _BITS:
+                raise UnboundedError("it computes with numbers of more digits than any has")
+        return table[operator](left, right)
+
+    def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
+        """Of macros, loops, and methods of values."""
+        self.tick()
+        if isinstance(called, Macro | LoopContext):
+            self.charge(self.source)
+        method = getattr(called, "__wrapped__", called)  # the sandbox has its own for str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if name in ("strftime_now", "strftime"):
+            self._check_format("".join(map(str, arguments[:1])), 0)
+        if isinstance(method, BuiltinMethodType) or isinstance(owner, str):
+            self._check_method(owner, name, arguments)
+
+    def before_filter(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
+        """value: what is filtered. arguments: the filter's own, by name, too."""
+        self.tick()
+        if name in ("length", "count"):
+            return
+        if any(type(one) is int and abs(one) > _NUMBER for one in arguments) and name not in ("default", "d"):
+            raise UnboundedError(f"it asks the filter {name} for more than {_NUMBER:,}")
+        size = self.weigh(value)
+        self.charge(size)
+        texts = [one for one in arguments if isinstance(one, str)]
+        if name in _SLOW_FILTERS and (size > _LARGE_INPUT or any(len(text) > 100 for text in texts)):
+            raise UnboundedError(f"it filters {size:,} characters with {name}")
+        if name == "sum" and any(isinstance(one, list | tuple | str) for one in arguments):
+            raise UnboundedError("it sums lists, which takes the square of their number")
+        if isinstance(value, str):
+            self._check_growth(name, value, arguments)
+        elif name == "join" and isinstance(value, Sequence):
+            self.charge(len(value) * max(map(len, texts), default=0))
+        elif name == "tojson":
+            self.charge(size + size * sum(one for one in arguments if type(one) is int) // _ITEM)
+
+    # ------------------------------------------------------------ reckoning
+
+    def _check_method(self, owner: Any, name: str, arguments: Sequence[Any]) -> None:
+        if isinstance(owner, bytes) or name in ("encode", "to_bytes", "translate", "maketrans"):
+            raise UnboundedError(f"it calls {name}, which no conversation needs")
+        if any(isinstance(one, int) and abs(one) > _NUMBER for one in arguments):
+            raise UnboundedError(f"it calls {name} with a number above {_NUMBER:,}")
+        if isinstance(owner, str):
+            if name in ("format", "format_map"):
+                self._check_format(owner, sum(map(self.weigh, arguments)))
+            self._check_growth(name, owner, arguments)
+
+    def _check_growth(self, name: str, text: str, arguments: Sequence[Any]) -> None:
+        """Methods of texts, and the filters of their names."""
+        numbers = [one for one in arguments if type(one) is int]
+        texts = [one for one in arguments if isinstance(one, str)]
+        made = len(text)
+        if name == "replace" and len(texts) > 1:
+            made += text.count(texts[0]) * len(texts[1])
+        elif name == "join":
+            self.charge(sum(self.weigh(one) + len(text) * len(one) for one in arguments if isinstance(one, list)))
+        elif name in ("split", "rsplit", "splitlines", "list", "sort", "reverse", "batch", "slice"):
+            made += 8 * _ITEM * (text.count(texts[0]) if texts and texts[0] else len(text) if len(text) > 1000 else 0)
+        elif name in ("expandtabs", "indent"):
+            each = max([8, *numbers, *map(len, texts)])
+            made += each * (1 + text.count("\t" if name == "expandtabs" else "\n"))
+        elif name == "format":
+            self._check_format(text, 0)
+        else:
+            made += sum(abs(number) for number in numbers)
+        self.charge(made)
+
+    def _check_format(self, text: str, arguments: int) -> None:
+        if _WIDE.search(text):
+            raise UnboundedError("it formats with a width that no text has")
+        widths = sum(int(digits) for digits in re.findall(r"\d+", text))
+        self.charge(len(text) + widths + arguments * (1 + text.count("%") + text.count("{")))
+
+    def _check_count(self, count: int, listed: bool) -> None:
+        if listed and count > _VALUES:
+            raise UnboundedError(f"it makes lists of more than {_VALUES:,} values")
+
+
+def bound(environment: Any, source: int) -> Bounds:
+    """Put an environment of transformers', which is this template's own, under bounds. source: characters of it."""
+    bounds = Bounds(source)
+    call = environment.call
+
+    def bounded_call(context: Any, called: Any, /, *arguments: Any, **named: Any) -> Any:
+        own = [value for name, value in named.items() if not name.startswith("_")]
+        bounds.before_call(called, [*arguments, *own])
+        return call(context, called, *arguments, **named)
+
+    def binary(_: Any, operator: str, left: Any, right: Any) -> Any:
+        return bounds.binary(environment.binop_table, operator, left, right)
+
+    environment.optimized = False  # which would evaluate constants while it compiles
+    environment.finalize = bounds.finalize
+    environment.call, environment.call_binop = bounded_call, binary
+    environment.intercepted_binops = frozenset(_BINARY)
+    environment.globals.pop("lipsum", None)
+    for name, function in list(environment.filters.items()):
+        environment.filters[name] = _bounded(bounds, name, function)
+    environment.filters |= {
+        "weft_turns": bounds.turns, "weft_concat": bounds.concat, "weft_literal": bounds.literal,
+    }  # fmt: skip
+    return bounds
+
+
+def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    passed = int(hasattr(function, "jinja_pass_arg"))  # a context or an environment comes first
+
+    @functools.wraps(function)
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        value = arguments[passed] if len(arguments) > passed else None
+        bounds.before_filter(name, value, [*arguments[passed + 1 :], *named.values()])
+        result = function(*arguments, **named)
+        bounds.charge(bounds.weigh(result) if result is not value else 0)
+        return bounds.turns(result, 0) if isinstance(result, Iterator) else result
+
+    return bounded
+
+
+class Bounded(NodeTransformer):
+    """Puts the bounds into the places of a template that jinja lets nobody listen to."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        text = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
+        node.iter = _filtered(node.iter, "weft_turns", nodes.Const(text, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "weft_concat")
+
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") != "load" else _filtered(node, "weft_literal")
+
+    visit_Tuple = visit_Dict = visit_List
+
+
+def _filtered(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)

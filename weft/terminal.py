@@ -1,0 +1,65 @@
+"""What is printed: texts of others (data, models, metrics, errors, file names) never command the terminal.
+
+All of weft prints with `say` or a `Console` of this file. Characters that move the cursor, change the title or the
+clipboard, or turn the order of letters around are shown as Python writes them: \\x1b.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+# C0 but tab and line feed, DEL and C1; line separators; what overrides the direction of text; halves of characters.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """The text with such characters escaped, all others as they are."""
+    return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def say(*texts: object, error: bool = False, end: str = "\n") -> None:
+    """Print texts, each on a line of its own, at once. error: to standard error."""
+    stream = sys.stderr if error else sys.stdout
+    print("\n".join(clean(str(text)) for text in texts), file=stream, end=end, flush=True)
+
+
+class Console(rich.console.Console):
+    """rich's, which takes texts as they are: `[red]` in one is no style, `:bug:` no picture."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(clean(segment.text), segment.style)
+
+
+def guard() -> None:
+    """Of the program `weft`: what libraries log and warn goes the same way, and so does what nobody has caught."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter is no error
+    logging.setLogRecordFactory(_Record)
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda *words, **more: clean(formatted(*words, **more))
+    sys.excepthook = _show_exception
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return clean(super().getMessage())
+
+
+def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)), error=True, end="")
