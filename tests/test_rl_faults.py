@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +42,6 @@ from weft.observe import flight
 from weft.recipes import rl
 from weft.recipes.hopeless import EmptySteps
 from weft.recipes.rl_actors import Actors
-from weft.rl.environments import Environment, Reply
 from weft.rl.pool import BatchPool
 from weft.rl.rewards import Rewards
 from weft.rl.trainer import Trainer, Updated
@@ -70,24 +68,11 @@ def whole_keys(task: Path) -> list[str]:
 # ---------------------------------------------------------------- going on
 
 
-class Again(Environment):
-    """Asks once more, and rewards what is said then."""
-
-    gives_reward = True
-
-    def __init__(self) -> None:
-        self.turns = 0
-
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        self.turns += 1
-        return Reply(tokens=[10]) if self.turns == 1 else Reply(done=True, reward=float(len(text)))
-
-
 CASES = {
     "updates and epochs": ["rl.updates=2", "rl.epochs=2", "train.steps=12", "schedule.name=linear"],
     "dynamic sampling": ["rl.dynamic_sampling=2", "rl.group_size=2", "train.steps=3"],
     "a critic": ["rl.algorithm=ppo", "critic.lr=1e-2", "train.steps=3"],
-    "an environment": ["rl.environment=tests.test_rl_faults:Again", "rollout.max_new_tokens=8", "train.steps=3"],
+    "an environment": ["rl.environment=tests.environments:Again", "rollout.max_new_tokens=8", "train.steps=3"],
 }
 
 

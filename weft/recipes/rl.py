@@ -40,7 +40,8 @@ from weft.rl.advantages import advantages, choose_estimator, reward_metrics, sha
 from weft.rl.beside import Who
 from weft.rl.corrections import correct, old_is_current, require_comparable
 from weft.rl.documents import deal
-from weft.rl.environments import Episodes, environment_class, load_environment
+from weft.rl.environments import environment_class
+from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.learners import Learners
@@ -301,6 +302,8 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, Rl
     what needs to be closed."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
+    if task.episodes is not None:
+        opened.push_async_callback(task.episodes.pool.close)
     run.phases.go_on(start.seconds)
     task.stream.take(start.taken)
     run.version, run.updates = start.rollout, start.updates
