@@ -90,7 +90,7 @@ def test_what_is_outside_is_found(tmp_path: Path) -> None:
 def test_verify(here: Path) -> None:
     run = Run(("verify", *WORDS, "--nproc", "2"), here)
     found = set[tuple[str, str]]()
-    while run.process.poll() is None:
+    while run.process.is_alive():
         with suppress(psutil.NoSuchProcess):
             found |= listening(run.pid)
         time.sleep(0.1)

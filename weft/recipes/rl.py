@@ -221,7 +221,7 @@ async def train(run: Run) -> None:
                 for line in recorder.record(step, lines, synced, found):
                     progress.step(line)
                 progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
-                recorder.stop_if_hopeless(step, lines)
+                progress.notes(recorder.stop_if_hopeless(step, lines))
                 done = bool(signals.number) or number == plan.rollouts
                 if done or recorder.due(number, plan):
                     async with turns.trainers_awake(back=not done):
@@ -235,6 +235,8 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.learners.close()
+    if number == plan.rollouts:
+        recorder.flat.require_signal(number)
     if stopped:
         say_stopped(run, number * plan.per_rollout, stopped)
         raise StoppedError(stopped)

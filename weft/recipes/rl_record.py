@@ -19,7 +19,7 @@ from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.hooks import OnStep
-from weft.recipes.hopeless import BadSteps, EmptySteps
+from weft.recipes.hopeless import BadSteps, EmptySteps, FlatSteps
 from weft.recipes.rl_resume import RlStart
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
@@ -48,6 +48,7 @@ class RlRecorder:
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
+        self.flat = FlatSteps(self.start.flat_in_a_row)
 
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
@@ -122,11 +123,13 @@ class RlRecorder:
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
-    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train."""
+    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
+        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train. What
+        there is to print where nothing can be learnt."""
         for line in lines:
             self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
         self.empty.count(step.samples, self.config)
+        return self.flat.count(step.samples, self.config)
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
         """What a checkpoint says of the run; its lines of metrics.jsonl are on the disk afterwards."""
@@ -137,6 +140,7 @@ class RlRecorder:
             "updates": updates,
             "bad_in_a_row": self.bad.in_a_row,
             "empty_in_a_row": self.empty.in_a_row,
+            "flat_in_a_row": self.flat.in_a_row,
             "summary": self.summary.counts(),
             "seconds": dict(phases.seconds),
         }

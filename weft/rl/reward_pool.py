@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from weft.errors import UserError
 from weft.rl.reward_calls import Batch, Described, Named, Outcome
 from weft.rl.workers import Worker, WorkerError, start_worker
 
@@ -29,7 +30,8 @@ class RewardPool:
         return self._described
 
     async def call(self, number: int, batch: Batch) -> list[Outcome]:
-        """What function `number` makes of a batch. Where its process crashes or hangs, each sample is tried alone."""
+        """What function `number` makes of a batch. Where its process crashes or hangs, each sample is tried alone.
+        Raises UserError where it gives another number of values than it was given completions."""
         try:
             return await self._ask((number, batch))
         except WorkerError as error:
@@ -53,6 +55,8 @@ class RewardPool:
             self._free.put_nowait(None)
             raise
         self._free.put_nowait(worker)
+        if isinstance(answer, str):
+            raise UserError(answer)
         return answer
 
     async def _take(self) -> Worker:

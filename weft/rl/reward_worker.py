@@ -1,4 +1,7 @@
-"""The process that runs reward functions: it answers batches with outcomes. It ends when the controller does."""
+"""The process that runs reward functions: it answers batches with outcomes, or with a text, what the user has to mend.
+
+It ends when the controller does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             number, batch = request
-            send(answers, functions[number](batch, runner))
+            try:
+                send(answers, functions[number](batch, runner))
+            except UserError as error:
+                send(answers, str(error))
 
 
 def _end_with_controller() -> None:
