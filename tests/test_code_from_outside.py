@@ -27,7 +27,7 @@ AMONG_RANKS = {
     "recv_object_list",
 }  # fmt: skip
 UNPICKLING = {
-    *(f"{module}.{name}" for module in ("pickle", "cloudpickle", "dill", "marshal", "joblib") for name in ("load", "loads")),
+    *(f"{module}.load{s}" for module in ("pickle", "cloudpickle", "dill", "marshal", "joblib") for s in ("", "s")),
     "torch.load", "shelve.open", "pd.read_pickle", "pandas.read_pickle",
 }  # fmt: skip
 CODE = {"eval", "exec", "compile", "__import__", "runpy.run_path", "runpy.run_module"}

@@ -127,6 +127,18 @@ def test_a_conversation_is_appended_and_its_replies_are_not_trained() -> None:
     assert sorted(set(sample.rollout.tolist())) == [-1.5, -0.5, 0.0]
 
 
+def test_the_numbers_that_samples_and_turns_are_drawn_with() -> None:
+    """Pinned: engines and resumed runs depend on them. Each turn draws others."""
+    assert [seed_of(11, "0.0", sample, turn) for sample, turn in ((0, 0), (0, 1), (1, 0))] == [
+        7461438677038929148,
+        1993593076995242913,
+        3246968229877497124,
+    ]
+    engine = Scripted("say <b>", "done")
+    play(engine, episodes(Echo))
+    assert [request.seeds for request in engine.requests] == [(7461438677038929148,), (1993593076995242913,)]
+
+
 def test_routes_are_those_that_each_answer_was_sampled_with() -> None:
     (sample,) = play(Scripted("say <b>", "done"), episodes(Echo)).samples
     first = len(QUESTION.tokens) + 8 - 1

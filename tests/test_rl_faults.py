@@ -589,6 +589,19 @@ def test_flat_steps_are_those_whose_advantages_are_all_zero() -> None:
         assert flat.in_a_row == expected, (name, rewards)
 
 
+def test_one_token_that_is_too_old_is_enough() -> None:
+    """The oldest counts, and not the mean."""
+    from tests.rl_samples import group
+
+    samples = group((0.0, 1.0), lengths=(4, 4)).samples
+    for sample in samples:
+        sample.versions[sample.sampled] = 5
+    samples[0].versions[samples[0].sampled.argmax()] = 3
+    assert rl.staleness(samples, 5, 2) == {"staleness/mean": 0.25, "staleness/max": 2.0}
+    with pytest.raises(RuntimeError, match="a sample is 2 versions older than what trains on it: more than 1"):
+        rl.staleness(samples, 5, 1)
+
+
 def test_empty_steps_count_in_a_row() -> None:
     from tests.rl_samples import algorithm, group, rl_config
 

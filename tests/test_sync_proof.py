@@ -34,7 +34,7 @@ from weft.rollout.sync.content import Content, Row, entry_of
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import Slots
 from weft.rollout.sync.proof import check_parity, compare
-from weft.rollout.sync.sender import SyncOptions, options_of
+from weft.rollout.sync.sender import SyncOptions, is_proven, options_of
 from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch, checksum
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
@@ -373,6 +373,14 @@ def test_the_keys_of_sync() -> None:
     assert options_of(short, Path("run")).timeout == 8.0  # the other ranks wait in a collective meanwhile
     with pytest.raises(UserError, match="rollout.transport would have no effect"):
         load_config([], [*NEEDED, "rollout.transport=group"], RlConfig)
+
+
+def test_which_syncs_are_proven() -> None:
+    """Again and again, not once; and for an engine that comes back with an older version."""
+    assert [n for n in range(1, 10) if is_proven(n, 3, [n - 1], n - 1)] == [3, 6, 9]
+    assert not any(is_proven(n, 0, [n - 1], n - 1) for n in range(1, 10))
+    assert is_proven(5, 3, [4, None], 4) and is_proven(5, 3, [4, 3], 4) and is_proven(5, 0, [3], 4)
+    assert not is_proven(5, 3, [4, 4], 4) and not is_proven(3, 3, [], 2)
 
 
 # ---------------------------------------------------------------- strangers at the port
