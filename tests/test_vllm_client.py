@@ -301,7 +301,7 @@ def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) 
     look = "import sys; import weft.rollout.sync.wire; print(sorted(m for m in sys.modules if m.startswith('weft')))"
     done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True)
     assert json.loads(done.stdout.decode().replace("'", '"')) == [
-        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.wire"
+        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.checksums", "weft.rollout.sync.wire"
     ], done.stderr  # fmt: skip
 
 
