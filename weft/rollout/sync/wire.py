@@ -343,8 +343,8 @@ class Part:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
             if "end" in message:
                 break
-            memory = self._plane.take(message)
             with understood(self._channel.peer):
+                memory = self._plane.take(message)
                 rows = [(_entry(row[:3]), _number(row[3]), _number(row[4])) for row in message["rows"]]
             for entry, offset, length in rows:
                 checklist.take(entry, length)
