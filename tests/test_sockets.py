@@ -155,7 +155,7 @@ def test_rl(here: Path) -> None:
         assert {name for name, _ in found} >= {"gcs_server", "raylet"}
         joined = join_ray(run)
         assert "JOINED" not in joined and "Failed to connect" in joined, joined
-        folders = {str(Path(path).parents[2]) for name, path in found if name == "raylet" and path.startswith("/")}
+        folders = {str(Path(path).parents[3]) for name, path in found if name == "raylet" and path.startswith("/")}
         assert len(folders) == 1 and all("weft-ray-" in folder for folder in folders), found
     finally:
         run.process.terminate()

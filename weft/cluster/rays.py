@@ -81,7 +81,9 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
     options: dict[str, Any] = {"address": "local" if own else address}
     if own:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
-        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder)}
+        assert folder is not None
+        # Within the folder, because Ray opens its own to all users.
+        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     asked_to_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
