@@ -78,6 +78,10 @@ def too_few(completions: list[str]) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
+def of_nobody(completions: list[str]) -> list[float]:
+    raise LookupError("nobody is there")
+
+
 def one_for_all(completions: list[str]) -> list[float]:
     return [1.0]
 
