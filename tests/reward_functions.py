@@ -78,6 +78,18 @@ def too_few(completions: list[str]) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
+def of_nobody(completions: list[str]) -> list[float]:
+    raise LookupError("nobody is there")
+
+
+def one_for_all(completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+async def pairs(completions: list[str]) -> list[float]:
+    return [0.0, 1.0]
+
+
 def of_miles(args: Any, sample: Any) -> float:
     return 0.0
 
@@ -93,6 +105,16 @@ def of_some(prompts: list[str], completions: list[str], **_: Any) -> list[float 
     """Every other prompt that it is asked about has no reward."""
     of_some.calls = getattr(of_some, "calls", 0) + 1  # type: ignore[attr-defined]
     return [None if of_some.calls % 2 else float(len(text)) for text in completions]  # type: ignore[attr-defined]
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    """How many different characters there are."""
+    return [float(len(set(text))) for text in completions]
+
+
+def of_one(completions: list[str], **_: Any) -> list[float]:
+    """The same for all."""
+    return [1.0] * len(completions)
 
 
 def of_none(completions: list[str], **_: Any) -> list[float | None]:

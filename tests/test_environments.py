@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from examples.calculator_env import result_of
+from tests.environments import Blocking, Broken, Echo, Faulty, Patient, Silent
 from tests.toy_tokenizers import family_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
 from weft.rl.chat import Chats
-from weft.rl.environments import Environment, Episodes, Reply, load_environment
+from weft.rl.environment_pool import EnvironmentPool
+from weft.rl.environments import Environment
+from weft.rl.episodes import Episodes, load_environment
 from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rollout_group
@@ -56,46 +65,27 @@ class Scripted:
         return Completion(tuple(tokens), (-0.5 - turn,) * n, finish, ((turn, n),), routes=routes)
 
 
-class Echo(Environment):
-    """Says back what it hears, once."""
-
-    gives_reward = True
-
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        if text.startswith("say "):
-            return Reply(messages=[{"role": "tool", "content": text[4:]}], reward=0.25, notes={"heard": text})
-        return Reply(done=True, reward=1.0)
-
-
-class Blocking(Environment):
-    """As Echo, by a plain function."""
-
-    def step(self, text: str, tokens: Sequence[int]) -> Reply:  # type: ignore[override]
-        return Reply(text="\n> ") if text.startswith("say ") else Reply(done=True)
-
-
-class Broken(Environment):
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        raise KeyError("nothing here")
-
-
-class Sleeping(Environment):
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        await asyncio.sleep(60)
-        return Reply(done=True)
-
-
-class Silent(Environment):
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        return Reply()
-
-
 def episodes(kind: type[Environment], max_turns: int = 5, most: int = 400, timeout: float = 20) -> Episodes:
-    return Episodes(kind, Chats(TOKENIZER), max_turns, most, timeout)
+    pool = EnvironmentPool(f"{kind.__module__}:{kind.__name__}")
+    return Episodes(kind, pool, Chats(TOKENIZER), max_turns, most, timeout)
 
 
 def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> Group:
-    return asyncio.run(rollout_group(prompt, count, engine, SAMPLING, env, seed=11))
+    return play_all(engine, env, [prompt], count)[0]
+
+
+def play_all(engine: Scripted, env: Episodes | None, prompts: Sequence[Prompt], count: int = 1) -> list[Group]:
+    """Groups of several prompts, at the same time."""
+
+    async def run() -> list[Group]:
+        try:
+            groups = (rollout_group(prompt, count, engine, SAMPLING, env, seed=11) for prompt in prompts)
+            return list(await asyncio.gather(*groups))
+        finally:
+            if env is not None:
+                await env.pool.close()
+
+    return asyncio.run(run())
 
 
 def shown(sample: Sample, sampled: bool) -> str:
@@ -137,6 +127,18 @@ def test_a_conversation_is_appended_and_its_replies_are_not_trained() -> None:
     assert sorted(set(sample.rollout.tolist())) == [-1.5, -0.5, 0.0]
 
 
+def test_the_numbers_that_samples_and_turns_are_drawn_with() -> None:
+    """Pinned: engines and resumed runs depend on them. Each turn draws others."""
+    assert [seed_of(11, "0.0", sample, turn) for sample, turn in ((0, 0), (0, 1), (1, 0))] == [
+        7461438677038929148,
+        1993593076995242913,
+        3246968229877497124,
+    ]
+    engine = Scripted("say <b>", "done")
+    play(engine, episodes(Echo))
+    assert [request.seeds for request in engine.requests] == [(7461438677038929148,), (1993593076995242913,)]
+
+
 def test_routes_are_those_that_each_answer_was_sampled_with() -> None:
     (sample,) = play(Scripted("say <b>", "done"), episodes(Echo)).samples
     first = len(QUESTION.tokens) + 8 - 1
@@ -166,11 +168,116 @@ def test_where_a_conversation_ends() -> None:
 
 
 def test_an_environment_that_fails_costs_one_sample() -> None:
-    for kind, message in ((Broken, "Broken.step: KeyError: 'nothing here'"), (Sleeping, "took more than 0.1 seconds")):
-        (sample,) = play(Scripted("say a"), episodes(kind, timeout=0.1)).samples
-        assert message in sample.notes["error"] and not sample.trained and sample.length == 6
+    (sample,) = play(Scripted("say a"), episodes(Broken)).samples
+    assert sample.notes["error"] == "Broken.step: KeyError: 'nothing here'"
+    assert not sample.trained and sample.length == 6
     with pytest.raises(UserError, match="Silent replied nothing"):
         play(Scripted("say a"), episodes(Silent))
+
+
+def test_a_coroutine_that_takes_too_long_is_cancelled_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLOSED", str(tmp_path / "closed"))
+    (sample,) = play(Scripted("say a"), episodes(Patient, timeout=0.1)).samples
+    assert sample.notes["error"] == "Patient.step took more than 0.1 seconds" and not sample.trained
+    assert (tmp_path / "closed").exists()
+
+
+ENDS = {
+    "hang": " took more than 10 seconds",
+    "hold_the_lock": " took more than 10 seconds",
+    "leave": ": its process ended with status 9",
+    "exit": ": SystemExit: 3",
+    "crash": ": its process was ended by signal 11",
+    "be_killed": ": its process was ended by signal 9",
+    "run_out": ": MemoryError: MemoryError",
+    "nothing": ": TypeError: returned None, which is no Reply (weft.rl.environments)",
+    "nan": ": ValueError: `reward` of a Reply is nan",
+    "unsendable": ": its reply cannot be sent: cannot pickle '_io.TextIOWrapper' object",
+    "words": ": TypeError: `messages` and `calls` of a Reply are lists of dicts",
+}
+
+
+def wait_until_gone(processes: Sequence[int]) -> None:
+    """Init buries what has lost its parent in its own time."""
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(process) for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_processes_that_hang_or_end_cost_their_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each fault, more than there are threads of a default pool, beside as many healthy ones."""
+    monkeypatch.setenv("STARTED", str(tmp_path))
+    began, columns = time.monotonic(), [{"how": how} for how in (*ENDS, *["hang"] * 6, *["well"] * 4)]
+    prompts = [Prompt(i, 0, (1,), "?", None, column) for i, column in enumerate(columns)]
+    groups = play_all(Scripted("a", "b", end=True), episodes(Faulty, timeout=10), prompts)
+    assert time.monotonic() - began < 60
+    samples = [group.samples[0] for group in groups]
+    failed = {column["how"]: sample.notes.get("error", "") for column, sample in zip(columns, samples, strict=True)}
+    assert {how: error.removeprefix("Faulty.step") for how, error in failed.items() if how != "well"} == ENDS
+    well = samples[-4:]
+    assert [sample.rewards for sample in well] == [{"environment": 2.0}] * 4 and all(s.trained for s in well)
+    assert len({sample.notes["process"] for sample in well} | {os.getpid()}) == 5
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(started) == 2 * 7
+    wait_until_gone(started)
+
+
+def test_more_conversations_than_there_is_room_for_wait() -> None:
+    env = replace(episodes(Echo), pool=EnvironmentPool("tests.environments:Echo", at_once=2))
+    assert [s.rewards for s in play(Scripted("say a", "b"), env, count=5).samples] == [{"environment": 1.25}] * 5
+
+
+def test_a_fork_server_that_is_killed_is_replaced() -> None:
+    async def run() -> list[Sample]:
+        env, samples = episodes(Echo), list[Sample]()
+        try:
+            for _ in range(2):
+                group = await rollout_group(QUESTION, 1, Scripted("say a", "b"), SAMPLING, env, seed=1)
+                samples += group.samples
+                for child in psutil.Process().children():
+                    if "weft.rl.environment_worker" in child.cmdline():
+                        child.kill()
+                        await asyncio.sleep(0.3)
+        finally:
+            await env.pool.close()
+        return samples
+
+    assert [sample.notes.get("error") for sample in asyncio.run(run())] == [None, None]
+
+
+HELD = """
+import asyncio, os, sys
+from tests.environments import Faulty
+from weft.rl.environment_pool import EnvironmentPool
+from weft.rl.types import Prompt
+
+async def main():
+    worker = await EnvironmentPool("tests.environments:Faulty").open()
+    await worker.ask(("start", (Prompt(0, 0, (1,), "?", None, {"how": "hang"}),), 9), 9)
+    await worker.ask(("step", ("a", [1]), 9), 9)
+    await worker.ask(("step", ("a", [1]), 99), 99)
+
+asyncio.run(main())
+"""
+
+
+def test_they_end_with_the_controller(tmp_path: Path) -> None:
+    """kill -9 of it, while an environment hangs that has started something."""
+    folder = Path(__file__).parent.parent
+    env = {**os.environ, "STARTED": str(tmp_path), "PYTHONPATH": str(folder)}
+    controller = subprocess.Popen([sys.executable, "-c", HELD], env=env, cwd=folder)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < deadline and controller.poll() is None
+            time.sleep(0.05)
+    finally:
+        controller.kill()
+        controller.wait()
+    wait_until_gone([int(path.name) for path in tmp_path.iterdir()])
 
 
 def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
@@ -249,7 +356,7 @@ def test_results_of_the_calculator(call: str, expected: str) -> None:
     ("path", "message"),
     [
         ("tests.test_environments:Scripted", "is no environment: write a class of"),
-        ("tests.test_environments:Blocking", "rl.reward is empty, and .* gives no rewards"),
+        ("tests.environments:Blocking", "rl.reward is empty, and .* gives no rewards"),
         ("tests.test_environments:Absent", "has no Absent"),
     ],
 )

@@ -31,6 +31,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.routing import differ, steering
 from weft.recipes.rl import sampling_of
+from weft.recipes.rl_record import notes_on_generation
 from weft.rl.trainer import Trainer
 from weft.rollout import choice
 from weft.rollout.base import Completion, Request, Sampling
@@ -115,6 +116,9 @@ def test_a_rotary_table_that_depends_on_length_is_that_of_the_length() -> None:
         ("qwen3", True),
         ("qwen3_next", True),
         ("stablelm", True),
+        ("gemma2", True),
+        ("gemma3_text", True),
+        ("gpt_oss", True),
         ("recurrent_gemma", False),
         ("llama4_text", False),
         ("phi3_longrope", False),
@@ -131,6 +135,15 @@ def test_a_cache_is_used_where_it_is_exact(family: str, cached: bool) -> None:
     else:
         config = tiny_config(family, vocab_size=14)  # fewer tokens than the trial is long
     assert caches(config) == cached
+
+
+def test_generation_without_a_cache_is_said(tmp_path: Path) -> None:
+    for family, words in (("llama4_text", "warning  llama4_text has no cache"), ("qwen3", "")):
+        tiny_config(family).save_pretrained(tmp_path / family)
+        for engine in ("embedded", "vllm"):
+            own = config(str(tmp_path / family), engine=engine)
+            notes = notes_on_generation(own)
+            assert [note.startswith(words) for note in notes] == [True] * bool(words and engine == "embedded")
 
 
 @pytest.mark.parametrize("bug", ["a row that stays where it was", "a position too many", "another row's token"])

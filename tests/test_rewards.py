@@ -89,10 +89,17 @@ def test_what_fails_costs_its_sample() -> None:
 
 
 def test_a_function_that_fails_for_all_ends_the_run() -> None:
-    samples, failures = scored(["1", "2"], OURS + "too_few", "length")
-    assert given(samples) == [None, None] and samples[0].rewards == {"too_few": None, "length": -0.99}
-    with pytest.raises(UserError, match=r"too_few failed for every one of the 2 samples .* returned 0 values for 1"):
+    samples, failures = scored(["raise", "raise"], OURS + "as_number", "length")
+    assert given(samples) == [None, None] and samples[0].rewards == {"as_number": None, "length": -0.95}
+    with pytest.raises(UserError, match=r"as_number failed for every one of the 2 samples .* no such thing"):
         failures.metrics()
+
+
+@pytest.mark.parametrize("name", ["too_few", "one_for_all", "pairs"])
+def test_another_number_of_values_is_an_error_at_the_first_call(name: str) -> None:
+    """Though each completion alone may have as many."""
+    with pytest.raises(UserError, match=rf"rl.reward: {name} returned \d values for \d completions: a reward function"):
+        scored(["1", "2", "3"], OURS + name)
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -118,7 +118,7 @@ def test_when_an_evaluation_is_due(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_failed_counts_as_wrong(tmp_path: Path) -> None:
-    found = evaluated(config_of(tmp_path, "rl.reward=[tests.reward_functions:too_few]"), Adder())
+    found = evaluated(config_of(tmp_path, "rl.reward=[tests.reward_functions:of_nobody]"), Adder())
     assert found.metrics["eval/failed"] == 5 and found.metrics["eval/accuracy"] == found.metrics["eval/reward"] == 0
 
 

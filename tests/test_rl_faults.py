@@ -9,6 +9,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,12 +42,13 @@ from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
 from weft.observe import flight
 from weft.recipes import rl
-from weft.recipes.hopeless import EmptySteps
+from weft.recipes.hopeless import EmptySteps, FlatSteps
 from weft.recipes.rl_actors import Actors
-from weft.rl.environments import Environment, Reply
+from weft.rl.advantages import advantages
 from weft.rl.pool import BatchPool
 from weft.rl.rewards import Rewards
 from weft.rl.trainer import Trainer, Updated
+from weft.rl.types import Group, samples_of
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.sync.wire import SyncError
 
@@ -70,24 +72,19 @@ def whole_keys(task: Path) -> list[str]:
 # ---------------------------------------------------------------- going on
 
 
-class Again(Environment):
-    """Asks once more, and rewards what is said then."""
-
-    gives_reward = True
-
-    def __init__(self) -> None:
-        self.turns = 0
-
-    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        self.turns += 1
-        return Reply(tokens=[10]) if self.turns == 1 else Reply(done=True, reward=float(len(text)))
-
-
 CASES = {
     "updates and epochs": ["rl.updates=2", "rl.epochs=2", "train.steps=12", "schedule.name=linear"],
     "dynamic sampling": ["rl.dynamic_sampling=2", "rl.group_size=2", "train.steps=3"],
     "a critic": ["rl.algorithm=ppo", "critic.lr=1e-2", "train.steps=3"],
-    "an environment": ["rl.environment=tests.test_rl_faults:Again", "rollout.max_new_tokens=8", "train.steps=3"],
+    # Replies come when they come, so what is generated together differs, and with it the last bits of anything inexact.
+    "an environment": [
+        "rl.environment=tests.environments:Again",
+        "rollout.max_new_tokens=8",
+        "train.steps=3",
+        "rl.on_policy=exact",
+        "rl.reward=[tests.reward_functions:variety]",
+        "rl.reward_workers=1",
+    ],
 }
 
 
@@ -545,6 +542,64 @@ def test_a_run_without_rewards_ends(task: Path, tmp_path: Path) -> None:
         start(task, run, *keys)
     lines = lines_of(run)
     assert [(line["step"], line["documents"], line["skipped"]) for line in lines] == [(1, 0, True), (2, 0, True)]
+
+
+NO_BASELINE = "tests.test_rl_faults:no_baseline"
+
+
+def no_baseline(groups: Sequence[Group], config: RlAlgorithm) -> list[list[float]]:
+    """REINFORCE as it was in 1992: a reward is its own advantage."""
+    return [[sample.reward or 0.0 for sample in group.samples] for group in groups]
+
+
+def test_a_run_that_cannot_learn_says_so_and_ends(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Constant rewards, compared with each other: a warning with samples at the third step, status 2 at the end, after
+    the last checkpoint; and no word of it from an algorithm that compares them with nothing."""
+    constant = ["rl.reward=[tests.reward_functions:of_one]", "rl.reward_workers=1", "checkpoint.every=0"]
+    run = tmp_path / "run"
+    words = r"nothing was learnt: in all 4 rollout steps .*(\nsample .* reward 1 for .*){2}"
+    with pytest.raises(UserError, match=words):
+        start(task, run, "train.steps=4", *constant)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("warning 3 rollout steps in a row had nothing to learn from") == 1
+    assert len(re.findall(r"sample \d\.0/\d of \S+additions.jsonl:\d: reward 1 for ", said)) == 2
+    assert (run / "checkpoints/latest").exists() and (run / "summary.json").exists()
+    start(task, tmp_path / "other", "train.steps=3", *constant, f"rl.advantage={NO_BASELINE}")
+    assert "nothing to learn" not in capsys.readouterr().out
+
+
+def test_flat_steps_are_those_whose_advantages_are_all_zero() -> None:
+    from tests.rl_samples import algorithm, group, rl_config
+
+    for name, rewards, expected in (
+        ("grpo", [(1.0, 1.0), (0.0, 0.0)], 1),
+        ("grpo", [(0.1, 0.1), (0.0, 1e-3)], 0),
+        ("grpo", [(0.1, None), (0.1 + 0.2, 0.3)], 1),
+        ("grpo", [(None, None), (None, None)], 5),  # neither
+        ("rloo", [(7.0, 7.0), (7.0, 7.0)], 1),
+        (NO_BASELINE, [(1.0, 1.0), (1.0, 1.0)], 0),
+        (NO_BASELINE, [(0.0, 0.0), (0.0, 0.0)], 1),
+    ):
+        config, groups = rl_config(algorithm(advantage=name)), [group(pair, index=i) for i, pair in enumerate(rewards)]
+        advantages(groups, config.rl)
+        flat = FlatSteps(5 if expected != 1 else 0)
+        flat.count(samples_of(groups), config)
+        assert flat.in_a_row == expected, (name, rewards)
+
+
+def test_one_token_that_is_too_old_is_enough() -> None:
+    """The oldest counts, and not the mean."""
+    from tests.rl_samples import group
+
+    samples = group((0.0, 1.0), lengths=(4, 4)).samples
+    for sample in samples:
+        sample.versions[sample.sampled] = 5
+    samples[0].versions[samples[0].sampled.argmax()] = 3
+    assert rl.staleness(samples, 5, 2) == {"staleness/mean": 0.25, "staleness/max": 2.0}
+    with pytest.raises(RuntimeError, match="a sample is 2 versions older than what trains on it: more than 1"):
+        rl.staleness(samples, 5, 1)
 
 
 def test_empty_steps_count_in_a_row() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,7 +17,12 @@ import pytest
 
 from tests.cases import write_small_job
 from tests.forked import Run
+from tests.stand_in_vllm import environment
 from tests.toy_tokenizers import write_jsonl
+from weft.rollout.sync.wire import open_store
+from weft.rollout.vllm.engine import VllmEngine
+from weft.rollout.vllm.interpreter import Interpreter
+from weft.rollout.vllm.server import Settings
 
 WORDS = (
     "model.path=model", "data.path=chat.jsonl", "step.documents=2", "step.max_tokens_per_device=64",
@@ -21,13 +30,15 @@ WORDS = (
 
 
 def listening(pid: int) -> set[tuple[str, str]]:
-    """(name of the process, address) of all that a process and those it has started listen on."""
+    """(name of the process, address or path) of all that a process and those it has started listen on, and of Unix
+    sockets that have a path."""
     found = set()
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         try:
             for connection in process.net_connections(kind="inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     found.add((process.name(), connection.laddr.ip))
+            found |= {(process.name(), str(one.laddr)) for one in process.net_connections(kind="unix") if one.laddr}
         except psutil.NoSuchProcess:
             continue
     return found
@@ -39,7 +50,71 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(found: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    return (one for one in found if one[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1"))
+    """What others than this user's processes on this machine may reach."""
+    return (one for one in found if one[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1") and not is_private(one[1]))
+
+
+def is_private(address: str) -> bool:
+    """Whether it is a Unix socket that lies in a folder of mode 0700, or one whose folder is gone."""
+    path = Path(address)
+    return path.is_absolute() and (
+        not path.exists() or any(not folder.stat().st_mode & 0o077 for folder in path.parents)
+    )
+
+
+def test_what_is_outside_is_found(tmp_path: Path) -> None:
+    """Each kind once, so that the tests below can fail."""
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "open").mkdir(mode=0o755)
+    tmp_path.chmod(0o755)
+    with socket.socket() as every, socket.socket(socket.AF_UNIX) as hidden, socket.socket(socket.AF_UNIX) as shown:
+        every.bind(("0.0.0.0", 0))
+        hidden.bind(f"{tmp_path}/private/s")
+        shown.bind(f"{tmp_path}/open/s")
+        for one in (every, hidden, shown):
+            one.listen()
+        found = {address for _, address in listening(os.getpid())}
+        assert {"0.0.0.0", f"{tmp_path}/private/s", f"{tmp_path}/open/s"} <= found
+        ours = {one for one in listening(os.getpid()) if one[1] == "0.0.0.0" or one[1].startswith(str(tmp_path))}
+        private_above = any(not folder.stat().st_mode & 0o077 for folder in tmp_path.parents)
+        assert {address for _, address in outside(ours)} == {"0.0.0.0"} | (
+            set() if private_above else {f"{tmp_path}/open/s"}
+        )
+
+
+def test_verify(here: Path) -> None:
+    run = Run(("verify", *WORDS, "--nproc", "2"), here)
+    found = set[tuple[str, str]]()
+    while run.process.is_alive():
+        with suppress(psutil.NoSuchProcess):
+            found |= listening(run.pid)
+        time.sleep(0.1)
+    assert found and not list(outside(found)), found
+
+
+def test_a_vllm_server(tmp_path: Path) -> None:
+    """A stand-in, which listens where it is told to (tests/vllm has the real one)."""
+    interpreter = Interpreter(environment(tmp_path / "env") / "bin/python", "0.32.0", cpu=True)
+    settings = Settings(interpreter=interpreter, model="m", name="e", folder=tmp_path, max_tokens=96)
+
+    async def run() -> set[tuple[str, str]]:
+        engine = await VllmEngine.start(settings)
+        try:
+            return listening(os.getpid())
+        finally:
+            await engine.close()
+
+    found = {one for one in asyncio.run(run()) if "weft-vllm-" in one[1]}
+    assert found and not list(outside(found)), found
+
+
+def test_the_store_of_a_process_group_listens_where_it_is_told_to() -> None:
+    before = listening(os.getpid())
+    store = open_store("127.0.0.1", 0, 10.0, serve=True)
+    opened = listening(os.getpid()) - before
+    joined = open_store("127.0.0.1", store.port, 10.0)
+    store.set("a", "1")
+    assert joined.get("a") == b"1" and not list(outside(opened)), opened
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -75,9 +150,12 @@ def test_rl(here: Path) -> None:
         assert {name for name, _ in found} >= {"gcs_server", "raylet"}
         joined = join_ray(run)
         assert "JOINED" not in joined and "Failed to connect" in joined, joined
+        folders = {str(Path(path).parents[3]) for name, path in found if name == "raylet" and path.startswith("/")}
+        assert len(folders) == 1 and all("weft-ray-" in folder for folder in folders), found
     finally:
         run.process.terminate()
         run.wait()
+    assert not [folder for folder in folders if Path(folder).exists()]
 
 
 def join_ray(run: Run) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +28,13 @@ from weft.models.adapter_files import file_names
 from weft.models.lora import LoraPlan
 from weft.rl.parity import parity_is_due, require_parity
 from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.sync import desk as desks
 from weft.rollout.sync import planes
 from weft.rollout.sync.content import Content, Row, entry_of
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import Slots
 from weft.rollout.sync.proof import check_parity, compare
-from weft.rollout.sync.sender import SyncOptions, options_of
+from weft.rollout.sync.sender import SyncOptions, is_proven, options_of
 from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch, checksum
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
@@ -369,3 +373,126 @@ def test_the_keys_of_sync() -> None:
     assert options_of(short, Path("run")).timeout == 8.0  # the other ranks wait in a collective meanwhile
     with pytest.raises(UserError, match="rollout.transport would have no effect"):
         load_config([], [*NEEDED, "rollout.transport=group"], RlConfig)
+
+
+def test_which_syncs_are_proven() -> None:
+    """Again and again, not once; and for an engine that comes back with an older version."""
+    assert [n for n in range(1, 10) if is_proven(n, 3, [n - 1], n - 1)] == [3, 6, 9]
+    assert not any(is_proven(n, 0, [n - 1], n - 1) for n in range(1, 10))
+    assert is_proven(5, 3, [4, None], 4) and is_proven(5, 3, [4, 3], 4) and is_proven(5, 0, [3], 4)
+    assert not is_proven(5, 3, [4, 4], 4) and not is_proven(3, 3, [], 2)
+
+
+# ---------------------------------------------------------------- strangers at the port
+
+
+def framed(text: bytes) -> bytes:
+    return len(text).to_bytes(4, "big") + text
+
+
+HELLO = {
+    "hello": 2, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "name": "engine-0", "member": 0,
+}  # fmt: skip
+STRANGERS = {
+    "silent": b"",
+    "announces 4 GiB": b"\xff\xff\xff\xff" + b"x" * 100,
+    "announces more than it says": framed(b"{}" + b" " * 200)[:-5],
+    "no JSON": framed(b"\x00\xff"),
+    "no object": framed(b"[[1, 2]]"),
+    "a number": framed(b"5"),
+    "deep nesting": framed(b"[" * 4000),
+    "no key": framed(json.dumps({k: v for k, v in HELLO.items() if k != "key"}).encode()),
+    "a wrong key": framed(json.dumps({**HELLO, "key": "kez"}).encode()),
+    "a key of another type": framed(json.dumps({**HELLO, "key": ["key"]}).encode()),
+    "half a letter": framed(json.dumps({**HELLO, "key": "\ud800"}).encode()),
+    "a name of another type": framed(json.dumps({**HELLO, "name": {"a": 1}}).encode()),
+    "a member of another type": framed(json.dumps({**HELLO, "member": "zero"}).encode()),
+    "no version": framed(json.dumps({k: v for k, v in HELLO.items() if k != "version"}).encode()),
+    "a number that is too large": framed(b'{"hello": ' + b"9" * 4000 + b"}"),
+    "an error": framed(b'{"error": "give up"}'),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}  # fmt: skip
+
+
+def test_strangers_at_the_port_neither_end_nor_delay_a_sync() -> None:
+    """All of them come first, some many times, and keep their connections; the engine comes last."""
+    desk = Desk("127.0.0.1", 0, 60.0)
+    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 60.0)
+    strangers = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(len(STRANGERS) + 70)]
+    for stranger, said in zip(strangers, [*STRANGERS.values(), *[b""] * 70], strict=True):
+        stranger.sendall(said)
+    delivery = Delivery(ticket, 3)
+    began = time.monotonic()
+    desk.welcome([ticket], 3)
+    assert [link.name for link in desk.links] == ["engine-0"] and time.monotonic() - began < 4.0
+    assert all(is_closed(stranger) for stranger in strangers)
+    desk.leave(3)
+    assert list(delivery.parts()) == []
+    desk.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(5.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_who_shows_no_ticket_is_sent_away_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desks, "_HELLO_SECONDS", 0.3)
+    desk = Desk("127.0.0.1", 0, 3.0)
+    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 3.0)
+    silent = socket.create_connection(("127.0.0.1", desk.port))
+    sent_away = list[float]()
+
+    def look() -> None:
+        assert is_closed(silent)
+        sent_away.append(time.monotonic())
+
+    thread, began = threading.Thread(target=look), time.monotonic()
+    thread.start()
+    with pytest.raises(SyncError, match="engine-0 did not come for version 3 within 3 s"):
+        desk.welcome([ticket], 3)
+    thread.join()
+    assert sent_away[0] - began < 2.0
+    desk.close()
+
+
+def fed(said: bytes) -> tuple[Desk, socket.socket]:
+    """A desk with an engine that has shown its ticket and has said this besides."""
+    desk = Desk("127.0.0.1", 0, 2.0)
+    engine = socket.create_connection(("127.0.0.1", desk.port))
+    engine.sendall(framed(json.dumps(HELLO).encode()) + said)
+    desk.welcome([Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 2.0)], 3)
+    desk.active = desk.links
+    return desk, engine
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (b'{"received": 5, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError: checksums"),
+        (b'{"received": {"a": "1"}, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError"),
+        (b'{"received": {}}', "engine-0 sent a message that cannot be understood: KeyError: 'placed'"),
+        (b"[]", "engine-0 was waited for, for what it received of version 3: a message is list, and no object"),
+        (b"[" * 100_000, "engine-0 was waited for, .* a message is nested too deeply"),
+    ],
+)
+def test_reports_that_make_no_sense_are_said_to_be_the_engines(said: bytes, message: str) -> None:
+    desk, engine = fed(framed(said))
+    with pytest.raises(SyncError, match=message):
+        desk.prove(0, 3, {"a": 1})
+    desk.leave(3)
+    desk.close()
+    engine.close()
+
+
+def test_a_message_of_4_gib_is_refused_when_it_is_announced() -> None:
+    desk, engine = fed(b"\xff\xff\xff\xff")
+    with pytest.raises(SyncError, match="a message of 4294967295 bytes is announced"):
+        desk.prove(0, 3, {})
+    desk.leave(3)
+    desk.close()
+    engine.close()

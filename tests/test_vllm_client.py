@@ -301,7 +301,7 @@ def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) 
     look = "import sys; import weft.rollout.sync.wire; print(sorted(m for m in sys.modules if m.startswith('weft')))"
     done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True)
     assert json.loads(done.stdout.decode().replace("'", '"')) == [
-        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.wire"
+        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.checksums", "weft.rollout.sync.wire"
     ], done.stderr  # fmt: skip
 
 
@@ -473,6 +473,51 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
         }  # fmt: skip
 
     with_sglang(tmp_path, body)
+
+
+KEYED = """#!{python} -IS
+import http.server, json, sys
+
+words = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        let_in = self.headers["Authorization"] == "Bearer " + words["--api-key"]
+        said = json.dumps({{"success": True, "message": ""}}).encode()
+        self.send_response(200 if let_in else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+http.server.HTTPServer((words["--host"], int(words["--port"])), Handler).serve_forever()
+"""
+
+
+def test_sglang_answers_nobody_without_the_key(tmp_path: Path) -> None:
+    """A program in the place of Python, which refuses requests without the key as SGLang's documents say."""
+    python = tmp_path / "python"
+    python.write_text(KEYED.format(python=sys.executable))
+    python.chmod(0o700)
+
+    async def run() -> None:
+        own = replace(settings(silence=60.0), interpreter=replace(CPU, python=python), folder=tmp_path)
+        engine = await SglangEngine.start(own)
+        try:
+            await engine.abort()
+            address = engine._served._address
+            with pytest.raises(RefusedError, match="status 401"):
+                await replace(address, key="").call("POST", "/abort_request", {})
+            assert len(address.key) == 32 and address.key not in repr(address)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
 
 
 def test_what_sglang_was_doing_during_an_update_it_goes_on_with_under_the_new_weights(tmp_path: Path) -> None:

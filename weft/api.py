@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weft.cluster.guard import joined
 from weft.cluster.machine import accelerator_count
 from weft.cluster.options import Device, RlOptions, SftOptions
+from weft.cluster.scratch import scratch_folder
 from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.load import load_values, written_config
 from weft.config.rl_schema import RlConfig
@@ -135,14 +135,14 @@ def rl(
     if rows is not None and resume is not None:
         raise UserError("resume reads the data of its run: leave out data.")
     files = [written_config(str(resume))] if resume is not None else [str(config)] * isinstance(config, str | Path)
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         if data is not None:
-            values["data"] = section if rows is None else {**section, "path": str(_write(rows, Path(scratch) / ROWS))}
+            values["data"] = section if rows is None else {**section, "path": str(_write(rows, scratch / ROWS))}
         if resume is not None:
             values["run"] = {"dir": str(resume)}
         loaded = load_values(values, "weft.rl", RlConfig, files)
         if rows is not None:
-            loaded = _with_rows(loaded, Path(scratch) / ROWS)
+            loaded = _with_rows(loaded, scratch / ROWS)
     options = rl_options(loaded, device)
     options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
     return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from weft.cluster import reports
 from weft.cluster.failures import Failure, diagnose, keep_evidence
 from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.machine import cpu_cores
+from weft.cluster.scratch import scratch_folder
 from weft.cluster.status import SUCCESS
 from weft.cluster.stopping import Forwarder
 from weft.cluster.watch import STOP_SECONDS, watching
@@ -61,8 +61,8 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
     if not debug:
         _silence_agent()
     with (
-        tempfile.TemporaryDirectory(prefix="weft-", ignore_cleanup_errors=True) as scratch,
-        _environment(_rank_variables(scratch, nproc)),
+        scratch_folder() as folder,
+        _environment(_rank_variables(scratch := str(folder), nproc)),
         _signal_handlers_kept(),
         watching(Path(scratch)) as watch,
         Forwarder(watch.processes) as forwarder,

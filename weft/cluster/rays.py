@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from weft.cluster.failures import explain, explain_hang, keep_evidence
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port
 from weft.cluster.pulse import Pulse, looked_after
 from weft.cluster.reports import RankReport
+from weft.cluster.scratch import scratch_folder
 from weft.cluster.status import Kind
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
@@ -41,6 +41,7 @@ _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
 _STACKS_SECONDS = 0.5  # in which a process writes its stacks
 _ENDING_SECONDS = 1.0  # that Ray has to end an actor
+_LONGEST_BASE = 20  # characters
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
 
@@ -63,6 +64,15 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     Other Ray clusters of this machine are left alone. UserError where the cluster has not the room for `bundles`.
     """
     own = address is None
+    with scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder, _session(address, bundles, folder):
+        check_room(bundles)
+        yield
+
+
+@contextmanager
+def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
+    """folder: of a cluster that is started, for its sockets and logs."""
+    own = address is None
     ray = import_ray(own)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -71,7 +81,9 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     options: dict[str, Any] = {"address": "local" if own else address}
     if own:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
-        options |= {"num_cpus": cpus, "include_dashboard": False}
+        assert folder is not None
+        # Within the folder, because Ray opens its own to all users.
+        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     asked_to_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
@@ -82,10 +94,15 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler ends with status 15, which says something else
     try:
-        check_room(bundles)
         yield
     finally:
         ray.shutdown()
+
+
+def _ray_base() -> str:
+    """Where Ray's folder goes. Its sockets lie deep in it, and the path of one may have about 100 characters."""
+    base = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+    return base if len(base) <= _LONGEST_BASE else "/tmp"
 
 
 def _require_listener(address: str) -> None:
@@ -271,32 +288,31 @@ def actor_group(
     at_once: how many calls run at once in each. With more than one the methods are coroutines, and the actors do not
     know each other; with one they may make a process group. timeout, key: as Pulse has them."""
     ray = import_ray()
-    scratch = Path(tempfile.mkdtemp(prefix="weft-"))
-    placed = _place(rooms or bundles) if beside is None else beside[0].placed
-    places = range(len(bundles)) if beside is None else beside[1]
-    group = ActorGroup(name, [], Pulse(scratch, timeout, key), placed)
-    try:
-        for number, bundle in enumerate(bundles):
-            options: dict[str, Any] = {
-                "num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0,
-                "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
-            }  # fmt: skip
-            if placed is not None:
-                options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placed, placement_group_bundle_index=places[number]
-                )
-            if at_once > 1:
-                options["max_concurrency"] = at_once
-            host = _Host if at_once == 1 else _BusyHost
-            group.handles.append(ray.remote(host).options(**options).remote(make, number))
-        _introduce(group.handles, meet=at_once == 1)
-        with looked_after(group.pulse):
-            yield group
-    finally:
-        group.end()
-        if placed is not None and beside is None:
-            ray.util.remove_placement_group(placed)
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder() as scratch:
+        placed = _place(rooms or bundles) if beside is None else beside[0].placed
+        places = range(len(bundles)) if beside is None else beside[1]
+        group = ActorGroup(name, [], Pulse(scratch, timeout, key), placed)
+        try:
+            for number, bundle in enumerate(bundles):
+                options: dict[str, Any] = {
+                    "num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0,
+                    "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
+                }  # fmt: skip
+                if placed is not None:
+                    options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                        placed, placement_group_bundle_index=places[number]
+                    )
+                if at_once > 1:
+                    options["max_concurrency"] = at_once
+                host = _Host if at_once == 1 else _BusyHost
+                group.handles.append(ray.remote(host).options(**options).remote(make, number))
+            _introduce(group.handles, meet=at_once == 1)
+            with looked_after(group.pulse):
+                yield group
+        finally:
+            group.end()
+            if placed is not None and beside is None:
+                ray.util.remove_placement_group(placed)
 
 
 def _introduce(handles: Sequence[Any], meet: bool) -> None:

@@ -39,7 +39,8 @@ from weft.rl.advantages import advantages, choose_estimator, reward_metrics, sha
 from weft.rl.beside import Who
 from weft.rl.corrections import correct, old_is_current, require_comparable
 from weft.rl.documents import deal
-from weft.rl.environments import Episodes, environment_class, load_environment
+from weft.rl.environments import environment_class
+from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.learners import Learners
@@ -220,7 +221,7 @@ async def train(run: Run) -> None:
                 for line in recorder.record(step, lines, synced, found):
                     progress.step(line)
                 progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
-                recorder.stop_if_hopeless(step, lines)
+                progress.notes(recorder.stop_if_hopeless(step, lines))
                 done = bool(signals.number) or number == plan.rollouts
                 if done or recorder.due(number, plan):
                     async with turns.trainers_awake(back=not done):
@@ -234,6 +235,8 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.learners.close()
+    if number == plan.rollouts:
+        recorder.flat.require_signal(number)
     if stopped:
         say_stopped(run, number * plan.per_rollout, stopped)
         raise StoppedError(stopped)
@@ -301,6 +304,8 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, Rl
     what needs to be closed."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
+    if task.episodes is not None:
+        opened.push_async_callback(task.episodes.pool.close)
     run.phases.go_on(start.seconds)
     task.stream.take(start.taken)
     run.version, run.updates = start.rollout, start.updates

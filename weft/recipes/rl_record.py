@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
+from weft.models import hf
 from weft.observe.closing import print_closing
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.hooks import OnStep
-from weft.recipes.hopeless import BadSteps, EmptySteps
+from weft.recipes.hopeless import BadSteps, EmptySteps, FlatSteps
 from weft.recipes.rl_resume import RlStart
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
 from weft.rl.records import EVALUATIONS, write_rollouts
 from weft.rl.types import Sample
 from weft.rollout.base import Synced
+from weft.rollout.choice import caches
 from weft.terminal import say
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class RlRecorder:
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
+        self.flat = FlatSteps(self.start.flat_in_a_row)
 
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
@@ -121,11 +124,13 @@ class RlRecorder:
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
-    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train."""
+    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
+        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train. What
+        there is to print where nothing can be learnt."""
         for line in lines:
             self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
         self.empty.count(step.samples, self.config)
+        return self.flat.count(step.samples, self.config)
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
         """What a checkpoint says of the run; its lines of metrics.jsonl are on the disk afterwards."""
@@ -136,6 +141,7 @@ class RlRecorder:
             "updates": updates,
             "bad_in_a_row": self.bad.in_a_row,
             "empty_in_a_row": self.empty.in_a_row,
+            "flat_in_a_row": self.flat.in_a_row,
             "summary": self.summary.counts(),
             "seconds": dict(phases.seconds),
         }
@@ -178,7 +184,23 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}"
     )
+    for note in notes_on_generation(config):
+        say(note)
     say(model.rstrip())
+
+
+def notes_on_generation(config: RlConfig) -> list[str]:
+    """What there is to say of how weft's own engines generate: without a cache it costs many times as much."""
+    if config.rollout.engine not in ("embedded", "hf"):
+        return []
+    shape = hf.read_config(config.model.path)
+    if caches(shape):
+        return []
+    return [
+        f"warning  {shape.get_text_config().model_type} has no cache that gives the logits of a forward without one: "
+        "each token is drawn by a forward of its whole row, which may cost ten times as much or more "
+        "(rollout.engine=vllm generates by itself)"
+    ]
 
 
 def say_stopped(run: Run, step: int, number: int, more: str = "") -> None:

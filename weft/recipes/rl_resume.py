@@ -45,6 +45,7 @@ class RlStart(Start):
     rollout: int = 0
     taken: int = 0
     empty_in_a_row: int = 0
+    flat_in_a_row: int = 0
 
 
 FRESH = RlStart()
@@ -83,6 +84,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, 
         taken=content["taken"],
         bad_in_a_row=content["bad_in_a_row"],
         empty_in_a_row=content["empty_in_a_row"],
+        flat_in_a_row=content["flat_in_a_row"],
         summary=content["summary"],
         seconds=content["seconds"],
         state=state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from weft.cluster.options import VerifyOptions
 from weft.cluster.process import Ranks, join
+from weft.cluster.scratch import scratch_folder
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.tokenizer import load_tokenizer
@@ -59,8 +59,8 @@ class Subject:
 def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
     """Entry point of one rank: whether everything is within tolerance, the same answer on every rank."""
     compute_in_fp32()
-    with join(options.device, config.train.timeout) as ranks, tempfile.TemporaryDirectory() as folder:
-        subject = choose_subject(config, options, ranks, folder)
+    with join(options.device, config.train.timeout) as ranks, scratch_folder() as folder:
+        subject = choose_subject(config, options, ranks, str(folder))
         with planted(options.plant) as plant:
             try:
                 verdict = (check_rl if isinstance(config, RlConfig) else check)(config, subject, ranks, options)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
-from weft.rl.environments import Episodes
+from weft.rl.episodes import Episodes
 from weft.rl.prompts import Prompts, load_rl_prompts
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group

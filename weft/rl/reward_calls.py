@@ -76,6 +76,10 @@ class Outcome:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+class _CountError(Exception):
+    """A function gave more or fewer values than it was given completions: which are whose, nobody knows."""
+
+
 class RewardFunction:
     """A reward function that is imported."""
 
@@ -88,16 +92,30 @@ class RewardFunction:
         self.described = _describe(named, self._call)
 
     def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
-        """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async."""
+        """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async.
+
+        Raises UserError where a call gives more or fewer values than it was given completions.
+        """
+        try:
+            return self._outcomes(batch, runner)
+        except _CountError as error:
+            raise UserError(
+                f"rl.reward: {self.named.name} {error}: a reward function returns a list with one number, or None, for "
+                "each completion, in their order."
+            ) from error
+
+    def _outcomes(self, batch: Batch, runner: asyncio.Runner | None) -> list[Outcome]:
         if self.described.kind != "list":
             assert runner is not None
             return runner.run(self._side_by_side(batch))
         try:
             return _outcomes(self._list(batch), len(batch))
+        except _CountError:
+            raise
         except (Exception, SystemExit) as error:
             if len(batch) == 1:
                 return [Outcome(None, _last_line(error))]
-        return [outcome for i in range(len(batch)) for outcome in self(batch.only(i))]
+        return [outcome for i in range(len(batch)) for outcome in self._outcomes(batch.only(i), runner)]
 
     def _list(self, batch: Batch) -> Any:
         given = {name: getattr(batch, name) for name in GIVEN if self._takes(name)}
@@ -115,6 +133,8 @@ class RewardFunction:
     async def _alone(self, batch: Batch) -> Outcome:
         try:
             return _outcomes(await self._list(batch), 1)[0]
+        except _CountError:
+            raise
         except (Exception, SystemExit) as error:
             return Outcome(None, _last_line(error))
 
@@ -188,7 +208,7 @@ def _outcomes(found: Any, count: int) -> list[Outcome]:
     if isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
         raise TypeError(f"returned {type(found).__name__}, not a list of {count} numbers")
     if len(found) != count:
-        raise ValueError(f"returned {len(found)} values for {count} completions")
+        raise _CountError(f"returned {len(found)} values for {count} completions")
     return [_outcome(value) for value in found]
 
 

@@ -1,34 +1,27 @@
-"""The process that runs reward functions: requests come in on its standard input, answers go out on its output.
+"""The process that runs reward functions: it answers batches with outcomes, or with a text, what the user has to mend.
 
-It is started afresh (`python -m weft.rl.reward_worker`), not forked: the controller has threads. Whatever the functions
-print goes to the standard error. It ends when the controller does.
+It ends when the controller does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import select
 import signal
-import struct
-import sys
-from typing import IO, Any
 
 from weft.errors import UserError
 from weft.rl.reward_calls import RewardFunction
-
-HEADER = struct.Struct(">Q")  # bytes of the pickle that follows
+from weft.rl.user_process import be_ended_first, look_through, receive, send, take_over_streams
 
 
 def main() -> None:
     """Answers requests until there are no more: first those that name the functions, then batches for them."""
     _end_with_controller()
-    requests, answers = _take_over(0, "rb"), _take_over(1, "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    be_ended_first()
+    requests, answers = take_over_streams()
     path, named = receive(requests)
-    sys.path += [folder for folder in path if folder not in sys.path]
+    look_through(path)
     try:
         functions = [RewardFunction(one) for one in named]
     except UserError as error:
@@ -38,29 +31,10 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             number, batch = request
-            send(answers, functions[number](batch, runner))
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """The next thing that was sent; None at the end."""
-    header = stream.read(HEADER.size)
-    return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
-
-
-def send(stream: IO[bytes], thing: Any) -> None:
-    """Sends it at once."""
-    stream.write(packed(thing))
-    stream.flush()
-
-
-def packed(thing: Any) -> bytes:
-    """As it travels."""
-    data = pickle.dumps(thing)
-    return HEADER.pack(len(data)) + data
-
-
-def _take_over(descriptor: int, mode: str) -> IO[Any]:
-    return os.fdopen(os.dup(descriptor), mode)
+            try:
+                send(answers, functions[number](batch, runner))
+            except UserError as error:
+                send(answers, str(error))
 
 
 def _end_with_controller() -> None:

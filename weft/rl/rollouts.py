@@ -16,7 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from weft.observe.summary import Phases
-from weft.rl.environments import EnvironmentFailure, Episodes, Reply
+from weft.rl.environments import Reply
+from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes
 from weft.rl.prompts import PromptStream
 from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of
@@ -65,16 +66,16 @@ async def episode(
     seed: int,
     label: str = "",
 ) -> Sample:
-    """One conversation with an environment of its own.
+    """One conversation with an environment of its own, in a process of its own.
 
     It ends when the environment is done, after rl.max_turns answers, or where an answer or a reply does not fit
     rollout.max_new_tokens any more (finish `length`). Where the environment's code fails, the sample is not trained and
     its notes have the `error`.
     """
     transcript = Transcript(prompt)
-    environment = episodes.kind()
+    environment = await episodes.open()
     try:
-        await episodes.call(environment.start, prompt)
+        await environment.start(prompt)
         while True:
             turn, name = transcript.turns, label + prompt.id
             asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
@@ -86,7 +87,7 @@ async def episode(
             transcript.said(text)
             if completion.finish != "end":
                 break
-            reply = await episodes.call(environment.step, text, completion.tokens)
+            reply = await environment.step(text, completion.tokens)
             transcript.replied(reply)
             if reply.done or transcript.turns == episodes.max_turns:
                 break
@@ -98,7 +99,7 @@ async def episode(
     except EnvironmentFailure as error:
         transcript.error = str(error)
     finally:
-        await _close(episodes, environment, transcript)
+        await _close(environment, transcript)
     return transcript.sample(number, episodes.kind.gives_reward)
 
 
@@ -148,9 +149,9 @@ async def groups_to_train(
     return kept + aside[:missing], len(aside) - missing
 
 
-async def _close(episodes: Episodes, environment: Any, transcript: Transcript) -> None:
+async def _close(environment: Conversation, transcript: Transcript) -> None:
     try:
-        await episodes.call(environment.close)
+        await environment.close()
     except EnvironmentFailure as error:
         transcript.error = transcript.error or str(error)
 

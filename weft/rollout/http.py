@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,9 +22,10 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: a Unix socket's path, or a port of 127.0.0.1."""
+    """Where a server listens: a Unix socket's path, or a port of 127.0.0.1. key: what it asks for, if anything."""
 
     at: str | int
+    key: str = field(default="", repr=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The answer: JSON, or text where it is none. Raises RefusedError, ConnectionError where no whole answer came.
@@ -33,7 +34,7 @@ class Address:
         """
         reader, writer = await self._connect()
         try:
-            writer.write(_request(method, path, body))
+            writer.write(_request(method, path, body, self.key))
             await writer.drain()
             answer = await reader.read()
         finally:
@@ -52,11 +53,11 @@ class Address:
             raise ConnectionError(f"nothing listens at {self.at}: {error}") from error
 
 
-def _request(method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+def _request(method: str, path: str, body: Mapping[str, Any] | None, key: str) -> bytes:
     content = b"" if body is None else json.dumps(body).encode()
     head = [
         f"{method} {path} HTTP/1.0", "Host: localhost", "Content-Type: application/json",
-        f"Content-Length: {len(content)}", "", "",
+        f"Content-Length: {len(content)}", *([f"Authorization: Bearer {key}"] if key else []), "", "",
     ]  # fmt: skip
     return "\r\n".join(head).encode() + content
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,10 +51,10 @@ class SglangEngine:
     @classmethod
     async def start(cls, settings: Settings, version: int = 0) -> SglangEngine:
         """Start a server and wait until it answers. version: of the weights at settings.model."""
-        port = free_port()
+        port, key = free_port(), secrets.token_hex(16)
         log = settings.folder / f"{settings.name}.log"
-        process = EngineProcess(settings.name, command(settings, port), {**os.environ, **settings.variables}, log)
-        engine = cls(settings, Served(process, Address(port), "/health", settings.silence), version)
+        process = EngineProcess(settings.name, command(settings, port, key), {**os.environ, **settings.variables}, log)
+        engine = cls(settings, Served(process, Address(port, key), "/health", settings.silence), version)
         try:
             await engine._served.ready()
         except BaseException:
@@ -146,11 +147,12 @@ class SglangEngine:
         self._going.set()
 
 
-def command(settings: Settings, port: int) -> list[str]:
-    """The server's command line."""
+def command(settings: Settings, port: int, key: str) -> list[str]:
+    """The server's command line. key: without which it answers nobody."""
     words = [
         str(settings.interpreter.python), "-m", "sglang.launch_server", "--model-path", settings.model,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype, "--tp-size", str(settings.tp),
+        "--host", "127.0.0.1", "--port", str(port), "--api-key", key,
+        "--dtype", settings.dtype, "--tp-size", str(settings.tp),
         "--context-length", str(settings.max_tokens), "--random-seed", str(settings.seed),
         "--enable-deterministic-inference",  # without it a request's seed is not read
     ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.adapters import save_adapter
 from weft.checkpoint.boxes import Box, shard_of
+from weft.cluster.scratch import scratch_folder
 from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
 from weft.models.adapter_files import PREFIX, names_of
@@ -39,8 +39,8 @@ def written(engine: Engine) -> Iterator[str | None]:
     if engine.lora is None:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="weft-adapter-") as own:
-        shared = [own]
+    with scratch_folder("adapter-") as own:
+        shared = [str(own)]
         dist.broadcast_object_list(shared, src=0)
         folder = f"{shared[0]}/adapter"
         save_adapter(engine, folder)

@@ -211,10 +211,9 @@ class Sender:
             self.desk.active = [link for link in self.desk.links if content.kind != "base" or not link.base]
 
     def _deliver(self, content: Content, transport: Transport, version: int) -> None:
-        every, sent = self.options.verify_every, dict[str, int]()
-        links = self.desk.active if self.desk is not None else []
-        due = bool(every) and self._count % every == 0
-        verify = bool(links) and (due or any(link.has is None or link.has != self._last for link in links))
+        sent = dict[str, int]()
+        had = [link.has for link in self.desk.active] if self.desk is not None else []
+        verify = is_proven(self._count, self.options.verify_every, had, self._last)
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
         else:
@@ -384,6 +383,15 @@ class Sender:
         out: list[Any] = [None] * self._world
         dist.all_gather_object(out, value)
         return out
+
+
+def is_proven(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
+    """Whether a sync is: every so many, and where an engine comes with other weights than the last that all confirmed.
+
+    count: of this sync, from 1; had: the version that each engine comes with, None where it has none.
+    """
+    due = every > 0 and count % every == 0
+    return bool(had) and (due or any(version is None or version != last for version in had))
 
 
 def _nothing() -> None: ...

@@ -1,7 +1,7 @@
 """What passes between the trainer ranks and a rollout engine when weights are synced, and the engine's end of it.
 
-This file is loaded inside the processes of other engines (vLLM's workers), by its path: it imports nothing of weft, and
-torch only where tensors travel through one of its process groups, or lie on a device.
+This file is loaded inside the processes of other engines (vLLM's workers): it imports nothing of weft but checksums.py,
+and torch only where tensors travel through one of its process groups, or lie on a device.
 
 The sender listens; every worker of every engine connects with its ticket, and both talk in JSON messages, each behind
 its length in 4 bytes. Tensors do not pass through this connection but through memory that both map, of the host or of
@@ -19,7 +19,7 @@ a device, through a process group, or through files, a bucket at a time:
                                               {done: version}
 
 Either end may say {error: text} in place of anything. An engine that was not told `commit` has no weights to sample
-with. Every wait ends with an error after the ticket's timeout.
+with. Every wait ends with an error after the ticket's timeout. No message is longer than 64 MiB, whatever it announces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +42,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.rollout.sync.checksums import checksum as checksum
+
 PROTOCOL = 2
+LONGEST = 1 << 26  # bytes of a message
 WIDTHS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -101,50 +104,28 @@ class Entry:
         return f"{self.dtype} {list(self.shape)}"
 
 
-# ---------------------------------------------------------------- checksums
-
-_ROW = 1024  # words of 8 bytes
-_BLOCK = 32  # rows: 256 KiB, which stay in the cache between the two sums
-
-
-def _mixed(first: int, count: int) -> NDArray[np.uint64]:
-    """splitmix64 (Steele et al. 2014, doi 10.1145/2714064.2660195) of first, first + 1, ..."""
-    z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-_OF_COLUMN = _mixed(0, _ROW) | np.uint64(1)
-
-
-def checksum(data: Any) -> int:
-    """64 bits of a contiguous array's bytes, nearly at the speed of memory: the sum of y[i, j] (q[i] + p[j]) modulo
-    2**64, in rows of 1024 words x of 8 bytes, where y = x ^ (x >> 32).
-
-    p is odd and q even, so that every factor is odd and no change of a single word is missed; words that lie elsewhere,
-    or are swapped, have other factors. y puts a word's highest bits where they have one, too. It finds errors, not
-    enemies.
-    """
-    raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes | memoryview) else data.reshape(-1).view(np.uint8)
-    rows = raw.size // (8 * _ROW)
-    body = raw[: rows * 8 * _ROW].view(np.uint64).reshape(rows, _ROW)
-    last = np.zeros(8 * _ROW, np.uint8)
-    last[: raw.size - body.nbytes] = raw[body.nbytes :]
-    of_row = _mixed(1 << 32, rows + 1) & ~np.uint64(1)
-    columns, total = np.zeros(_ROW, np.uint64), raw.size * 0x9E3779B97F4A7C15
-    folded = np.empty((_BLOCK, _ROW), np.uint64)
-    blocks = [body[first : first + _BLOCK] for first in range(0, rows, _BLOCK)]
-    for number, block in enumerate([*blocks, last.view(np.uint64)[None]]):
-        first = min(number * _BLOCK, rows)  # the last one follows the whole rows
-        y = np.right_shift(block, np.uint64(32), out=folded[: len(block)])
-        np.bitwise_xor(y, block, out=y)
-        columns += y.sum(axis=0)
-        total += int((y.sum(axis=1) * of_row[first : first + len(y)]).sum())
-    return (total + int((columns * _OF_COLUMN).sum())) % (1 << 64)
-
-
 # ---------------------------------------------------------------- messages
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A message. ValueError where it is none."""
+    try:
+        message = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is {type(message).__name__}, and no object")
+    return message
+
+
+@contextmanager
+def understood(peer: str) -> Iterator[None]:
+    """SyncError where the fields of a message of this peer are missing, or not what they should be."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SyncError(f"{peer} sent a message that cannot be understood: {reason:.200}") from error
 
 
 class Channel:
@@ -158,6 +139,7 @@ class Channel:
     def write(self, **message: Any) -> None:
         """SyncError where the other end is gone, with what it said before it left, or takes nothing for too long."""
         text = json.dumps(message).encode()
+        self.socket.settimeout(self.timeout)
         try:
             self.socket.sendall(len(text).to_bytes(4, "big") + text)
         except OSError as error:
@@ -196,11 +178,16 @@ class Channel:
         return ""
 
     def _message(self) -> dict[str, Any]:
-        return dict(json.loads(self._exactly(int.from_bytes(self._exactly(4), "big"))))
+        deadline = time.monotonic() + self.timeout
+        length = int.from_bytes(self._exactly(4, deadline), "big")
+        if length > LONGEST:
+            raise ValueError(f"a message of {length} bytes is announced")
+        return parsed(self._exactly(length, deadline))
 
-    def _exactly(self, count: int) -> bytes:
+    def _exactly(self, count: int, deadline: float) -> bytes:
         parts = bytearray()
         while len(parts) < count:
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = self.socket.recv(min(count - len(parts), 1 << 20))
             if not part:
                 raise ConnectionError("it has closed the connection")
@@ -330,14 +317,15 @@ class Part:
     format, whose adapter_config.json is `adapter`. verify: whether checksums are to be reported."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
-        self.kind, self.version, self.verify = str(message["begin"]), int(message["version"]), bool(message["verify"])
-        self.adapter: dict[str, Any] | None = message["adapter"]
-        entries = (Entry(name, dtype, tuple(shape)) for name, dtype, shape in message["manifest"])
-        self.manifest = {entry.name: entry for entry in entries}
+        with understood(delivery.channel.peer):
+            self.kind, self.version = str(message["begin"]), int(message["version"])
+            self.verify, self.adapter = bool(message["verify"]), _of_type(message["adapter"], dict, type(None))
+            self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
+            plane_of, plane = _planes[message["plane"]["kind"]], message["plane"]
         self.received: dict[str, int] = {}
         self.finished = False
         self._delivery, self._channel = delivery, delivery.channel
-        self._plane = _planes[message["plane"]["kind"]](message["plane"], delivery.ticket)
+        self._plane = plane_of(plane, delivery.ticket)
         if self.version != delivery.version or self.version < (delivery.has or 0):
             raise SyncError(
                 f"stale weights: version {self.version} was sent, version {delivery.version} was asked for, and the "
@@ -355,15 +343,17 @@ class Part:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
             if "end" in message:
                 break
-            memory = self._plane.take(message)
-            for name, dtype, shape, offset, length in message["rows"]:
-                entry = Entry(name, dtype, tuple(shape))
+            with understood(self._channel.peer):
+                memory = self._plane.take(message)
+                rows = [(_entry(row[:3]), _number(row[3]), _number(row[4])) for row in message["rows"]]
+            for entry, offset, length in rows:
                 checklist.take(entry, length)
                 data = memory[offset : offset + length]
                 if len(data) != length:
-                    raise SyncError(f"{name} came with version {self.version} cut short: {len(data)} of {length} bytes")
+                    short = f"cut short: {len(data)} of {length} bytes"
+                    raise SyncError(f"{entry.name} came with version {self.version} {short}")
                 if self.verify:
-                    self.received[name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
+                    self.received[entry.name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
                 yield entry, data
             self._plane.release()
             del memory
@@ -379,6 +369,26 @@ class Part:
         self._channel.read(f"version {self.version} to be confirmed", "commit")
         self.finished = True
         self._channel.write(committed=self.version)
+
+
+def _of_type(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{value!r:.40} is no {kinds[0].__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r:.40} is no number of bytes or elements")
+    return value
+
+
+def _entry(row: Any) -> Entry:
+    """From a manifest, or the table of a bucket."""
+    name, dtype, shape = row
+    if dtype not in WIDTHS:
+        raise ValueError(f"{dtype!r:.40} is no dtype")
+    return Entry(_of_type(name, str), dtype, tuple(map(_number, shape)))
 
 
 def as_torch(entry: Entry, data: Any) -> Any:
@@ -553,7 +563,13 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> 
     """Where a group's members find each other; the sender serves it, on a free port if port is 0."""
     import torch.distributed as dist
 
-    return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    wait = timedelta(seconds=timeout)
+    if not serve:
+        return dist.TCPStore(host, port, is_master=False, timeout=wait)
+    listener = socket.create_server((host, port))  # torch's own would listen on every interface
+    port = int(listener.getsockname()[1])
+    listening = listener.detach()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening, timeout=wait)
 
 
 def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeout: float) -> Any:

@@ -1,0 +1,215 @@
+"""The process that environments are forked from: it imports the user's class once, and makes a process for each
+conversation, which costs milliseconds and about a megabyte. Nothing of the user's runs in it after the import.
+
+The controller sends the number of a conversation, with its end of a connection, or a negative number to end one; it is
+told (number, status) of those that have ended. When the controller ends, all end, with what they have started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import inspect
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UserError, first_line
+from weft.importing import import_named
+from weft.rl.environments import Environment, Reply
+from weft.rl.user_process import IMPORT_SECONDS, be_ended_first, look_through, receive, send, take_over_streams
+
+ORDER = struct.Struct(">q")  # the number of a conversation, negative where its process is to be killed
+ENDED = struct.Struct(">qi")  # number, status
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+class LateError(Exception):
+    """A coroutine of an environment took too long."""
+
+
+def main() -> None:
+    """argv[1]: descriptor of the connection that orders come by."""
+    signal.alarm(IMPORT_SECONDS)  # ends a process that hangs in the import and does not see the controller end
+    requests, answers = take_over_streams()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    path, name = receive(requests)
+    look_through(path)
+    try:
+        kind = import_named(name, "rl.environment")
+    except UserError as error:
+        send(answers, str(error))
+        return
+    signal.alarm(0)
+    send(answers, None)
+    requests.close()
+    answers.close()
+    ForkServer(kind, control).serve()
+
+
+class ForkServer:
+    """Forks a process for each conversation, kills it when told to, and says how it ended."""
+
+    def __init__(self, kind: type[Environment], control: socket.socket) -> None:
+        self._kind, self._control = kind, control
+        self._numbers = dict[int, int]()  # of living processes
+        self._woken, self._wakes = socket.socketpair()
+
+    def serve(self) -> None:
+        """Until the controller has ended."""
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        gc.freeze()  # else a collection in a child copies all that was shared with it
+        while True:
+            select.select([self._control, self._woken], [], [])
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(1 << 12)
+            try:
+                self._bury()
+                if select.select([self._control], [], [], 0)[0] and not self._obey():
+                    break
+            except ConnectionError:
+                break
+        for process in self._numbers:
+            _kill(process)
+
+    def _obey(self) -> bool:
+        data, descriptors, *_ = socket.recv_fds(self._control, ORDER.size, 1)
+        if not data:
+            return False
+        (number,) = ORDER.unpack(data)
+        if number < 0:
+            for process in [process for process, own in self._numbers.items() if own == -number]:
+                _kill(process)
+            return True
+        process = os.fork()
+        if not process:
+            self._live(descriptors[0])
+        os.close(descriptors[0])
+        with contextlib.suppress(OSError):
+            os.setpgid(process, process)  # as it does itself: whoever is first
+        self._numbers[process] = number
+        return True
+
+    def _bury(self) -> None:
+        for process in list(self._numbers):
+            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                _kill(process)  # what it has started, as long as its number is not given to another
+                _, status = os.waitpid(process, 0)
+                number = self._numbers.pop(process)
+                self._control.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
+
+    def _live(self, descriptor: int) -> None:
+        """The life of a process; it does not return."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            for mine in (self._control, self._woken, self._wakes):
+                mine.close()
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            be_ended_first()
+            np.random.seed()  # else all would draw the same numbers; Python's own generator does that itself
+            converse(self._kind, socket.socket(fileno=descriptor))
+            status = 0
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            os._exit(status)
+
+
+def converse(kind: type[Environment], connection: socket.socket) -> None:
+    """Answer calls of one environment: (method, arguments, seconds) -> (result, error), until there are no more."""
+    stream = connection.makefile("rwb")
+    environment: Environment | None = None
+    while (request := receive(stream)) is not None:
+        name, arguments, seconds = request
+        found: tuple[Any, str | None]
+        try:
+            if environment is None:
+                environment = kind()
+            result = _call(getattr(environment, name), arguments, seconds)
+            found = (plain(result) if name == "step" else None), None
+        except LateError:
+            found = None, f" took more than {seconds:g} seconds"
+        except (Exception, SystemExit) as error:
+            found = None, f": {type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
+        try:
+            send(stream, found)
+        except Exception as error:  # of pickle, before anything is written
+            send(stream, (None, f": its reply cannot be sent: {first_line(error)}"))
+
+
+def plain(reply: Any) -> Reply:
+    """The same in plain types. Raises TypeError, ValueError where it is no reply."""
+    if not isinstance(reply, Reply):
+        raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments)")
+    if not all(isinstance(one, Mapping) for one in (*reply.messages, *reply.calls)):
+        raise TypeError("`messages` and `calls` of a Reply are lists of dicts")
+    if reply.text is not None and not isinstance(reply.text, str):
+        raise TypeError(f"`text` of a Reply is {type(reply.text).__name__}, no text")
+    reward = None if reply.reward is None else float(reply.reward)
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"`reward` of a Reply is {reward}")
+    return Reply(
+        messages=[dict(message) for message in reply.messages],
+        text=reply.text,
+        tokens=None if reply.tokens is None else [int(token) for token in reply.tokens],
+        calls=[dict(call) for call in reply.calls],
+        done=bool(reply.done),
+        reward=reward,
+        notes=dict(reply.notes),
+    )
+
+
+def _call(method: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    """Plain methods run in the main thread, as alarms want it; coroutines in a loop whose tasks go on between calls."""
+    if not inspect.iscoroutinefunction(method):
+        return method(*arguments)
+    return asyncio.run_coroutine_threadsafe(_limited(method(*arguments), seconds), _loop()).result()
+
+
+async def _limited(result: Awaitable[Any], seconds: float) -> Any:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await result
+    except SystemExit as error:  # would end the loop
+        raise RuntimeError(f"SystemExit: {error}") from error
+    except TimeoutError as error:
+        if limit.expired():
+            raise LateError from error
+        raise
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def _kill(process: int) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Conversations with environments, as rollouts have them: calls of their processes, and tokens of their replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.rl_schema import RlConfig
+from weft.data.encode import Encoding, read_encoding
+from weft.errors import UserError
+from weft.rl.chat import Chats
+from weft.rl.environment_pool import EnvironmentPool
+from weft.rl.environments import Environment, Reply, environment_class
+from weft.rl.types import Prompt
+from weft.rl.workers import Worker, WorkerError
+
+_GRACE = 1.0  # seconds that a coroutine has to be cancelled, before its process is killed
+
+
+class EnvironmentFailure(Exception):
+    """Code of the environment raised, ended its process or took too long: this costs one sample."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """How conversations with an environment go. most_tokens: of one, behind its prompt; timeout: seconds of a step."""
+
+    kind: type[Environment]
+    pool: EnvironmentPool
+    chats: Chats
+    max_turns: int
+    most_tokens: int
+    timeout: float
+
+    async def open(self) -> Conversation:
+        """An environment in a process of its own. Raises UserError where it cannot be imported there."""
+        return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
+
+    def behind(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
+        """The tokens of a reply. ended: whether the policy has ended its answer by itself. Raises UserError."""
+        if reply.tokens is not None:
+            return list(reply.tokens)
+        if reply.text is not None:
+            return self.chats.tokens([reply.text])[0]
+        if not reply.messages:
+            raise UserError(
+                f"rl.environment: {self.kind.__name__} replied nothing to an answer to {prompt.source} and was not "
+                "done: give `messages`, `text` or `tokens`, or set done=True."
+            )
+        if prompt.messages is None:
+            raise UserError(
+                f"{prompt.source}: the prompt is a text, and rl.environment replies with messages: write prompts as "
+                "messages (or set rl.chat=true), or reply with `text`."
+            )
+        found = self.chats.continuation(prompt, reply.messages, reply.calls)
+        return [*(() if ended else found.closing), *found.tokens]
+
+
+class Conversation:
+    """One environment. Methods raise EnvironmentFailure."""
+
+    def __init__(self, name: str, worker: Worker, timeout: float) -> None:
+        self._name, self._worker, self._timeout = name, worker, timeout
+        self._gone = False
+
+    async def start(self, prompt: Prompt) -> None:
+        """Environment.start"""
+        await self._call("start", prompt)
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
+        """Environment.step"""
+        reply: Reply = await self._call("step", text, tokens)
+        return reply
+
+    async def close(self) -> None:
+        """Environment.close, where its process is still there; which is then ended, with all that it has started."""
+        try:
+            if not self._gone:
+                await self._call("close")
+        finally:
+            await self._worker.end()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            result, error = await self._worker.ask((method, arguments, self._timeout), self._timeout + _GRACE)
+        except WorkerError as failure:
+            self._gone = True
+            late = f" took more than {self._timeout:g} seconds"
+            error = late if failure.late else f": its process {failure}"
+        except asyncio.CancelledError:
+            self._gone = True
+            raise
+        if error is not None:
+            raise EnvironmentFailure(f"{self._name}.{method}{error}")
+        return result
+
+
+def load_environment(
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
+) -> Episodes | None:
+    """Conversations with the environment that a config names; None where there is none.
+
+    encoding: the chat template; by default the config's.
+    """
+    kind, path = environment_class(config), config.rl.environment
+    if kind is None or path is None:
+        return None
+    chats = Chats(tokenizer, encoding or read_encoding(config.data, tokenizer))
+    longest = config.rollout.max_new_tokens
+    return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)

@@ -1,0 +1,116 @@
+"""Processes that run the user's code, as the controller has them: one that crashes or hangs is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.errors import UserError, first_line
+from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
+
+
+class WorkerError(Exception):
+    """The process ended, or did not answer in time (late); the message says which."""
+
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class Worker:
+    """One process. It answers one request at a time.
+
+    ended: waits for its end, and gives its status, negative for a signal; None where nobody knows. kill: ends it and
+    what it has started, whatever it is doing, without waiting for it.
+    """
+
+    def __init__(
+        self,
+        answers: asyncio.StreamReader,
+        requests: asyncio.StreamWriter,
+        ended: Callable[[], Awaitable[int | None]],
+        kill: Callable[[], None],
+    ) -> None:
+        self._answers, self._requests, self._ended, self.kill = answers, requests, ended, kill
+
+    async def ask(self, request: Any, timeout: float) -> Any:
+        """The answer. Raises WorkerError, after which the process is gone."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._ask(request)
+        except TimeoutError:
+            await self.end()
+            raise WorkerError(f"gave no answer within {timeout:g} seconds", late=True) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerError(_ending(await self.end())) from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    async def _ask(self, request: Any) -> Any:
+        self._requests.write(packed(request))
+        await self._requests.drain()
+        (size,) = HEADER.unpack(await self._answers.readexactly(HEADER.size))
+        data = await self._answers.readexactly(size)
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # of what only that process can import, or what it wrote to the wrong place
+            await self.end()
+            raise WorkerError(f"answered what cannot be read here: {first_line(error)}") from error
+
+    async def end(self) -> int | None:
+        """Ends the process and what it has started; its status."""
+        self.kill()
+        status = await self._ended()
+        self._requests.close()
+        return status
+
+
+async def start_worker(
+    module: str, hello: Any, refused: str, words: Sequence[str] = (), pass_fds: Sequence[int] = ()
+) -> tuple[Worker, Any]:
+    """A process of a module of weft, and what it answers to the first request: (folders to import from, hello).
+
+    refused: begins the UserError that is raised where the process ends over it. One that answers a text says itself
+    what the user has to mend. words, pass_fds: arguments of its command line, and descriptors that it gets.
+    """
+    root = str(Path(weft.__file__).parent.parent)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", module, *words,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _joined(root, os.environ.get("PYTHONPATH"))},
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    worker = Worker(process.stdout, process.stdin, process.wait, kill)
+    try:
+        answer = await worker.ask((sys.path, hello), IMPORT_SECONDS)
+    except WorkerError as error:
+        raise UserError(f"{refused} {error}.") from None
+    if isinstance(answer, str):
+        await worker.end()
+        raise UserError(answer)
+    return worker, answer
+
+
+def _joined(root: str, path: str | None) -> str:
+    return root if not path else os.pathsep.join((root, path))
+
+
+def _ending(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by signal {-status}"
+    return "ended" if status is None else f"ended with status {status}"
