@@ -43,7 +43,8 @@ def measure(name: str, case: Case, shared: Path) -> tuple[str, str, str]:
         check(case, run, folder)
     except AssertionError as error:
         return name, "", str(error)[:2000]
-    return name, f"{row_begins(name, case)} {run.seconds():.1f} | {lost(case, folder / 'run')} |", ""
+    seconds = f"{run.seconds():.1f}" if run.struck.exists() else "-"  # not struck: refused before that
+    return name, f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |", ""
 
 
 def row_begins(name: str, case: Case) -> str:
@@ -59,6 +60,8 @@ def lost(case: Case, run: Path) -> str:
         return "nothing"
     if "vanish" in case.fault.do:
         return "the folder, with all that was in it"
+    if not (run / "metrics.jsonl").exists():
+        return "nothing: no step was done"
     done, at = last_whole(run), case.fault.step
     if not done:
         return "nothing: no step was done" if at <= 1 else f"steps 1 to {at}: none was saved"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import fault_matrix
 from tests.docs_runner import Block, blocks, commands, run
+from tests.fault_cases import CASES, MORE
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
 from weft import cli
@@ -134,3 +136,8 @@ def test_the_commands_exist() -> None:
                 for command in commands(block):
                     name = re.match(r"weft (\w+)", command)
                     assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"
+
+
+def test_the_fault_matrix_has_every_case() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    assert fault_matrix.shown(text) == {fault_matrix.row_begins(n, c) for n, c in (CASES | MORE).items()}
