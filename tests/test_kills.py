@@ -204,6 +204,40 @@ def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Pa
     assert lines(folder) == lines(tmp_path / "whole")
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_two_hundred_kills_leave_the_unbroken_run(tmp_path: Path) -> None:
+    """Launcher and ranks killed with -9 some moments after they have begun, or gone on; then resumed, and so forth."""
+    folder, steps, kills = tmp_path / "killed", 4000, 200
+    sections = {"schedule": {"name": "constant"}, "checkpoint": {"every": 3, "async_": True}, "train": {"steps": steps}}
+    moments, done, began = random.Random(11), 0, 0
+    while done < kills:
+        resumed = folder.exists()
+        words = ["--resume", str(folder), "--device", "cpu"] if resumed else words_for(folder, steps)
+        run = forked.Run(["sft", *words, "--nproc", "2"], tmp_path)
+        if resumed or moments.random() < 0.5:
+            run.wait_for(r"^step \d+/" if moments.random() < 0.8 else "^resumed|^step")
+        time.sleep(moments.uniform(0.0, 0.3))
+        if run.status is not None:
+            raise AssertionError(f"the run ended after {done} kills: {run.errors()}")
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        done, began = done + 1, began + resumed
+        deadline = time.monotonic() + 30
+        while folder.exists() and _is_locked(folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    reached = whole_steps(folder / "checkpoints")[-1]
+    last = forked.run(
+        ["sft", "--resume", str(folder), f"train.steps={reached + 5}", "--device", "cpu", "--nproc", "2"], tmp_path
+    )
+    assert last.returncode == 0, last.stderr
+    assert began > kills / 2 and reached > kills
+    sections["train"] = {"steps": reached + 5}
+    process(tmp_path / "whole", "2", sections=sections)
+    assert lines(folder) == lines(tmp_path / "whole")
+
+
 def _is_locked(folder: Path) -> bool:
     import fcntl
 
