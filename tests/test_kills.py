@@ -209,7 +209,6 @@ def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Pa
 def test_two_hundred_kills_leave_the_unbroken_run(tmp_path: Path) -> None:
     """Launcher and ranks killed with -9 some moments after they have begun, or gone on; then resumed, and so forth."""
     folder, steps, kills = tmp_path / "killed", 4000, 200
-    sections = {"schedule": {"name": "constant"}, "checkpoint": {"every": 3, "async_": True}, "train": {"steps": steps}}
     moments, done, began = random.Random(11), 0, 0
     while done < kills:
         resumed = folder.exists()
@@ -233,8 +232,8 @@ def test_two_hundred_kills_leave_the_unbroken_run(tmp_path: Path) -> None:
     )
     assert last.returncode == 0, last.stderr
     assert began > kills / 2 and reached > kills
-    sections["train"] = {"steps": reached + 5}
-    process(tmp_path / "whole", "2", sections=sections)
+    words = [*words_for(tmp_path / "whole", reached + 5), "--nproc", "2"]
+    forked.Run(["sft", *words], tmp_path).wait(1800)
     assert lines(folder) == lines(tmp_path / "whole")
 
 
