@@ -139,7 +139,7 @@ CASES = {
     "stopped": Case(
         Fault(do="stop", rank=1), 2, 11,
         [
-            r"^rank 1 is stuck: it did not come within train\.timeout seconds; it is stopped \(SIGSTOP\)",
+            r"^rank 1 is stuck: it did not come within 4 seconds \(train\.timeout\); it is stopped \(SIGSTOP\)",
             f"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}",
             r"waiting: rank 0 \(in step 2 of 6", STOPPED, RECORD,
         ],

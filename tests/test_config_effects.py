@@ -72,6 +72,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "data.max_row_bytes": ("how large a row may be", "test_hostile_data.py::test_max_row_bytes_is_the_limit"),
     "data.workers": (
         "how many processes tokenise",
         "test_tokenise.py::test_processes_give_what_one_process_gives",
