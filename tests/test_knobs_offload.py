@@ -40,8 +40,9 @@ def policies(path: str, offload: bool, init: str) -> tuple[set[Any], str]:
     engine.apply(1e-3)
     check_contract(engine)
     assert engine.storage == torch.device("cpu")
-    groups = (group for unit in fsdp_modules(engine.module) for group in unit._get_fsdp_state()._fsdp_param_groups)
-    return {(p.offload_to_cpu, p.pin_memory) for group in groups for p in group.fsdp_params}, fsdp_line(engine)
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_modules(engine.module)]
+    owned = [p for group in groups if group is not None for p in group.fsdp_params]
+    return {(p.offload_to_cpu, p.pin_memory) for p in owned}, fsdp_line(engine)
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])

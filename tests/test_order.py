@@ -134,6 +134,12 @@ def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
     assert len({frozenset(epoch(seed, number)) for seed in range(3) for number in (1, 3)}) == 6
 
 
+def test_what_is_chosen_is_in_the_order_of_the_data_and_differs_by_source() -> None:
+    chosen = [Share(20, 0.5).chosen(source, 7, 1, True) for source in range(2)]
+    assert chosen[0] != chosen[1]
+    assert all(own == sorted(own) and len(own) == 10 for own in chosen)
+
+
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_runs_with_weights_can_be_taken_up_anywhere(options: dict[str, Any]) -> None:
     shares = [Share(9, 0.6), Share(14, 1.7)]
