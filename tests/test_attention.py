@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import versions
 from weft.models.device_check import errors
 from weft.ops import attention, flex
-from weft.ops.attention import Bounds, Call, Traits, choose, varlen
+from weft.ops.attention import Bounds, Call, Traits, choose, per_document, varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -43,6 +43,27 @@ def call_of(bounds: Bounds, batch: int = 1, heads: int = 4, widths: tuple[int, i
     shapes = ((heads, widths[0]), (heads // 2, widths[0]), (heads // 2, widths[1]))
     made = (torch.randn(batch, length, n, width, generator=generator).transpose(1, 2) for n, width in shapes)
     return Call(*made, bounds, **{"scaling": 0.3, "window": None, "softcap": None, "sinks_H": None} | rest)
+
+
+# ---------------------------------------------------------------- per_document
+
+
+def sliced(call: Call, first: int, length: int) -> Call:
+    """One document of a row by itself."""
+    parts = (x[:, :, first : first + length] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
+    query, key, value = parts
+    return replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value, bounds=bounds_of((length,)))
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"window": 4}, {"softcap": 2.0}, {"sinks_H": torch.linspace(-2, 3, 4), "window": 3}], ids=str
+)
+def test_neighbours_of_one_length_are_as_if_alone(kind: dict[str, Any]) -> None:
+    lengths = (9, 5, 5, 5, 2, 1, 1, 7)
+    call = call_of(bounds_of(lengths), **kind)
+    firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+    alone = [per_document(sliced(call, first, n)) for first, n in zip(firsts, lengths, strict=True)]
+    assert torch.allclose(per_document(call), torch.cat(alone, dim=2), atol=2e-6)
 
 
 # ---------------------------------------------------------------- the table
