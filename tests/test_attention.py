@@ -66,6 +66,14 @@ def test_neighbours_of_one_length_are_as_if_alone(kind: dict[str, Any]) -> None:
     assert torch.allclose(per_document(call), torch.cat(alone, dim=2), atol=2e-6)
 
 
+def test_a_window_hides_what_is_as_far_away_as_it_is_long() -> None:
+    call = call_of(bounds_of((5,)), window=4)
+    changed = call.value_BKTE.clone()
+    changed[:, :, 0] += 1.0
+    moved = (per_document(replace(call, value_BKTE=changed)) - per_document(call)).abs().amax((0, 1, 3))
+    assert (moved > 1e-3).tolist() == [True, True, True, True, False]
+
+
 # ---------------------------------------------------------------- the table
 
 SOFTCAP, SINKS, WINDOW = replace(PLAIN, softcap=True), replace(PLAIN, sinks=True), replace(PLAIN, window=True)
