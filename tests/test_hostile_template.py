@@ -89,7 +89,7 @@ def test_a_template_that_takes_too_much(name: str, monkeypatch: pytest.MonkeyPat
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises((UnboundedError, RenderError)) as caught:
         ChatTemplate(UNBOUNDED[name], {}).render(ROW, {})
-    assert time.thread_time() - began < 2.0
+    assert time.thread_time() - began < 5.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
     assert "MemoryError" not in str(caught.value)
 
