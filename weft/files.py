@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError, first_line
+from weft.strict_json import is_deeper
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -41,7 +42,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object that a file holds; UserError where it holds none. what: as for `regular_file`."""
     try:
         found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
-        if _is_deep(found):
+        if is_deeper(found, _DEEPEST - 1):  # values are a level, too
             raise RecursionError
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -56,12 +57,9 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether JSON is nested deeper than anything that is written: who walks through it later would fail on that."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [item for v in level if isinstance(v, dict | list) for item in (v.values() if type(v) is dict else v)]
-    return bool(level)
+def is_own_file(name: str) -> bool:
+    """Whether a name can be that of a file in the very folder that names it."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 # Of a model: what transformers reads, or weft.

@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.checkpoint.boxes import Box, overlap
 from weft.checkpoint.files import TensorFile, bytes_of
 from weft.errors import StorageError, UserError
-from weft.files import read_object
+from weft.files import is_own_file, read_object
 
 DIGESTS = "digests.json"
 
@@ -82,7 +82,7 @@ def _read_digests(folder: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or not all(isinstance(tensors, dict) for tensors in files.values()):
         raise UserError(f"{folder / DIGESTS}: does not say what was written into which file.")
     for name in files:
-        if Path(name).name != name or name in ("", ".."):
+        if not is_own_file(name):
             raise UserError(f"{folder / DIGESTS}: {name!r} is no file of its own folder.")
     return files
 

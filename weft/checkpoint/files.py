@@ -26,6 +26,7 @@ from torch import Tensor
 from weft.checkpoint.boxes import Box
 from weft.errors import UserError, first_line
 from weft.files import regular_file
+from weft.strict_json import unique
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -178,7 +179,7 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[st
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
         raise UserError(f"{path}: is no safetensors file, or is cut short: {size:,} bytes. Fetch or write it again.")
     try:
-        header = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=_once)
+        header = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=unique)
         metadata = header.pop("__metadata__", None) or {}
         entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
         needed = max((entry.end for entry in entries.values()), default=8 + length)
@@ -192,14 +193,6 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[st
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}.") from error
     raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
-
-
-def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the header, no name of which is there twice: readers would take one or the other."""
-    found = dict(members)
-    if len(found) < len(members):
-        raise ValueError("a name is there twice")
-    return found
 
 
 def _entry(fields: Mapping[str, Any], origin: int) -> Entry:

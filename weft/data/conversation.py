@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from weft.data.messages import is_plain
 from weft.data.records import Record
-from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
+from weft.strict_json import JsonError, parse
 
 TrainOn = Literal["answers", "last", "all"]
 

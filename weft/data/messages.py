@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, TypeGuard
 
-from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
+from weft.strict_json import JsonError, parse
 
 Message = dict[str, Any]
 

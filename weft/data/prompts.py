@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, has_template, renderer, unbounded
-from weft.data.strict_json import JsonError, parse
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.files import regular_file
+from weft.strict_json import JsonError, parse
 
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
 from weft.data.messages import Message, kind, read_messages, read_tools
-from weft.data.strict_json import JsonError, parse
 from weft.errors import UserError
+from weft.strict_json import JsonError, parse
 
 Format = Literal["messages", "prompt", "text"]
 ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text")

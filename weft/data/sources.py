@@ -36,10 +36,10 @@ from weft.data.blocks import (
     too_large,
     where,
 )
-from weft.data.strict_json import JsonError, item, named
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
 from weft.observe import flight
+from weft.strict_json import JsonError, item, named
 
 _T = TypeVar("_T")
 

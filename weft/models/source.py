@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.checkpoint.boxes import Box
 from weft.checkpoint.files import TensorFile
 from weft.errors import UserError
-from weft.files import read_object
+from weft.files import is_own_file, read_object
 from weft.models import hf
 from weft.models.quantised import decoder_of
 
@@ -149,7 +149,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
             f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
         )
     for file in set(found.values()):
-        if Path(file).name != file or file in ("", "..") or "\0" in file:
+        if not is_own_file(file):
             raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
     return found
 

@@ -46,19 +46,25 @@ def named(error: json.JSONDecodeError) -> str:
 
 def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> Any:
     """The value, unless it is nested too deeply: what renders and writes it goes down as deep."""
-    if text.count("[", begin, end) + text.count("{", begin, end) <= _DEEPEST:
-        return value
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > _DEEPEST:
-            raise JsonError(_TOO_DEEP)
-        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [child for children in inside for child in children if isinstance(child, dict | list)]
+    brackets = text.count("[", begin, end) + text.count("{", begin, end)
+    if brackets > _DEEPEST and is_deeper(value, _DEEPEST):
+        raise JsonError(_TOO_DEEP)
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether there are more than `most` lists and objects in one another: who walks through them may fail on that."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, no key of which is there twice: readers would take one or the other. Raises JsonError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -74,4 +80,4 @@ def _integer(digits: str) -> int:
         raise JsonError(f"a number has {len(digits):,} digits: {first_line(error).partition(':')[0]}") from None
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_int=_integer)
