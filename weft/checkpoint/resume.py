@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from weft.checkpoint.state import (
     STATE_FILE,
     DamagedError,
     TrainerState,
+    as_damage,
     check_contents,
     check_parts,
     load_state,
@@ -53,21 +55,18 @@ def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | No
         return None, str(error)
 
 
-def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any]) -> TrainerState:
+def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True) -> TrainerState:
     """The trainer state of a checkpoint, after this rank's share of its files, and of those of engines that were
     trained beside it, was compared with checksums, and the weights with their digests. parts: what state.json has to
-    say of the run. Raises DamagedError."""
+    say of the run. weights: False where they have been compared already. Raises DamagedError."""
     state = read_state(checkpoint)
     check_parts(state.content, parts)
     if "updates" in parts and state.content["updates"] > state.step:
         raise DamagedError(f"{STATE_FILE} has {state.content['updates']} updates of {state.step} steps")
     for part in [state, *(read_state(folder.parent) for folder in sorted(checkpoint.glob(f"*/{TRAINER_STATE}")))]:
         check_contents(part, rank, world)
-        if os.path.lexists(part.checkpoint / DIGESTS):
-            try:
-                check_digests(part.checkpoint, rank, world)
-            except UserError as error:
-                raise DamagedError(str(error).rstrip(".")) from error
+        if weights and os.path.lexists(part.checkpoint / DIGESTS):
+            as_damage(partial(check_digests, part.checkpoint, rank, world))
     return state
 
 

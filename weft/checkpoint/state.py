@@ -172,7 +172,7 @@ def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
-    _whole(lambda: regular_file(path, "a rank's file"))
+    as_damage(lambda: regular_file(path, "a rank's file"))
     if path.stat().st_size != file.bytes:
         raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
     if contents and _digest(path) != file.sha256:
@@ -256,7 +256,7 @@ def check_parts(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
 
 
-def _whole(function: Callable[[], T]) -> T:
+def as_damage(function: Callable[[], T]) -> T:
     """What a reader returns whose UserErrors mean damage."""
     try:
         return function()
@@ -265,7 +265,7 @@ def _whole(function: Callable[[], T]) -> T:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content = _whole(lambda: read_object(path, "the state of a trainer"))
+    content = as_damage(lambda: read_object(path, "the state of a trainer"))
     if "format" not in content:
         raise DamagedError(f"{path.name} is not the state of a trainer")
     if content["format"] != FORMAT:
@@ -302,7 +302,7 @@ def _is_box(box: Any, shape: Sequence[int]) -> bool:
 def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
     """Size and header, which name the save and the rank: enough to find what is missing, cut short or swapped."""
     check_file(state.folder, file, contents=False)
-    with _whole(lambda: TensorFile.open(state.folder / file.name)) as opened:
+    with as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
         found = (opened.metadata.get("save"), opened.metadata.get("rank"))
         if found != (state.content["id"], str(rank)):
             raise DamagedError(f"{file.name} belongs to another rank or another save")

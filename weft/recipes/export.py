@@ -72,7 +72,7 @@ def check(path: Path) -> str:
     if not (checkpoint / TRAINER_STATE).is_dir():
         return f"{checkpoint}: {compared:,} bytes of weights are as written"
     try:
-        whole(checkpoint, 0, 1, {})
+        whole(checkpoint, 0, 1, {}, weights=False)
     except DamagedError as error:
         raise UserError(f"{checkpoint} is damaged: {error}.") from error
     return f"{checkpoint}: {compared:,} bytes of weights and the trainer state are as written"
