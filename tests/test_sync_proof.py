@@ -30,12 +30,13 @@ from weft.rl.parity import parity_is_due, require_parity
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import desk as desks
 from weft.rollout.sync import planes
+from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.content import Content, Row, entry_of
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import Slots
 from weft.rollout.sync.proof import check_parity, compare
 from weft.rollout.sync.sender import SyncOptions, is_proven, options_of
-from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch, checksum
+from weft.rollout.sync.wire import Delivery, Entry, SyncError, Ticket, as_torch
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
 MANIFEST = {name: torch.empty_like(tensor, device="meta") for name, tensor in TENSORS.items()}

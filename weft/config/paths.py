@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +20,35 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     weights: whether model.path must hold them already.
     """
     where = explicit or {}
-    if found := [(key, text) for key, text in _unnameable(config)]:
-        return [f"{where[key]}: {text}" if key in where else text for key, text in found]
-    data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
-    data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
-    found = [(key, data_problem(key, path)) for key, path in data if path is not None]
-    prompts = getattr(config.eval, "prompts", None)  # that of `weft sft`
-    if isinstance(prompts, str):
-        found.append(("eval.prompts", _prompts_problem(prompts)))
-    found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
+    data, prompts = _data_paths(config), _prompts_path(config)
+    named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
+    named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
+    found = list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
+    if not found:
+        found = [(key, data_problem(key, path)) for key, path in data]
+        if prompts is not None:
+            found.append(("eval.prompts", _prompts_problem(prompts)))
+        found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
 
 
-def _unnameable(config: Any) -> Iterator[tuple[str, str]]:
+def _data_paths(config: Any) -> list[tuple[str, str]]:
+    """(key, path) of all data."""
+    data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
+    data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
+    return [(key, path) for key, path in data if path is not None]
+
+
+def _prompts_path(config: Any) -> str | None:
+    prompts = getattr(config.eval, "prompts", None)  # that of `weft sft`
+    return prompts if isinstance(prompts, str) else None
+
+
+def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no."""
-    data = [("data.path", config.data.path), ("eval.path", config.eval.path), ("model.path", config.model.path)]
-    data += [
-        ("lora.path", config.lora.path),
-        ("run.dir", config.run.dir),
-        ("data.chat_template", config.data.chat_template),
-    ]
-    data += [("data.sources", source.path) for source in config.data.sources or ()]
-    data += [("eval.sources", source.path) for source in config.eval.sources or ()]
-    prompts = getattr(config.eval, "prompts", None)
-    data += [("eval.prompts", prompts)] if isinstance(prompts, str) else []
-    for key, path in data:
+    for key, path in named:
         try:
-            if path is not None:
-                os.lstat(os.path.expanduser(path))
+            os.lstat(os.path.expanduser(path))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             pass
         except (OSError, ValueError) as error:
@@ -72,14 +73,20 @@ def near_names(file: Path, folders: bool = False) -> str:
     return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
 
 
+def _kind_problem(file: Path, what: str) -> str:
+    """What else than a regular file is there; empty where it is one."""
+    try:
+        regular_file(file, what)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _prompts_problem(path: str) -> str:
     if Path(path).expanduser().is_file():
         return ""
-    if os.path.lexists(path):
-        try:
-            regular_file(Path(path), "a file of prompts")
-        except UserError as error:
-            return f"eval.prompts {error}"
+    if os.path.lexists(path) and (problem := _kind_problem(Path(path), "a file of prompts")):
+        return f"eval.prompts {problem}"
     if path.startswith("["):
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
@@ -95,11 +102,8 @@ def data_problem(key: str, path: str) -> str:
         return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."
     if file.is_file() or is_saved_dataset(file) or looks_like_hub_dataset(path):
         return ""
-    if os.path.lexists(file) and not file.is_dir():
-        try:
-            regular_file(file, "a file of data")
-        except UserError as error:
-            return f"{key} {error}"
+    if os.path.lexists(file) and not file.is_dir() and (problem := _kind_problem(file, "a file of data")):
+        return f"{key} {problem}"
     if file.is_dir():
         endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
         inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]

@@ -287,7 +287,7 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
         for key in list(names)[:_MOST_KEYS]
         if key not in charted and key != "eval/loss" and not key.startswith("time/")
     ]
-    return main, _by_source(runs, [key for key in rest[:_MOST_KEYS] if any(run.has(key) for run in runs)])
+    return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
 
 
 def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:

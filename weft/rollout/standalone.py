@@ -25,6 +25,7 @@ from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator
+from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.wire import (
     Delivery,
     Entry,
@@ -33,7 +34,6 @@ from weft.rollout.sync.wire import (
     Ticket,
     as_torch,
     check_manifest,
-    checksum,
     device_memory,
 )
 

@@ -28,10 +28,11 @@ from weft.observe import flight
 from weft.rollout.base import Synced
 from weft.rollout.sync import content as contents
 from weft.rollout.sync import wire
+from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.content import Buckets, Content, Plan, Row
 from weft.rollout.sync.desk import Desk
 from weft.rollout.sync.planes import SLOTS, DeviceSlots, Group, Own, Slots
-from weft.rollout.sync.wire import SyncError, Ticket, checksum
+from weft.rollout.sync.wire import SyncError, Ticket
 
 T = TypeVar("T")
 Transport = Literal["ipc", "shared", "group", "files"]

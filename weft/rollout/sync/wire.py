@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.rollout.sync.checksums import checksum as checksum
+from weft.rollout.sync.checksums import checksum
 
 PROTOCOL = 2
 LONGEST = 1 << 26  # bytes of a message
