@@ -31,7 +31,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.routing import differ, steering
 from weft.recipes.rl import sampling_of
-from weft.recipes.rl_record import notes_on_generation
+from weft.rl.engines import notes_on_generation
 from weft.rl.trainer import Trainer
 from weft.rollout import choice
 from weft.rollout.base import Completion, Request, Sampling
@@ -142,7 +142,7 @@ def test_generation_without_a_cache_is_said(tmp_path: Path) -> None:
         tiny_config(family).save_pretrained(tmp_path / family)
         for engine in ("embedded", "vllm"):
             own = config(str(tmp_path / family), engine=engine)
-            notes = notes_on_generation(own)
+            notes = notes_on_generation(own, hf.read_config(own.model.path))
             assert [note.startswith(words) for note in notes] == [True] * bool(words and engine == "embedded")
 
 

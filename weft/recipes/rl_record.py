@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
-from weft.models import hf
 from weft.observe.closing import print_closing
 from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
@@ -25,7 +24,6 @@ from weft.rl.evaluate import Evaluated
 from weft.rl.records import EVALUATIONS, write_rollouts
 from weft.rl.types import Sample
 from weft.rollout.base import Synced
-from weft.rollout.choice import caches
 from weft.terminal import say
 
 if TYPE_CHECKING:
@@ -184,23 +182,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}"
     )
-    for note in notes_on_generation(config):
-        say(note)
     say(model.rstrip())
-
-
-def notes_on_generation(config: RlConfig) -> list[str]:
-    """What there is to say of how weft's own engines generate: without a cache it costs many times as much."""
-    if config.rollout.engine not in ("embedded", "hf"):
-        return []
-    shape = hf.read_config(config.model.path)
-    if caches(shape):
-        return []
-    return [
-        f"warning  {shape.get_text_config().model_type} has no cache that gives the logits of a forward without one: "
-        "each token is drawn by a forward of its whole row, which may cost ten times as much or more "
-        "(rollout.engine=vllm generates by itself)"
-    ]
 
 
 def say_stopped(run: Run, step: int, number: int, more: str = "") -> None:

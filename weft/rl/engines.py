@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from transformers import PretrainedConfig
+
 from weft.cluster.process import Ranks
 from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
 from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
@@ -16,6 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.load import Progress
+from weft.rollout.choice import caches
 
 
 def policy_config(config: RlConfig) -> EngineConfig:
@@ -94,6 +97,17 @@ def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | N
         head = f"new head ({config.critic.head})" if load is None or load.fresh else "its own head"
         lines.append(f"critic   {critic.config.model.path}: {kind}, {head}, lr {config.critic.lr:g}: {critic.memory}")
     return lines
+
+
+def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
+    """What there is to say of how weft's own engines generate: without a cache it costs many times as much."""
+    if config.rollout.engine not in ("embedded", "hf") or caches(shape):
+        return []
+    return [
+        f"warning  {shape.get_text_config().model_type} has no cache that gives the logits of a forward without one: "
+        "each token is drawn by a forward of its whole row, which may cost ten times as much or more "
+        "(rollout.engine=vllm generates by itself)"
+    ]
 
 
 @contextmanager

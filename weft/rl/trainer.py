@@ -52,7 +52,7 @@ from weft.rl.beside import (
     start_rank,
 )
 from weft.rl.documents import TrainedSamples
-from weft.rl.engines import critic_engine, opening_lines, policy_config, reference_engine
+from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, policy_config, reference_engine
 from weft.rl.exact import prove_exact
 from weft.rl.turns import sleeping_parts
 from weft.rl.types import Floats, Sample
@@ -109,6 +109,8 @@ class Trainer:
         """What the run's opening says of the model and how it is laid out."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
+            for note in notes_on_generation(self.config, self.engine.built.config):
+                say(note)
             parts = sleeping_parts(self.config, self.engine.device.type)
             print_model(self.config, self.engine, self._engines()[1:], parts)
             for line in opening_lines(self.config, self.reference, self.critic):
