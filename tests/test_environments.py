@@ -217,6 +217,7 @@ def test_processes_that_hang_or_end_cost_their_own_samples(tmp_path: Path, monke
     assert time.monotonic() - began < 60
     samples = [group.samples[0] for group in groups]
     failed = {column["how"]: sample.notes.get("error", "") for column, sample in zip(columns, samples, strict=True)}
+    assert "TextIOWrapper" in failed["unsendable"]
     failed["unsendable"] = re.sub(" '.*", "", failed["unsendable"])  # Python names the type in other words by version
     assert {how: error.removeprefix("Faulty.step") for how, error in failed.items() if how != "well"} == ENDS
     well = samples[-4:]

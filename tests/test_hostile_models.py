@@ -269,8 +269,8 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "a model_type with a NUL": ('{"model_type": "a\\u0000b"}', "cannot read a model config"),
     "a size that is a list": ('{"model_type": "llama", "hidden_size": []}', "cannot read a model config"),
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
-    "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "architectures"),
-    "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', "architectures"),
+    "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "s is 7|field 'architectures'"),
+    "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"s is \[7\]|field 'architectures'"),
     "rope that is a number": ('{"model_type": "llama", "rope_parameters": 7}', "cannot read a model config"),
 }  # fmt: skip
 
