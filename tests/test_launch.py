@@ -23,6 +23,7 @@ from weft.cluster import process
 from weft.cluster.failures import diagnose
 from weft.cluster.guard import guarded
 from weft.cluster.launch import launch
+from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import cpu_cores
 from weft.cluster.process import join, pretend
 from weft.cluster.reports import RankReport
@@ -134,6 +135,64 @@ def test_ranks_end_with_their_launcher(number: signal.Signals) -> None:
     if number == signal.SIGTERM:
         assert err == "stopped by SIGTERM\n"
         assert launcher.returncode == 128 + signal.SIGTERM
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
+STEP = SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+LAUNCHED = {
+    "srun on several hosts": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu-[07-09,12],login[1-2]"},
+        ("5", "8", "1", "4", "gpu-07", "20051"),
+    ),
+    "srun on one host": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "n[1]"},
+        ("5", "8", "1", "8", "127.0.0.1", "20051"),
+    ),
+    "a place that the user names": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+        ("5", "8", "1", "4", "head", "29500"),
+    ),
+    "mpirun of Open MPI": (
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": "29500"},
+        ("1", "2", "1", "2", "127.0.0.1", "29500"),
+    ),
+    "mpirun in a job of Slurm, whose daemons srun starts": (
+        SLURM | {"SLURM_STEP_NUM_TASKS": "3"} | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        ("1", "2", "1", "1", "n1", "20049"),
+    ),
+    "mpiexec of MPICH": (HYDRA | {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}, ("1", "2", "0", "1", "a", "1234")),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_other_launchers_variables_become_torchruns(name: str) -> None:
+    environment, expected = dict(LAUNCHED[name][0]), LAUNCHED[name][1]
+    join_launcher(environment)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert tuple(environment[name] for name in names) == expected
+    assert environment["OMP_NUM_THREADS"] == str(max(1, cpu_cores() // int(expected[3])))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        SLURM,  # of a batch script
+        STEP | {"SLURM_STEP_NUM_TASKS": "1"},  # one task, whatever the job has
+        STEP | {"RANK": "0", "WORLD_SIZE": "2"},  # of torchrun, which is the task
+    ],
+)
+def test_one_process_stays_alone(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    join_launcher(environment)
+    assert environment == before
+
+
+def test_ranks_that_do_not_know_the_first_host_are_refused() -> None:
+    with pytest.raises(UserError, match="mpiexec has started 2 processes, not all on one host.*set MASTER_ADDR"):
+        join_launcher(dict(HYDRA))
 
 
 def test_under_torchrun_it_joins() -> None:

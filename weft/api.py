@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cluster.guard import joined
+from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator_count
 from weft.cluster.options import Device, RlOptions, SftOptions
 from weft.cluster.scratch import scratch_folder
@@ -67,7 +68,7 @@ def sft(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Supervised fine-tuning in this process, as one rank; under torchrun as one of its ranks.
+    """Supervised fine-tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
 
     model, data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a
     file, or a Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to
@@ -78,6 +79,7 @@ def sft(
 
     Raises UserError for what the command line would refuse; StoppedError where a signal ended the run early.
     """
+    join_launcher()
     values: dict[str, Any] = dict(sections)
     values["model"] = _model(model)
     _check_on_step(on_step)
@@ -122,8 +124,12 @@ def rl(
     Raises UserError for what the command line would refuse, StoppedError where a signal ended the run early, and
     ActorError where a trainer or an engine failed.
     """
+    join_launcher()
     if joined():
-        raise UserError("weft.rl is one process, which starts trainers and engines itself: start it without torchrun.")
+        raise UserError(
+            "weft.rl is one process, which starts trainers and engines itself: start it without torchrun, srun or "
+            "mpirun, or as one task."
+        )
     _check_on_step(on_step)
     values = _base(config, resume) | dict(sections)
     if model is not None:

@@ -21,6 +21,7 @@ from weft import __version__, parsers
 from weft.api import rl_options
 from weft.cluster.guard import Body, guarded, joined, program
 from weft.cluster.launch import run
+from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
 from weft.cluster.options import (
     ChatOptions,
@@ -89,6 +90,8 @@ class Command:
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
     guard()
+    if guarded(join_launcher) != SUCCESS:
+        sys.exit(USER_ERROR)
     if not joined():  # what ends ranks is told apart by their statuses
         say_what_ends()
     program(main)
@@ -339,7 +342,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _alone(command: str) -> None:
     if joined():
-        raise UserError(f"weft {command} is one process: start it without torchrun.")
+        raise UserError(f"weft {command} is one process: start it without torchrun, srun or mpirun, or as one task.")
 
 
 def _load(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:

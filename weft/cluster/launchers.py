@@ -1,0 +1,89 @@
+"""Processes that srun or mpirun has started as the ranks of one run: their variables, as torchrun's.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Slurm, Open MPI, and MPICH's
+Hydra say the same under names of their own, but for where the ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from weft.cluster.machine import cpu_cores
+from weft.errors import UserError
+
+_LOOPBACK = "127.0.0.1"
+_PORTS = range(20_000, 32_000)  # below those that Linux hands out by itself
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Names of a launcher's variables."""
+
+    command: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+
+
+# mpirun itself may start its daemons with srun, so Slurm comes last; and its variables are those of a step: those of
+# the job (SLURM_NTASKS) are there in a batch script, too, which is one process.
+LAUNCHERS = (
+    Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)  # fmt: skip
+
+
+def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables where a launcher has started several processes, unless they are set. Raises UserError
+    where nothing says which host the first rank is on."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return
+    for launcher in LAUNCHERS:
+        world = int(environment.get(launcher.world, 1))
+        if world > 1 and launcher.rank in environment:
+            environment.update(_variables(launcher, environment, world))
+            return
+
+
+def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
+    # Slurm's, of all hosts, is such as 4(x2),3; it is the first host's that counts.
+    said = re.match(r"\d+", environment.get(launcher.local_world, ""))
+    local_world = int(said[0]) if said else world
+    address = environment.get("MASTER_ADDR") or (_LOOPBACK if local_world == world else _first_host(environment))
+    if not address:
+        raise UserError(
+            f"{launcher.command} has started {world} processes, not all on one host, and nothing says where the first "
+            f"is: set MASTER_ADDR to its name and MASTER_PORT to a free port there, the same for all of them."
+        )
+    variables = {
+        "RANK": environment[launcher.rank],
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_PORTS[_job(environment) % len(_PORTS)]),
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, cpu_cores() // local_world)),
+    }
+    if launcher.local_rank in environment:
+        variables["LOCAL_RANK"] = environment[launcher.local_rank]
+    return variables
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """Of Slurm's list, such as node[03-05,07],login: every bracket stands for its first number."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _job(environment: Mapping[str, str]) -> int:
+    """A number that all ranks have, and no other run on their hosts: of Slurm's step, else of the parent process."""
+    if "SLURM_JOB_ID" in environment:
+        return int(environment["SLURM_JOB_ID"]) * 7 + int(environment.get("SLURM_STEP_ID", 0))
+    return os.getppid()
