@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
@@ -15,7 +18,7 @@ from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
 from weft.models import load
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.memory import Needs, capacity, check_fits, hint, local_ranks
+from weft.planner.memory import Needs, capacity, check_draws, check_fits, hint, local_ranks
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -137,6 +140,24 @@ def refused_unread(path: str) -> None:
 
 def test_the_refusal_comes_before_loading() -> None:
     run(2, refused_unread, saved_model("llama"))
+
+
+def test_the_refusal_comes_before_weights_are_drawn(tmp_path: Path) -> None:
+    """Of 70 billion weights nothing is allocated, for no rank."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+    LlamaConfig(**sizes, vocab_size=128256).save_pretrained(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="the model does not fit: weights 297.8 GiB"):
+        open_engine(str(tmp_path), "1", model={"init": "random"})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20
+
+
+def test_each_rank_draws_the_whole_model() -> None:
+    with torch.device("meta"):
+        module = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    check_draws(module, 4 << 20)
+    with pytest.raises(UserError, match="model.init=random: each rank draws the whole model, 4 MiB, and has 4 MiB of"):
+        check_draws(module, (4 << 20) - 1)
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from weft.models import hf
 from weft.models.adapter_files import fill_adapters
 from weft.models.build import BuiltModel, build_model, make_exact
 from weft.models.freeze import freeze
-from weft.models.load import LoadReport, Progress, load_weights
+from weft.models.load import LoadReport, Progress, fill_random, load_weights
 from weft.models.lora import freeze_base
 from weft.models.value_head import fill_value_head
 from weft.parallel.mesh import Mesh, build_mesh
@@ -78,7 +78,6 @@ def build(config: EngineConfig, frame: Frame, *, weights: bool) -> BuiltModel:
         dtype=frame.precision.master,
         compute=frame.precision.compute,
         device=frame.device,
-        seed=config.seed,
         weights=weights,
         values=config.value_head is not None,
     )
@@ -100,16 +99,19 @@ def build(config: EngineConfig, frame: Frame, *, weights: bool) -> BuiltModel:
 def fill_weights(
     config: EngineConfig, frame: Frame, built: BuiltModel, progress: Progress | None, fill: bool
 ) -> LoadReport | None:
-    """Fill the shards: from the source's files, unless fill is False, and with what those do not have."""
+    """Give the shards storage and fill them: from the source's files or at random, unless fill is False, and with what
+    neither has."""
     module, plan, lora = built.module, built.load, built.lora
     report = None
-    if plan is not None:
-        materialize(module, frame.storage)
+    materialize(module, frame.storage)
+    if plan is None and fill:
+        fill_random(module, built.config, frame.precision.master, config.seed)
+    elif plan is not None:
         # A frozen base is in no checkpoint: it is always read.
         report = load_weights(module, plan, progress) if fill or lora is not None else None
         plan.source.close()
-        hf.rebuild_buffers(module.hf_model)
-        move_buffers(module, frame.device)
+    hf.rebuild_buffers(module.hf_model)
+    move_buffers(module, frame.device)
     if lora is not None:
         fill_adapters(module, lora, config.seed)
     if config.value_head is not None:

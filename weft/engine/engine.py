@@ -49,7 +49,7 @@ from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import parallelize
 from weft.parallel.units import Unit
-from weft.planner.memory import Trained, capacity, check_fits, local_ranks, memory_needs
+from weft.planner.memory import Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class Engine:
         self.room = capacity(self.storage, local_ranks(ranks.world))
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
+            if self.built.load is None and fill:
+                check_draws(self.module, capacity(torch.device("cpu"), local_ranks(ranks.world)))
         self.input_casts = InputCasts(self.module, config.fsdp.cast_forward_inputs, self.precision.compute)
         self.loaded: LoadReport | None = fill_weights(config, frame, self.built, progress, fill) if weights else None
         self.optimizer: torch.optim.Optimizer | OnShards | None = None

@@ -30,8 +30,8 @@ from weft.observe.flops import FlopFacts
 class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
-    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill a module that is
-    on meta; None where it has its weights already, or will never have any. lora: its adapters, which are no pieces.
+    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it
+    from files; None where there are none. lora: its adapters, which are no pieces.
     """
 
     path: str
@@ -62,12 +62,11 @@ def build_model(
     dtype: torch.dtype,
     compute: torch.dtype,
     device: torch.device,
-    seed: int,
     weights: bool = True,
     values: bool = False,
     adapters: Literal["attached", "merged"] = "attached",
 ) -> BuiltModel:
-    """Build the model, its floating-point weights in `dtype`: on meta, or whole on the CPU where they are drawn.
+    """Build the model on the meta device, its floating-point weights in `dtype`.
 
     compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
     weights: False for shapes only; then no file of weights is looked at.
@@ -84,10 +83,7 @@ def build_model(
     name = implementation(hf_config, config.attention)
     dtypes: dict[str, torch.dtype] = {}
     load = None
-    if weights and config.init == "random":
-        model = hf.build_random(hf_config, dtype=dtype, attention=name, seed=seed)
-    else:
-        model = hf.build_meta(hf_config, dtype=dtype, attention=name)
+    model = hf.build_meta(hf_config, dtype=dtype, attention=name)
     plan = None if lora is None else plan_lora(model, lora)
     apart = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.checkpoint.boxes import Box, local_box, overlap, shard_of
 from weft.errors import UserError
@@ -23,6 +24,7 @@ from weft.models import hf
 from weft.models.layout import Piece, layout_of
 from weft.models.lora import is_adapters
 from weft.models.source import Source
+from weft.models.train_module import TrainModule
 from weft.observe import flight
 
 Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
@@ -170,6 +172,16 @@ def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = 
         if progress is not None:
             progress(done, total)
     return LoadReport(len(order), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
+
+
+@torch.no_grad()
+def fill_random(module: TrainModule, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+    """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
+    config = deepcopy(config)  # the model's own names its kernel
+    drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
+    for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
+        shard = shard_of(tensor)
+        shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(tensor.shape)))])
 
 
 @torch.no_grad()

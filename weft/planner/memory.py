@@ -130,6 +130,17 @@ def check_fits(needs: Needs, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer:
     )
 
 
+def check_draws(module: nn.Module, room: int) -> None:
+    """UserError where a rank, which draws all initial weights in fp32 on the host, has too little memory there."""
+    drawn = _elements(module.parameters()) * torch.float32.itemsize
+    if drawn > room:
+        raise UserError(
+            f"model.init=random: each rank draws the whole model, {byte_count(drawn)}, and has {byte_count(room)} of "
+            "this machine's memory. What helps: fewer ranks on a machine; weights that are drawn once and saved by "
+            "transformers, as model.path; a smaller model."
+        )
+
+
 def hint(needs: Needs, room: int, mesh: Mesh) -> str | None:
     """Advice on an accelerator whose memory would hold the whole model several times: sharding costs speed there."""
     if mesh.dp_shard == 1 or needs.whole > SMALL * room:

@@ -108,7 +108,6 @@ def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, aver
         dtype=torch.float32,
         compute=torch.float32,
         device=torch.device("cpu"),
-        seed=0,
     )
     plan = plan_export(Shapes(built), dtype)
     if built.load is not None:

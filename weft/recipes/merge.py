@@ -44,7 +44,6 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
         dtype=torch.float32,
         compute=torch.float32,
         device=torch.device("cpu"),
-        seed=0,
         adapters="merged",
     )
     plan, lora, load = plan_export(Shapes(built), dtype), built.lora, built.load
