@@ -6,6 +6,8 @@ import errno
 import gc
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import sys
@@ -591,6 +593,30 @@ def test_a_run_grows_where_its_schedule_allows_it(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert resume(folder, "train.steps=20") == 2
     assert "with wsd before its decay" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_what_a_finished_run_proposes_works(schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, new = tmp_path / "run", tmp_path / "new"
+    process(folder, "1", sections={"schedule": {"name": schedule}, "train": {"steps": 5}})
+    assert resume(folder) == 0
+    said = re.search(r"finished already: step 5 of 5\. .*?: weft (.*)", capsys.readouterr().out)
+    assert said is not None
+    words = shlex.split(said[1].replace("run.dir=NEW", f"run.dir={new}"))
+    assert cli.main([*words, "--device", "cpu", "--nproc", "1"]) == 0
+    grown = lines(folder if schedule == "constant" else new)
+    assert [line["step"] for line in grown] == list(range(1, 11))
+
+
+def test_a_run_goes_on_with_the_ranks_that_it_had(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds = []
+    monkeypatch.setattr(cli, "run", lambda body, command, world, debug: worlds.append(world) or 0)
+    words = ["sft", "--resume", str(written), "--device", "cpu", "mesh.dp_shard=-1"]
+    assert cli.main(words) == cli.main([*words, "--nproc", "1"]) == 0
+    assert worlds == [2, 1]
+    assert capsys.readouterr().out == f"ranks    2, as {written} had (--nproc N for others)\n"
 
 
 def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.retention import ranks_of
 from weft.cluster.guard import joined
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator_count
@@ -149,7 +150,7 @@ def rl(
         loaded = load_values(values, "weft.rl", RlConfig, files)
         if rows is not None:
             loaded = _with_rows(loaded, scratch / ROWS)
-    options = rl_options(loaded, device)
+    options = rl_options(loaded, device, None if resume is None else ranks_of(Path(resume)))
     options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
     return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))
 

@@ -19,6 +19,7 @@ from typing import Literal, NoReturn, TypeVar
 
 from weft import __version__, parsers
 from weft.api import rl_options
+from weft.checkpoint.retention import ranks_of
 from weft.cluster.guard import Body, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.launchers import join_launcher
@@ -163,7 +164,7 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if arguments.parameters and not arguments.dry_run:
         raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     options = replace(
-        rl_options(config, arguments.device, arguments.nproc),
+        rl_options(config, arguments.device, arguments.nproc or (config.cluster.trainer or _ranks_before(arguments))),
         resume=arguments.resume,
         replay=arguments.replay,
         rollout_only=arguments.rollout_only,
@@ -385,11 +386,20 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
                 "out; else unset RANK and WORLD_SIZE."
             )
     else:
-        world = arguments.nproc or accelerator_count(arguments.device) or 1
+        world = arguments.nproc or _ranks_before(arguments) or accelerator_count(arguments.device) or 1
     sizes = resolve_mesh(config.mesh, world)
     check_reshard(config, sizes)
     if not joined() and not getattr(arguments, "dry_run", False):
         check_ranks_fit(world, arguments.device)
+    return world
+
+
+def _ranks_before(arguments: argparse.Namespace) -> int | None:
+    """Of the run that goes on; None where another number is asked for, or there is no checkpoint."""
+    run = getattr(arguments, "resume", None)
+    world = None if run is None or arguments.nproc is not None else ranks_of(Path(run))
+    if world is not None:
+        say(f"ranks    {world}, as {run} had (--nproc N for others)")
     return world
 
 

@@ -91,7 +91,10 @@ def _parser(name: str, summary: str) -> argparse.ArgumentParser:
         "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
     )
     parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, else 1)"
+        "--nproc",
+        type=_count,
+        metavar="N",
+        help="ranks to start here (default: those of --resume RUN, else one per accelerator, or 1)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from weft.checkpoint import rng
 from weft.checkpoint.digests import DIGESTS, check_digests
-from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
+from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, step_folder, whole_steps
 from weft.checkpoint.state import (
-    STATE_FILE,
     DamagedError,
     TrainerState,
     as_damage,

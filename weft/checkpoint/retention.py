@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from weft.errors import UserError
+from weft.files import read_object
+
 TRAINER_STATE = "trainer_state"
+STATE_FILE = "state.json"
 _WHOLE = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing|ranks-\w+(\.over)?)|(latest|best)\.new")
 
@@ -28,6 +33,19 @@ def whole_steps(checkpoints: Path) -> list[int]:
         return []
     matches = (_WHOLE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in matches if match)
+
+
+def ranks_of(run: Path) -> int | None:
+    """Ranks that wrote the newest checkpoint that says so; None where there is none."""
+    checkpoints = run / "checkpoints"
+    for step in reversed(whole_steps(checkpoints)):
+        with suppress(UserError):
+            state = read_object(step_folder(checkpoints, step) / TRAINER_STATE / STATE_FILE, "the state of a trainer")
+            mesh = state.get("mesh")
+            world = mesh.get("world") if isinstance(mesh, dict) else None
+            if isinstance(world, int) and world > 0:
+                return world
+    return None
 
 
 def commit(partial: Path, target: Path) -> None:

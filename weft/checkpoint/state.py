@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
 from weft.checkpoint.files import TensorFile, bytes_of, lay_out
 from weft.checkpoint.parts import ENGINE, find_problem
-from weft.checkpoint.retention import TRAINER_STATE
+from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.foreign import is_number
 from weft.engine.host import HostTensor
@@ -38,7 +38,6 @@ from weft.observe.summary import versions
 
 T = TypeVar("T")
 FORMAT = 2
-STATE_FILE = "state.json"
 WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/", "groups/"
 
 

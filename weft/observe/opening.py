@@ -60,12 +60,13 @@ def print_opening(
     print_model(config, engine)
 
 
-def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks) -> None:
-    """That there is nothing to resume: the last step is done, or a key of eval has ended the run."""
+def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
+    """That there is nothing to resume: the last step is done, or a key of eval has ended the run. more: what can be
+    done with a run whose last step is done."""
     if not ranks.is_first:
         return
     if step == steps:
-        say(f"{folder} has finished already: step {steps} of {steps}. Set train.steps or train.epochs to go on.")
+        say(f"{folder} has finished already: step {steps} of {steps}. {more}".rstrip())
     else:
         say(f"{folder} was ended by {by} after step {step} of {steps}. Set another {by} to go on.")
 

@@ -12,7 +12,16 @@ import torch.distributed as dist
 
 from weft.checkpoint import rng
 from weft.checkpoint.parts import RUN
-from weft.checkpoint.resume import agreed, fill_from, newest, nothing_whole, other_training, resumed_notes, whole
+from weft.checkpoint.resume import (
+    agreed,
+    fill_from,
+    from_weights,
+    newest,
+    nothing_whole,
+    other_training,
+    resumed_notes,
+    whole,
+)  # fmt: skip
 from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
 from weft.checkpoint.state import TrainerState
 from weft.cluster.process import Ranks
@@ -198,6 +207,20 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
                 "schedule.warmup_steps instead of warmup_ratio"
             ]
     return []
+
+
+def after_the_last(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft") -> str:
+    """What can be done with a run whose last step is done: more of the same where the schedule allows it, else a new
+    run from its weights."""
+    if start.state is None:
+        return ""
+    more = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
+    if not rates_changed(start.state.content, config, 2 * steps, start.updates):
+        return f"More steps: weft {command} --resume {folder} {more}"
+    return (
+        f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To train on from "
+        f"its weights, as a new run with a schedule of its own: {from_weights(start.state.checkpoint, command)} {more}"
+    )
 
 
 def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) -> list[str]:

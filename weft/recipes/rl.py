@@ -30,6 +30,7 @@ from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
 from weft.recipes.folder import Held, hold_folder, write_config
 from weft.recipes.hooks import NO_RL_HOOKS, OnStep, RlHooks
+from weft.recipes.resume import after_the_last
 from weft.recipes.rl_actors import Actors, open_actors
 from weft.recipes.rl_failure import told
 from weft.recipes.rl_placement import TIMED, settle
@@ -74,7 +75,8 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         elif resume:
             start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
-            say(f"{held.folder} has finished already: step {start.step}.")
+            more = after_the_last(start, config, plan.steps, held.folder, "rl")
+            say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
             return
         if resume:
             start = take_up(config, held.folder, start)

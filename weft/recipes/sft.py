@@ -48,7 +48,7 @@ from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
 from weft.recipes.recorder import Recorder
-from weft.recipes.resume import Start, constants, find_start, take_up
+from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
 
 FRESH = Start()
 LaidOut = tuple[StepPlan, Rows]
@@ -80,7 +80,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
             by = ended_by(config, data.held_out, start.evaluation)
             if start.step == steps or by is not None:
-                say_finished(folder, start.step, steps, by, ranks)
+                more = after_the_last(start, config, steps, folder)
+                say_finished(folder, start.step, steps, by, ranks, more)
                 return
             flight.in_run(folder)
             flight.at("load")
