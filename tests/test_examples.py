@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.toy_tokenizers import byte_tokenizer
@@ -59,6 +60,27 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
     if words[0] == "rl":
         assert "reward   " in out and "memory of a rank" in out
         assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
+
+
+def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sft", "examples/sft_qwen3_4b.yaml", "fsdp.param_dtype=auto", "--dry-run"]
+    assert cli.main([*words, "--assume", "h100-80gb"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "ranks 8, as mesh says (--nproc N for others)" in out
+    assert "attention kernel varlen" in out and "compute bfloat16" in out
+    assert "h100-80gb (--assume) has 79.1 GiB" in out
+    assert cli.main([*words, "--assume", "a100-40gb", "--nproc", "1", "mesh.dp_shard=1"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "weights 14.98 GiB" in out and "a100-40gb (--assume) has 39.4 GiB" in out
+    assert cli.main([*words, "--assume", "h1"]) == 2
+    assert "--assume h1: weft knows t4-16gb, " in capsys.readouterr().err
+    assert cli.main([*words[:-1], "--assume", "h100-80gb"]) == 2
+    assert "--assume goes with --dry-run" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert cli.main([*words, "--device", "cuda"]) == 2
+        assert "a dry run takes --assume h100-80gb" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

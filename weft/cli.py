@@ -46,6 +46,7 @@ from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
+from weft.planner.devices import accelerator
 from weft.terminal import guard, say
 
 Schema = TypeVar("Schema")
@@ -132,9 +133,8 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _check_dry_run(arguments)
     config = _load(arguments, SftConfig) if arguments.resume is None else _load_resumed(arguments, SftConfig)
-    if arguments.parameters and not arguments.dry_run:
-        raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     world = _world(arguments, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
@@ -144,6 +144,7 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         resume=arguments.resume,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
+        assume=arguments.assume,
         debug=arguments.debug,
     )
 
@@ -160,16 +161,16 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rl")
+    _check_dry_run(arguments)
     config = _load(arguments, RlConfig) if arguments.resume is None else _load_resumed(arguments, RlConfig)
-    if arguments.parameters and not arguments.dry_run:
-        raise UserError("--parameters goes with --dry-run, which trains nothing: add it.")
     options = replace(
-        rl_options(config, arguments.device, arguments.nproc or (config.cluster.trainer or _ranks_before(arguments))),
+        rl_options(config, arguments.device, _ranks_wanted(arguments, config)),
         resume=arguments.resume,
         replay=arguments.replay,
         rollout_only=arguments.rollout_only,
         dry_run=arguments.dry_run,
         parameters=arguments.parameters,
+        assume=arguments.assume,
         debug=arguments.debug,
     )
 
@@ -179,6 +180,17 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         (rl_preview.dry_run if options.dry_run else rl.run)(config, options)
 
     return Job(body, 1, words)
+
+
+def _check_dry_run(arguments: argparse.Namespace) -> None:
+    """UserError where an option of a dry run is given without one."""
+    for option, given in (("--parameters", arguments.parameters), ("--assume", arguments.assume)):
+        if given and not arguments.dry_run:
+            raise UserError(f"{option} goes with --dry-run, which trains nothing: add it.")
+    if accelerator(arguments.assume) is not None:
+        arguments.device = "cpu"  # nothing is asked of this machine's
+    elif arguments.dry_run:
+        accelerator_count(arguments.device)
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
@@ -386,7 +398,7 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
                 "out; else unset RANK and WORLD_SIZE."
             )
     else:
-        world = arguments.nproc or _ranks_before(arguments) or accelerator_count(arguments.device) or 1
+        world = _ranks_wanted(arguments, config) or accelerator_count(arguments.device) or 1
     sizes = resolve_mesh(config.mesh, world)
     check_reshard(config, sizes)
     if not joined() and not getattr(arguments, "dry_run", False):
@@ -394,12 +406,18 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
     return world
 
 
-def _ranks_before(arguments: argparse.Namespace) -> int | None:
-    """Of the run that goes on; None where another number is asked for, or there is no checkpoint."""
-    run = getattr(arguments, "resume", None)
-    world = None if run is None or arguments.nproc is not None else ranks_of(Path(run))
+def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | None:
+    """What --nproc says, else what the run had that goes on, else, in a dry run, what mesh says; None where this
+    machine says how many."""
+    if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer):
+        return arguments.nproc
+    run, mesh = getattr(arguments, "resume", None), config.mesh
+    world, whose = None if run is None else ranks_of(Path(run)), f"{run} had"
+    if world is None and getattr(arguments, "dry_run", False):
+        product = max(1, mesh.dp_replicate) * max(1, mesh.dp_shard)
+        world, whose = product if product > 1 else None, "mesh says"
     if world is not None:
-        say(f"ranks    {world}, as {run} had (--nproc N for others)")
+        say(f"ranks    {world}, as {whose} (--nproc N for others)")
     return world
 
 

@@ -108,6 +108,7 @@ def sft_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
     parser.add_argument(
         "--restarts", type=_attempts, default=0, metavar="N",
         help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
@@ -128,6 +129,7 @@ def rl_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
+    parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
     return parser
 
 

@@ -54,7 +54,10 @@ def accelerator_count(device: Device) -> int:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and count == 0:
-        raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu, or install a CUDA torch.")
+        raise UserError(
+            "--device cuda, but torch sees no CUDA device here: use --device cpu, or install a CUDA torch; a dry run "
+            "takes --assume h100-80gb."
+        )
     return count
 
 

@@ -14,7 +14,7 @@ class SftOptions:
 
     resume: the run folder whose newest checkpoint the run goes on from.
     dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
-    one line per parameter.
+    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in planner/devices.py.
     """
 
     device: Device = "auto"
@@ -23,6 +23,7 @@ class SftOptions:
     ema: bool = False
     dry_run: bool = False
     parameters: bool = False
+    assume: str | None = None
     debug: bool = False
 
 
@@ -31,7 +32,7 @@ class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint the run goes on from.
 
     replay: train from the rollouts in this folder, RUN/rollouts of another run, in place of new ones. rollout_only:
-    generate and reward, and train nothing. dry_run, parameters: as for `weft sft`.
+    generate and reward, and train nothing. dry_run, parameters, assume: as for `weft sft`.
     """
 
     device: Device = "auto"
@@ -41,6 +42,7 @@ class RlOptions:
     rollout_only: bool = False
     dry_run: bool = False
     parameters: bool = False
+    assume: str | None = None
     debug: bool = False
 
 

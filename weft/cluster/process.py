@@ -16,13 +16,15 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.options import Device
 from weft.errors import UserError
 from weft.observe import flight
+from weft.planner.devices import Accelerator
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This rank's place among all. As a context manager it leaves the process group at its end.
 
-    owner: whether join() made the process group; one that was there before stays.
+    owner: whether join() made the process group; one that was there before stays. assumed: an accelerator that this
+    machine does not have, for which a dry run is; its tensors are all on meta.
     """
 
     rank: int
@@ -30,6 +32,12 @@ class Ranks:
     local_rank: int
     device: torch.device
     owner: bool = True
+    assumed: Accelerator | None = None
+
+    @property
+    def mesh_device(self) -> str:
+        """The type of device that a mesh of these ranks is made for."""
+        return "cpu" if self.assumed is not None else self.device.type
 
     @property
     def is_first(self) -> bool:
@@ -93,11 +101,12 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
     )
 
 
-def pretend(world: int, device: Device = "cpu") -> Ranks:
+def pretend(world: int, device: Device = "cpu", assumed: Accelerator | None = None) -> Ranks:
     """Rank 0 of `world` ranks that do not exist: shapes and meshes are those of the real run, nothing is sent."""
     assert not dist.is_initialized(), "a pretended process group needs a process of its own"
     dist.init_process_group("fake", rank=0, world_size=world)
-    return Ranks(0, world, 0, choose_device(device, 0))
+    chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
+    return Ranks(0, world, 0, chosen, assumed=assumed)
 
 
 def leave() -> None:

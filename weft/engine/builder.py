@@ -57,14 +57,19 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None) -> Frame:
     sizes = resolve_mesh(config.mesh, ranks.world)
     wanted = sizes.dp_replicate, sizes.dp_shard
     if mesh is None or (mesh.dp_replicate, mesh.dp_shard) != wanted:
-        mesh = build_mesh(*wanted, ranks.device.type)
+        mesh = build_mesh(*wanted, ranks.mesh_device)
     storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device
     precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
     rule = None
     if config.purpose == "inference":
         precision = replace(precision, master=precision.compute, frozen=precision.compute)
     elif config.optimizer.name not in BUILT_IN:
-        rule = find_rule(config.optimizer, sharded=sizes.dp_shard > 1, dtype=precision.master, device=storage)
+        rule = find_rule(
+            config.optimizer,
+            sharded=sizes.dp_shard > 1,
+            dtype=precision.master,
+            device=storage if ranks.assumed is None else torch.device("cpu"),
+        )
     kept = moments(config.optimizer, precision.master, rule)
     state_dtypes = frozenset(kept) if rule is None else rule.dtypes
     return Frame(mesh, ranks.device, storage, precision, rule, kept, state_dtypes)

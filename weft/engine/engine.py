@@ -99,7 +99,7 @@ class Engine:
         )
         state = Trained(self.moments, config.optimizer.ema_decay is not None) if trained else None
         self.memory = memory_needs(self.module, self.units, self.precision, state)
-        self.room = capacity(self.storage, local_ranks(ranks.world))
+        self.room = capacity(self.storage, local_ranks(ranks.world), ranks.assumed)
         if weights:
             check_fits(self.memory, self.room, self.mesh, config.fsdp, config.optimizer)
             if self.built.load is None and fill:

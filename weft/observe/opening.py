@@ -119,10 +119,7 @@ def print_model(
     say(f"fsdp     {fsdp_line(engine)}")
     for line in update_lines(config):
         say(line)
-    say(
-        f"memory   {engine.memory}; on this machine a rank has {byte_count(engine.room)}; "
-        f"{_host(config, [engine, *beside], asleep)}"
-    )
+    say(f"memory   {engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}")
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         say(f"hint     {advice}")
@@ -130,6 +127,13 @@ def print_model(
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine)))
     show(optimizer_table(describe_groups(engine.module.named_parameters(remove_duplicate=False), config.optimizer)))
+
+
+def _rooms(engine: Engine) -> str:
+    assumed = engine.ranks.assumed
+    if assumed is not None and engine.storage.type == "cuda":
+        return f"{assumed.name} (--assume) has {byte_count(engine.room)}"
+    return f"on this machine a rank has {byte_count(engine.room)}"
 
 
 def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:

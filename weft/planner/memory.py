@@ -21,6 +21,7 @@ from weft.observe.tables import byte_count
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
 from weft.parallel.units import Unit, own_parameters
+from weft.planner.devices import Accelerator
 
 SMALL = 0.4  # of a device: what a whole model may take beside its activations
 
@@ -105,8 +106,10 @@ def host_bytes(engines: Sequence[HostNeeds]) -> int:
     return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
 
 
-def capacity(storage: torch.device, local_ranks: int) -> int:
+def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | None = None) -> int:
     """Bytes that a rank has where its shards lie: of its accelerator, or its part of the host's memory."""
+    if storage.type == "cuda" and assumed is not None:
+        return assumed.memory
     if storage.type == "cuda":
         return int(torch.cuda.get_device_properties(storage).total_memory)
     total, limit = int(psutil.virtual_memory().total), Path("/sys/fs/cgroup/memory.max")

@@ -15,6 +15,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe.opening import print_dry_run
 from weft.observe.tables import EngineRow, byte_count, engine_table, show
+from weft.planner.devices import accelerator
 from weft.planner.memory import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
 from weft.rl.beside import apart
@@ -36,7 +37,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     rewards = task.rewards if task is not None else Rewards(config.rl)
     environment = environment_class(config)
     asyncio.run(_try(rewards, task))
-    with pretend(options.world, options.device) as ranks:
+    with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(policy_config(config), ranks, weights=False)
         print_dry_run(config, engine, parameters=options.parameters)
         show(engine_table(_rows(config, engine, ranks)))

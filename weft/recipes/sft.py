@@ -41,6 +41,7 @@ from weft.observe.progress import Progress, loading
 from weft.observe.step_line import Taken
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
+from weft.planner.devices import accelerator
 from weft.recipes.ahead import ahead
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.folder import open_folder
@@ -60,7 +61,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     hooks = replace(hooks, objective=choose_objective(config.train.objective, hooks.objective))
     check_installed(config.track)
     if options.dry_run:
-        with pretend(options.world, options.device) as ranks:
+        with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
             engine = Engine(EngineConfig.of(config), ranks, weights=False)
             print_dry_run(config, engine, parameters=options.parameters)
         return
