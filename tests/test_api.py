@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import pydoc
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,9 +24,11 @@ from tests.zoo import tiny_config
 from weft import api, cli
 from weft.config import to_dict
 from weft.config.load import load_config
+from weft.config.schema import RunConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.recipes.folder import make_folder
 
 ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
 SECTIONS: dict[str, Any] = {
@@ -79,6 +83,65 @@ def test_rows_in_memory_train_as_the_file_does(here: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "c.yaml").write_text("model: {path: model}\nstep: {documents: 4}\noptimizer: {lr: 1}\nrun: {dir: cell}\n")
+    given: dict[str, Any] = {"optimizer": {"lr": np.float32(1e-2), "name": torch.optim.Adamax}}
+    runs = [
+        weft.sft("c.yaml", data=ROWS[:rows], overwrite=again, train={"steps": np.int64(2), "epochs": None}, **given)
+        for rows, again in ((8, False), (4, True))
+    ]
+    (here / "cell" / "notes.txt").write_text("mine")
+    assert runs[0].folder == runs[1].folder == Path("cell")
+    written = load_config(["cell/config.yaml"], [])
+    assert (written.optimizer.name, written.optimizer.lr) == ("torch.optim.adamax:Adamax", pytest.approx(1e-2))
+    assert len((here / "cell" / "data.jsonl").read_text().splitlines()) == 4
+    grown = weft.sft(resume="cell", checkpoint={"keep": 1})
+    assert [line["step"] for line in grown.metrics] == [1, 2] and "finished already" in capsys.readouterr().out
+    weft.sft("c.yaml", data="chats.jsonl", overwrite=True, train={"steps": 1, "epochs": None})
+    assert len(runs[0].metrics) == 1 and (here / "cell" / "notes.txt").read_text() == "mine"
+
+
+def test_a_start_that_failed_leaves_no_run(here: Path) -> None:
+    """A folder in which no step was taken can be used again."""
+    (here / "failed").mkdir()
+    (here / "failed" / "metrics.jsonl").touch()
+    (here / "failed" / "config.yaml").touch()
+    (here / "failed" / "checkpoints").mkdir()
+    assert make_folder(RunConfig(dir="failed"), "model") == Path("failed")
+    (here / "failed" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="failed holds a run already.*run.overwrite=true"):
+        make_folder(RunConfig(dir="failed"), "model")
+    assert make_folder(RunConfig(dir="failed", overwrite=True), "model") == Path("failed")
+
+
+def test_names_of_the_package() -> None:
+    """The function weft.rl has the name of a folder, whatever of that has been imported."""
+    import weft.rl.types as types
+
+    assert dir(weft) == ["Engine", "Run", "rl", "sft"]
+    assert inspect.isfunction(weft.rl) and "Reinforcement learning" in pydoc.render_doc(weft.rl)
+    assert types.__name__ == "weft.rl.types" and weft.Engine.__module__ == "weft.engine.engine"
+    assert Path(weft.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda terms: terms.loss_sum, "Returns returned a Tensor of shape []; it must be Terms(loss_sum=...)"),
+        (lambda terms: replace(terms, loss_sum=terms.loss_sum[None]), "a loss_sum that is a Tensor of shape [1]"),
+        (lambda terms: None, "Returns returned a NoneType"),
+    ],
+)
+def test_an_objective_that_returns_something_else(result: Any, words: str) -> None:
+    class Returns(CrossEntropy):
+        def __call__(self, batch: Any) -> Any:
+            return result(super().__call__(batch))
+
+    with pytest.raises(UserError, match=re.escape(words)):
+        weft.sft(model="model", data="chats.jsonl", objective=Returns, run={"dir": "returns", "overwrite": True})
+
+
+@pytest.mark.slow
 def test_an_objective_may_be_an_object(here: Path) -> None:
     class Doubled(CrossEntropy):
         def normaliser(self, plan: Any) -> float:
@@ -129,7 +192,7 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
         ({"rl": {"reward": "math"}}, "reward and rl={'reward': ...} are both given"),
         ({"rl": 3}, "rl is a section, not a int"),
         ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
-        ({"config": 3}, "config is a int: give a YAML file, a dict of sections, or an RlConfig"),
+        ({"config": 3}, "config is a int: give a YAML file, a dict of sections, or a config"),
         ({"config": {"rl": {"clip": 3}}}, "weft.rl: rl.clip must be"),
         ({"resume": "nowhere"}, "resume reads the data of its run: leave out data"),
         ({"resume": "nowhere", "data": None}, "--resume nowhere: it does not exist"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, lossy_tokenizer, write_jsonl
 from weft import cli
+from weft.data.records import Reading, parse_row
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
 
@@ -92,7 +95,7 @@ CASES = [
     Case("sharegpt", [{"conversations": []}], ":1: ", ["Set data.columns={messages: conversations}"]),
     Case("question and answer", [{"question": "a", "answer": "b"}], ":1: ",
          ["Set data.columns={prompt: question, completion: answer}"]),
-    Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ", ["completion: chosen"]),
+    Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ", ["Set data.columns={text: chosen}"]),
     Case("two formats", [{"text": "a", **GOOD}], ":1: ",
          ["(`messages` and `text`)", "data.columns={messages: messages}"]),
     Case("images", [{**GOOD, "images": ["a.png"]}], ":1: ", ["`images` is not in this version"]),
@@ -186,6 +189,26 @@ def test_bad_data(
         assert piece in said
     assert len(said) < 500 and said.endswith(".") and "Traceback" not in said
     assert not Path("runs").exists()
+
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+OTHERS = [
+    {"conversations": TURNS}, {"conversation": json.dumps(TURNS)}, {"content": "a"},
+    {"question": "a", "answer": "b"}, {"question": "a", "response": "b"}, {"query": "a", "response": "b"},
+    {"problem": "a", "solution": "b"}, {"input": "a", "output": "b"},
+    {"chosen": TURNS, "rejected": TURNS}, {"chosen": "a", "rejected": "b"}, {"prompt": "a", "chosen": TURNS},
+    {"prompt": "a", "chosen": "b"}, {"prompt": TURNS[:1], "chosen": TURNS[1:]}, {"question": "a", "chosen": "b"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: "-".join(row))
+def test_the_columns_that_are_proposed_are_read(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_row("here", row, Reading())
+    found = re.search(r"Set data\.columns=(\{.*\})\.$", str(caught.value))
+    assert found is not None, caught.value
+    record = parse_row("here", row, Reading(columns=yaml.safe_load(found[1])))
+    assert "b" in str(record) or row == {"content": "a"} or row == OTHERS[9]
 
 
 def test_there_are_forty_cases() -> None:

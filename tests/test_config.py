@@ -278,7 +278,7 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("eval.at_start", "true", []),
         ("eval.patience", "2", ["eval.prompts=[a]"]),
         ("eval.target", "0.5", ["eval.prompts=[a]"]),
-        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=my:Loss"]),
+        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=weft.objectives.cross_entropy:CrossEntropy"]),
         ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),

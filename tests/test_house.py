@@ -54,7 +54,7 @@ IMPORTED_BY = {
     "rollout": {"rl", "recipes", "cli", "verification"},
 }
 # What the config may import: it is read before anything large is.
-CONFIG = {"config", "errors", "files"}
+CONFIG = {"config", "errors", "files", "importing"}
 
 
 def imports() -> set[tuple[str, str]]:

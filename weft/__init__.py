@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.api import Run, rl, sft
+    from weft.engine.engine import Engine
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "rl", "sft"]
+__all__ = ["Engine", "Run", "rl", "sft"]
 
 
 def __getattr__(name: str) -> object:
     """Read when they are asked for: configs are read by programs that need nothing else."""
-    if name == "rl":  # a folder, too, and the name is the folder's once anything of it is imported
-        return import_module("weft.rl")
-    if name in ("Run", "sft"):
+    if name == "Engine":
+        from weft.engine import engine
+
+        return engine.Engine
+    if name in __all__:
         from weft import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+class _Weft(ModuleType):
+    """weft.rl is the function, whether or not anything of the folder of that name has been imported; and has the
+    modules of that folder, for `import weft.rl.types as types`."""
+
+    @property
+    def rl(self) -> Any:
+        function, folder = __getattr__("rl"), vars(sys.modules.get("weft.rl", ModuleType("")))
+        vars(function).update((name, value) for name, value in folder.items() if isinstance(value, ModuleType))
+        return function
+
+    @rl.setter
+    def rl(self, module: ModuleType) -> None:
+        """Python sets it to the folder's module."""
+
+    def __dir__(self) -> list[str]:
+        return __all__
+
+
+sys.modules[__name__].__class__ = _Weft

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.checkpoint.retention import ranks_of
 from weft.cluster.guard import joined
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weft.objectives.base import Objective
 
 ROWS = "data.jsonl"
+Schema = TypeVar("Schema", SftConfig, RlConfig)
 
 
 @dataclass(frozen=True)
@@ -61,41 +62,39 @@ class Run:
 
 
 def sft(
-    model: str | Path | Mapping[str, Any],
-    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    config: SftConfig | Mapping[str, Any] | str | Path | None = None,
     *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     objective: Objective | type[Objective] | None = None,
     on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
     """Supervised fine-tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
 
-    model, data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a
-    file, or a Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to
-    RUN/data.jsonl, so that the run can go on from the command line.
+    config: what all else is set over: a YAML file, its sections as a dict, or a config that was loaded. model, data: a
+    path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or a
+    Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to RUN/data.jsonl, so
+    that the run can go on from the command line. sections: those of docs/config.md, as in optimizer={"lr": 1e-5}.
 
     objective: in place of cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on
-    every rank, with the step's line of metrics.jsonl. sections: those of docs/config.md, as in optimizer={"lr": 1e-5}.
+    every rank, with the step's line of metrics.jsonl. resume: the folder of a run that goes on, with its config; what
+    else is given is set over it. overwrite: as run.overwrite, so that the cell of a notebook can be run again.
 
     Raises UserError for what the command line would refuse; StoppedError where a signal ended the run early.
     """
     join_launcher()
-    values: dict[str, Any] = dict(sections)
-    values["model"] = _model(model)
     _check_on_step(on_step)
-    section, rows = _split(data)
-    if rows is not None:
-        if "path" in section or "sources" in section:
-            raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
-        folder = _folder_of(values)
-        values["run"] = {**values.get("run", {}), "dir": str(folder)}
-        section["path"] = str(_write(rows, folder / ROWS))
-    values["data"] = section
-    config = load_values(values, "weft.sft", SftConfig)
+    given = _Given("weft.sft", config, model, data, resume, overwrite, dict(sections))
+    if given.rows is not None:
+        _require_one_rank("data has to be the path of a file that all of them can read, not rows in memory.")
     if isinstance(objective, type):
         objective = objective()
-    return _run(config, Hooks(objective=objective, on_step=on_step), device)
+    options = SftOptions(device=device, resume=_text(resume))
+    return _run(given.load(SftConfig), options, Hooks(objective=objective, on_step=on_step))
 
 
 def rl(
@@ -106,6 +105,7 @@ def rl(
     reward: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     on_step: OnStep | None = None,
     resume: str | Path | None = None,
+    overwrite: bool = False,
     replay: str | Path | None = None,
     rollout_only: bool = False,
     device: Device = "auto",
@@ -113,14 +113,11 @@ def rl(
 ) -> Run:
     """Reinforcement learning, with this process as the controller of trainers and engines on Ray.
 
-    config: what all else is set over: a YAML file, its sections as a dict, or a config that was loaded. model, data: as
-    for weft.sft; rows in memory are written to RUN/data.jsonl. reward: as rl.reward, where functions may stand for
-    their import paths (docs/how-to/write-a-reward.md): one of this program or notebook is sent, with what it uses, to
-    the processes that run it. on_step: called in this process after each optimizer step with its line of metrics.jsonl.
-    sections: those of docs/config.md, as in rl={"prompts": 32}; cluster={"trainer": 2} has two trainer ranks.
-
-    resume: the folder of a run that goes on, with its config; what else is given is set over it. Its reward, if that
-    was a function of a program, has to be given again. replay, rollout_only: as the options of `weft rl`.
+    config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward, where functions may stand for their
+    import paths (docs/how-to/write-a-reward.md): one of this program or notebook is sent, with what it uses, to the
+    processes that run it; a run that goes on has to be given such a one again. on_step: called in this process after
+    each optimizer step with its line of metrics.jsonl. sections: those of docs/config.md, as in rl={"prompts": 32};
+    cluster={"trainer": 2} has two trainer ranks. replay, rollout_only: as the options of `weft rl`.
 
     Raises UserError for what the command line would refuse, StoppedError where a signal ended the run early, and
     ActorError where a trainer or an engine failed.
@@ -132,27 +129,45 @@ def rl(
             "mpirun, or as one task."
         )
     _check_on_step(on_step)
-    values = _base(config, resume) | dict(sections)
-    if model is not None:
-        values["model"] = _model(model)
-    pickled = _take_rewards(values, reward)
-    section, rows = ({}, None) if data is None else _split(data)
-    if rows is not None and ("path" in section or "sources" in section):
-        raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
-    if rows is not None and resume is not None:
-        raise UserError("resume reads the data of its run: leave out data.")
-    files = [written_config(str(resume))] if resume is not None else [str(config)] * isinstance(config, str | Path)
-    with scratch_folder() as scratch:
-        if data is not None:
-            values["data"] = section if rows is None else {**section, "path": str(_write(rows, scratch / ROWS))}
-        if resume is not None:
-            values["run"] = {"dir": str(resume)}
-        loaded = load_values(values, "weft.rl", RlConfig, files)
-        if rows is not None:
-            loaded = _with_rows(loaded, scratch / ROWS)
+    given = _Given("weft.rl", config, model, data, resume, overwrite, dict(sections))
+    pickled = _take_rewards(given.values, reward)
+    loaded = given.load(RlConfig)
     options = rl_options(loaded, device, None if resume is None else ranks_of(Path(resume)))
     options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
     return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))
+
+
+class _Given:
+    """What a program says of a run: values of sections, set over a file, and rows in memory, which go into a file."""
+
+    def __init__(
+        self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
+    ) -> None:
+        self.where, self.resume = where, resume
+        self.files = [str(config)] if isinstance(config, str | Path) else []
+        self.values = _base(config, resume) | sections
+        if model is not None:
+            self.values["model"] = _model(model)
+        if overwrite:
+            self.values["run"] = {**self.values.get("run", {}), "overwrite": True}
+        section, self.rows = ({}, None) if data is None else _split(data)
+        if data is not None:
+            self.values["data"] = section
+        if self.rows is not None and ("path" in section or "sources" in section):
+            raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
+        if self.rows is not None and resume is not None:
+            raise UserError("resume reads the data of its run: leave out data.")
+
+    def load(self, schema: type[Schema]) -> Schema:
+        """The config. Rows are written only once all else of it is right."""
+        if self.resume is not None:
+            self.files = [written_config(str(self.resume), schema)]
+            self.values["run"] = {"dir": str(self.resume)}
+        if self.rows is None:
+            return load_values(self.values, self.where, schema, self.files)
+        with scratch_folder() as scratch:
+            self.values["data"]["path"] = str(_write(self.rows, scratch / ROWS))
+            return _with_rows(load_values(self.values, self.where, schema, self.files), scratch / ROWS)
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
@@ -168,13 +183,13 @@ def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
     """Sections that others are set over, but for those of files."""
     if resume is not None and config is not None:
         raise UserError("resume reads the config of its run: leave config out, and set sections as keywords.")
-    if isinstance(config, RlConfig):
+    if isinstance(config, SftConfig | RlConfig):
         return to_dict(config)
     if config is None or isinstance(config, str | Path):
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    raise UserError(f"config is a {type(config).__name__}: give a YAML file, a dict of sections, or an RlConfig.")
+    raise UserError(f"config is a {type(config).__name__}: give a YAML file, a dict of sections, or a config.")
 
 
 def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
@@ -194,11 +209,11 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
     return pickled
 
 
-def _with_rows(config: RlConfig, written: Path) -> RlConfig:
+def _with_rows(config: Any, written: Path) -> Any:
     """The config of a run that has its rows in its folder."""
     from weft.recipes.folder import make_folder
 
-    folder = make_folder(config.run.dir, config.model.path)
+    folder = make_folder(config.run, config.model.path, "rl" if isinstance(config, RlConfig) else "sft")
     shutil.move(written, folder / ROWS)
     data = replace(config.data, path=str(folder / ROWS))
     return replace(config, data=data, run=replace(config.run, dir=str(folder)))
@@ -274,7 +289,7 @@ def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
     return {key: value for key, value in data.items() if key != "rows"}, data.get("rows")
 
 
-def _run(config: SftConfig, hooks: Hooks, device: Device) -> Run:
+def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
     from weft.observe import flight
     from weft.recipes import sft as recipe
     from weft.recipes.folder import default_folder
@@ -288,17 +303,10 @@ def _run(config: SftConfig, hooks: Hooks, device: Device) -> Run:
         _require_one_rank("run={'dir': ...} has to be set, so that all of them write to one folder.")
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))
     try:
-        recipe.run(config, SftOptions(device=device), hooks)
+        recipe.run(config, options, hooks)
     finally:
         flight.own.close()
     return Run(Path(str(config.run.dir)))
-
-
-def _folder_of(values: Mapping[str, Any]) -> Path:
-    from weft.recipes.folder import make_folder
-
-    _require_one_rank("data has to be the path of a file that all of them can read, not rows in memory.")
-    return make_folder(values.get("run", {}).get("dir"), str(values["model"].get("path")))
 
 
 def _require_one_rank(otherwise: str) -> None:

@@ -374,7 +374,7 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
         )
     if any(word.startswith("run.dir=") for word in arguments.config):
         raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
-    return load_config([written_config(run)], [*arguments.config, f"run.dir={json.dumps(run)}"], schema)
+    return load_config([written_config(run, schema)], [*arguments.config, f"run.dir={json.dumps(run)}"], schema)
 
 
 def _names_rl(arguments: argparse.Namespace) -> bool:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import os
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
+
+MAIN = "__main__"  # the module that functions are said to be of which no other process can import
 
 
 def import_extra(module: str, extra: str, need: str) -> Any:
@@ -57,3 +63,51 @@ def import_named(path: str, key: str) -> Any:
             raise UserError(f"{key}: {module_name} has no {name}.")
         found = getattr(found, part)
     return found
+
+
+def named_problem(path: str, key: str) -> str:
+    """Why import_named would refuse a path, from files alone: nothing of the user's is run. Empty where it would not,
+    or where only running the module can tell."""
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    names: set[str] | None = set(sys.modules) | set(sys.builtin_module_names)
+    places: Any = None
+    own, parts = name.partition(".")[0], module_name.split(".")
+    for number, part in enumerate(parts):
+        found = PathFinder.find_spec(".".join(parts[: number + 1]), places)
+        if found is None and (names is None or part in names):
+            return ""  # made by other means than a file
+        if found is None:
+            return (
+                f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}, which is looked for among the "
+                f"installed packages, in PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
+            )
+        names, places = _names(found.origin), found.submodule_search_locations
+    if names is None or own in names:
+        return ""
+    close = difflib.get_close_matches(own, names, n=1)
+    return f"{key}: {module_name} has no {name}." + (f" Did you mean {module_name}:{close[0]}?" if close else "")
+
+
+def _names(origin: str | None) -> set[str] | None:
+    """What a module defines at its top level; None where it can have more than its source says."""
+    if origin is None:
+        return set()  # a folder
+    try:
+        tree = ast.parse(Path(origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # no source, or importing it says what is wrong
+    names: set[str] = set()
+    open_: list[ast.AST] = list(tree.body)
+    while open_:
+        node = open_.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name | ast.Attribute):
+            names.add(node.id if isinstance(node, ast.Name) else f".{node.attr}")
+        open_ += ast.iter_child_nodes(node)
+    return None if names & {"*", "__getattr__", "__path__", "globals", "exec", "setattr", "vars", ".modules"} else names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -81,10 +83,25 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, device_id=device_id)
         return Ranks(0, 1, 0, chosen)
     rank, world = environment
-    store = _loopback_store(rank, wait)
-    place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
-    dist.init_process_group(backend, timeout=wait, device_id=device_id, **place)
+    with _port_named():
+        store = _loopback_store(rank, wait)
+        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=wait, device_id=device_id, **place)
     return Ranks(rank, world, local_rank, chosen)
+
+
+@contextmanager
+def _port_named() -> Iterator[None]:
+    """UserError where another program has the port on which the ranks are to meet."""
+    try:
+        yield
+    except (OSError, dist.DistNetworkError) as error:
+        if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {os.environ['MASTER_PORT']} of this machine is in use, perhaps by another run: set MASTER_PORT to a "
+            "free one for all ranks (torchrun: --rdzv-endpoint HOST:PORT)."
+        ) from error
 
 
 def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:

@@ -64,12 +64,15 @@ def load_values(
     return _finish(tree, schema, weights=True)
 
 
-def written_config(run: str) -> str:
-    """RUN/config.yaml, for `--resume RUN`. UserError where there is none."""
+def written_config(run: str, schema: type) -> str:
+    """RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is that of another command."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
         raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
+    command = "rl" if "rl" in (read_config_file(str(path)).value or {}) else "sft"
+    if (command == "rl") != ("rl" in sections(schema)):
+        raise UserError(f"--resume {run}: it is a run of weft {command}: weft {command} --resume {run}")
     return str(path)
 
 

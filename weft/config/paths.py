@@ -6,12 +6,14 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.errors import UserError
 from weft.files import regular_file
+from weft.importing import MAIN, named_problem
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
@@ -29,7 +31,18 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
         if prompts is not None:
             found.append(("eval.prompts", _prompts_problem(prompts)))
         found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
+        found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
+        found.append(("rl.reward", _extra_problem(config)))
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+
+
+_LOCAL = {
+    "run.dir": "weft writes a run to a folder of a file system: name one, and copy its checkpoints/step-N from there "
+    "(each is whole as soon as it has that name), or mount the bucket."
+}
+_FETCHED = (
+    "weft reads local files, and models and datasets of the HuggingFace hub (owner/name): fetch it, and name the file."
+)
 
 
 def _data_paths(config: Any) -> list[tuple[str, str]]:
@@ -39,14 +52,36 @@ def _data_paths(config: Any) -> list[tuple[str, str]]:
     return [(key, path) for key, path in data if path is not None]
 
 
+def _import_paths(config: Any) -> list[tuple[str, str]]:
+    """(key, path) of the user's own functions and classes."""
+    named = [("optimizer.name", config.optimizer.name), ("train.objective", getattr(config.train, "objective", None))]
+    if (rl := getattr(config, "rl", None)) is not None:
+        named += [("rl.reward", path) for path in rl.reward]
+        named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
+    paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
+    return [(key, path) for key, path in paths if path.partition(":")[0] != MAIN]
+
+
+def _extra_problem(config: Any) -> str:
+    """What a built-in reward lacks."""
+    rl = getattr(config, "rl", None)
+    if rl is None or "math" not in rl.reward or find_spec("math_verify") is not None:
+        return ""
+    return "rl.reward: math needs math-verify: pip install 'math-verify>=0.8' (or weft[rl])."
+
+
 def _prompts_path(config: Any) -> str | None:
     prompts = getattr(config.eval, "prompts", None)  # that of `weft sft`
     return prompts if isinstance(prompts, str) else None
 
 
 def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no."""
+    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no, and
+    a URL would be a folder of that name."""
     for key, path in named:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
+            yield key, f"{key} {path} is a URL. {_LOCAL.get(key, _FETCHED)}"
+            continue
         try:
             os.lstat(os.path.expanduser(path))
         except (FileNotFoundError, NotADirectoryError, PermissionError):

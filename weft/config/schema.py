@@ -474,6 +474,7 @@ class RunConfig:
     """Where the run writes."""
 
     dir: str | None = key("Where the run writes; null: runs/NAME-DATE.", None)
+    overwrite: bool = key("Remove what an earlier run has left in run.dir, its checkpoints included.", False)
 
 
 @dataclass(frozen=True, kw_only=True)

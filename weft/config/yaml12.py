@@ -126,9 +126,20 @@ def node_of(value: Any, where: str) -> Node:
     """A value that is not YAML's, of a program or of TOML, as a tree of Nodes."""
     if isinstance(value, Mapping):
         return Node({str(name): node_of(child, where) for name, child in value.items()}, where)
-    if isinstance(value, tuple):
-        return Node(list(value), where)
-    return Node(str(value) if isinstance(value, Path) else value, where)
+    if isinstance(value, list | tuple):
+        return Node([_plain(child) for child in value], where)
+    return Node(_plain(value), where)
+
+
+def _plain(value: Any) -> Any:
+    """What YAML can say of a value of a program: numbers of numpy and torch are numbers, classes their import path."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return value.item()
+    return value
 
 
 def read_value(text: str, where: str) -> Node:

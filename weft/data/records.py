@@ -28,17 +28,8 @@ NEEDED = "`messages`, `prompt` and `completion`, `text`, or `instruction` and `o
 # Columns that change what a document means: ignoring them would train on something else than the user wrote.
 UNREAD_COLUMNS = ("images", "videos", "audios", "documents")
 
-# What users bring from other libraries, and what to set.
-FOREIGN = {
-    "conversations": "data.columns={messages: conversations}",
-    "conversation": "data.columns={messages: conversation}",
-    "question": "data.columns={prompt: question, completion: answer}",
-    "problem": "data.columns={prompt: problem, completion: solution}",
-    "query": "data.columns={prompt: query, completion: response}",
-    "output": "data.columns={prompt: input, completion: output}",
-    "chosen": "data.columns={completion: chosen}, which trains the chosen answers",
-    "content": "data.columns={text: content}",
-}
+# Columns that users bring from other libraries: of conversations, and of questions.
+CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
 # Columns that hold the answers to `prompt` where there is no `completion`.
 ANSWERS = {
     "response": "response", "answer": "answer", "label": "label", "output": "output", "solution": "solution",
@@ -129,9 +120,24 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
         )
     if found:
         return found[0]
-    hints = [hint for name, hint in FOREIGN.items() if row.get(name) is not None]
+    columns = _likely_columns(row)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    raise UserError(f"{where}: has {names}; it needs {NEEDED}." + (f" Set {hints[0]}." if hints else ""))
+    raise UserError(f"{where}: has {names}; it needs {NEEDED}." + (f" Set data.columns={columns}." if columns else ""))
+
+
+def _likely_columns(row: Mapping[str, Any]) -> str:
+    """data.columns for a row of another library; empty where nothing is known of its columns."""
+    for name in (*CONVERSATIONS, "chosen"):
+        if isinstance(row.get(name), list):
+            return f"{{messages: {name}}}"
+    asked = next((name for name in QUESTIONS if row.get(name) is not None), None)
+    answers = [path for name, path in ANSWERS.items() if row.get(name) is not None]
+    if asked is not None and answers:
+        return f"{{prompt: {asked}, completion: {answers[0]}}}"
+    text = next((name for name in ("chosen", "content", *CONVERSATIONS) if isinstance(row.get(name), str)), None)
+    if text is None:
+        return ""
+    return f"{{{'messages' if is_json_list(row[text]) else 'text'}: {text}}}"
 
 
 # ---------------------------------------------------------------- one reader for each format
@@ -264,5 +270,7 @@ def is_json_list(text: str) -> bool:
 def _prompt_advice(missing: str, row: Mapping[str, Any]) -> str:
     if missing == "prompt":
         return " Add `prompt`. A document without a prompt is written as `text`."
+    if isinstance(row["prompt"], str) and isinstance(row.get("chosen"), list):  # whole conversations
+        return " Set data.columns={messages: chosen}."
     answers = [path for name, path in ANSWERS.items() if name in row]
     return f" Set data.columns={{completion: {answers[0]}}}." if answers else " Add `completion`, the answer."

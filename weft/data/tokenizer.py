@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_folder
+from weft.hub import check_model_is_there
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -13,6 +14,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # brings torch and half of transformers, which workers may do without
 
     check_folder(path)
+    check_model_is_there(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones

@@ -37,7 +37,7 @@ from weft.models.build import BuiltModel, balance_coefficient
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.load import LoadReport, Progress
 from weft.objectives.balance import Balance
-from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.base import Batch, Objective, Terms, check_terms
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
@@ -287,8 +287,8 @@ class Engine:
         balance = self._balance(row, shares_E) if self.balance else None
         readouts = self._read(row, objective.readouts, direction, balance)
         balance_sum = readouts.pop("balance", None)
-        terms = objective(Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays))
-        return replace(terms, balance_sum=balance_sum)
+        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays)
+        return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def _read(
         self, row: Row, what: frozenset[str], direction: Direction | None = None, balance: Balance | None = None
@@ -326,7 +326,7 @@ class Engine:
                 row = rows[micro].to(self.device)
                 exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
                 batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
-                for name, (total, weight) in objective(batch).metrics.items():
+                for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
                     sums.add(name, total, weight)
         return sums
 

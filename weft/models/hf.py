@@ -50,6 +50,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_folder
+from weft.hub import check_model_is_there
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -71,6 +72,7 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def read_config(path: str) -> PretrainedConfig:
     """The model's config; a message instead of a traceback where it cannot be read."""
     check_folder(path)
+    check_model_is_there(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a family's class makes of values that it does not expect

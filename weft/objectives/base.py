@@ -7,10 +7,12 @@ computed from the whole step's plan, so that no cut of the step can change a gra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.engine.plan import StepPlan
@@ -46,6 +48,19 @@ class Terms:
     loss_sum: Tensor
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
     balance_sum: Tensor | None = None
+
+
+def check_terms(found: Any, objective: Objective) -> Terms:
+    """What an objective returned, if it is what it must return. Raises UserError."""
+    if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
+        return found
+    what = found.loss_sum if isinstance(found, Terms) else found
+    shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
+    raise UserError(
+        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, Terms)}"
+        f"a {type(what).__name__}{shape}; it must be Terms(loss_sum=...), the sum over all predictions of the batch, a "
+        "tensor without dimensions. docs/how-to/objective.md shows one that is whole."
+    )
 
 
 class Objective(Protocol):

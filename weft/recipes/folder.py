@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from weft.cluster.process import Ranks
 from weft.cluster.shared import LOCK, check_shared
 from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import SftConfig
+from weft.config.schema import RunConfig, SftConfig
 from weft.errors import UserError
 
 AnyConfig = SftConfig | RlConfig
@@ -81,9 +82,11 @@ def hold_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[Held]:
 def _hold(config: AnyConfig, resume: bool) -> Held:
     command = "rl" if isinstance(config, RlConfig) else "sft"
     try:
-        folder = Path(str(config.run.dir)) if resume else make_folder(config.run.dir, config.model.path, command)
+        folder = Path(str(config.run.dir)) if resume else make_folder(config.run, config.model.path, command)
         token = uuid.uuid4().hex
         lock = _lock(folder, token)
+        if config.run.overwrite and not resume:
+            _clear(folder)
         if resume:
             sweep(folder / "checkpoints")
         return Held(folder, token, lock)
@@ -135,16 +138,38 @@ def default_folder(model: str) -> Path:
     return Path("runs") / f"{Path(model).name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def make_folder(directory: str | None, model: str, command: str = "sft") -> Path:
-    """run.dir, or runs/NAME-DATE for null; UserError where it holds a run already."""
-    folder = default_folder(model) if directory is None else Path(directory)
-    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
+def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
+    """run.dir, or runs/NAME-DATE for null; UserError where it holds a run already that is not to be overwritten."""
+    folder = default_folder(model) if run.dir is None else Path(run.dir)
+    if _holds_a_run(folder) and not run.overwrite:
         raise UserError(
-            f"run.dir: {folder} holds a run already. Set run.dir to another folder, or move that one away; or go on "
-            f"with it: weft {command} --resume {folder}"
+            f"run.dir: {folder} holds a run already. Set run.dir to another folder, or run.overwrite=true to remove "
+            f"that run; or go on with it: weft {command} --resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+# What a run leaves in its folder. Files of others stay.
+_LEFT = (
+    "config.yaml", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl", "summary.json",
+    "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard", "engines",
+)  # fmt: skip
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether a run has written anything there: one that failed before its first step has left nothing to lose."""
+    found = (folder / name for name in ("metrics.jsonl", "checkpoints", "rollouts"))
+    return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in found)
+
+
+def _clear(folder: Path) -> None:
+    if _holds_a_run(folder):
+        for path in (folder / name for name in _LEFT):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _lock(folder: Path, token: str) -> TextIO:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import UserError, first_line
-from weft.importing import import_extra
-
-MAIN = "__main__"  # the module that functions are said to be of which no other process can import
+from weft.importing import MAIN, import_extra
 
 
 def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:

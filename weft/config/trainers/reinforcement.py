@@ -317,6 +317,7 @@ _MILES = {
     "dynamic_sampling_filter_path": _DYNAMIC,
     "custom_pg_loss_reducer_function_path": _AGGREGATION,
     "rollout_temperature": _TEMPERATURE,
+    "temperature": _TEMPERATURE,
     "rollout_max_prompt_len": _PROMPT,
     "rollout_max_response_len": _COMPLETION,
     "colocate": _PLACEMENT,

@@ -1,0 +1,98 @@
+"""What is said before anything is imported, loaded or asked of a network."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.zoo import tiny_config
+from weft import hub
+from weft.cluster import process
+from weft.config.load import load_config, written_config
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import UserError
+from weft.importing import named_problem
+from weft.models import hf
+
+MODULE = "from os import path as where\nRIGHT = 1\nif RIGHT:\n    def is_right(): ...\nclass Calculator: ...\n"
+NAMED = {
+    "mine:is_right": "", "mine:Calculator.step": "", "mine:where": "", "mine.RIGHT": "", "open_:anything": "",
+    "torch.optim:Adamax": "", "pack.inside:one": "", "broken:x": "", "sys:path": "",
+    "mine:is_rihgt": "rl.reward: mine has no is_rihgt. Did you mean mine:is_right?",
+    "mines:is_right": "rl.reward: there is no module mines for mines:is_right",
+    "pack.outside:one": "rl.reward: there is no module pack.outside for pack.outside:one",
+    "torch.optim:Adamaxx": "rl.reward: torch.optim has no Adamaxx. Did you mean torch.optim:Adamax?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_import_paths_are_looked_up_without_running_anything(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(MODULE + "print('this was run')\nraise SystemExit\n")
+    (tmp_path / "open_.py").write_text("def __getattr__(name): ...\n")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "inside.py").write_text("one = 1")
+    problem = named_problem(path, "rl.reward")
+    assert problem.startswith(NAMED[path]) and bool(problem) == bool(NAMED[path])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.dir=s3://bucket/run", "run.dir s3://bucket/run is a URL. weft writes a run to a folder"),
+        ("data.path=https://host/rows.jsonl", "data.path https://host/rows.jsonl is a URL. weft reads local files"),
+        ("train.objective=json:Focal", "train.objective: json has no Focal"),
+        ("optimizer.name=nowhere:Lion", "optimizer.name: there is no module nowhere for nowhere:Lion"),
+    ],
+)
+def test_what_a_config_names_that_is_not_there(override: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    tiny_config("llama").save_pretrained(tmp_path / "model")
+    given = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
+    with pytest.raises(UserError, match=re.escape(f"command line: {words}")):
+        load_config([], [*given, override], SftConfig)
+
+
+def test_a_run_of_another_command_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
+    with pytest.raises(UserError, match=f"it is a run of weft sft: weft sft --resume {tmp_path}"):
+        written_config(str(tmp_path), RlConfig)
+    (tmp_path / "config.yaml").write_text("rl: {prompts: 3}\n")
+    with pytest.raises(UserError, match=f"it is a run of weft rl: weft rl --resume {tmp_path}"):
+        written_config(str(tmp_path), SftConfig)
+
+
+def test_a_hub_out_of_reach_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would retry for a minute, and the tokenizer be blamed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-dir").mkdir()
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    began = time.monotonic()
+    for read in (load_tokenizer, hf.read_config):
+        with pytest.raises(UserError, match="127.0.0.1 cannot be reached .*Did you mean model-dir?"):
+            read("model-dri")
+    assert time.monotonic() - began < 5
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy"})
+    hub.check_model_is_there("model-dri")
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(UserError, match=f"port {port} of this machine is in use.*set MASTER_PORT"):
+            process.join("cpu", 5)
