@@ -82,6 +82,26 @@ def test_verl() -> None:
     assert "mesh.dp_shard" not in engine and "schedule.warmup_steps" not in engine  # -1: none
 
 
+@pytest.mark.parametrize(
+    ("written", "epochs", "steps"),
+    [("1.0", 1, 500), ("3", 3, 500.0), ('"2"', 2, "5e2"), ("2.0e+0", 2, "1_000")],
+)
+def test_numbers_of_any_yaml_type_carry_over(tmp_path: Path, written: str, epochs: int, steps: Any) -> None:
+    """HuggingFace's own files have `num_train_epochs: 3.0`; YAML 1.1 and argument parsers read the other ways."""
+    text = "model_name_or_path: m\ndataset_name: d\nlearning_rate: '2e-5'\nper_device_train_batch_size: 2.0\n"
+    (tmp_path / "a.yaml").write_text(f"{text}num_train_epochs: {written}\nsave_steps: {steps}\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found["train.epochs"], found["step.documents"]) == (epochs, 2)
+    assert found["checkpoint.every"] == float(str(steps).replace("_", "")) and float(found["optimizer.lr"]) == 2e-5
+
+
+def test_a_number_that_cannot_be_carried_is_named_and_no_default_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model_name_or_path: m\ndataset_name: d\nnum_train_epochs: 1.5\nseed: 4.0\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert "num_train_epochs: 1.5 is no value of train.epochs, which is an integer or null." in draft
+    assert "epochs:" not in draft.partition("# Not taken over")[0] and "seed: 4\n" in draft
+
+
 def test_a_key_without_effect_is_left_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model_name_or_path: m\neval_steps: 50\nrun_name: a\n")
     draft = migrate([str(tmp_path / "a.yaml")])

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.config.aliases import advice_for, entry_of
 from weft.config.checks import EXCLUSIVE, INERT
-from weft.config.coerce import MismatchError, coerce
+from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, schema_keys
 from weft.config.load import build, read_config_file
 from weft.config.schema import SftConfig
@@ -159,10 +159,12 @@ _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 @dataclass
 class Draft:
-    """taken: key -> (value, where it comes from, their name). left: their name -> what to do about it."""
+    """taken: key -> (value, where it comes from, their name). left: their name -> what to do about it. unfit: keys for
+    which a value was given that weft cannot take, so that no default stands in for it."""
 
     taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    unfit: set[str] = field(default_factory=set)
 
     def value(self, key: str, default: Any = None) -> Any:
         """What has been taken for a key."""
@@ -173,7 +175,9 @@ class Draft:
         spec = schema_keys(SftConfig).get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
-            self.left[name] = advice_for(name) or f"{show(value)} is no value of {key}."
+            kind = f"{show(value)} is no value of {key}, which is {describe(spec.type)}." if spec else ""
+            self.left[name] = kind or advice_for(name) or f"weft has no {key}."
+            self.unfit.add(key)
         else:
             self.taken[key] = (fitting, origin or entry_of(name) or name, name)
 
@@ -323,7 +327,7 @@ def _add_defaults(draft: Draft, trainer: Trainer | None, found: Mapping[str, Any
     older = any(entry_of(name) in trainer.older_names for name in found)
     for key, value in (trainer.older if older else trainer.defaults).items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
-        if key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
+        if key in schema_keys(SftConfig) and key not in draft.taken and key not in draft.unfit and not replaced:
             draft.take(key, value, key, f"{trainer.title.partition(' and ')[0]}'s default")
 
 
@@ -342,7 +346,7 @@ def _drop_idle(draft: Draft) -> None:
 def _fitting(key: Key, value: Any) -> Any:
     """The value as this key takes it, or None where it cannot."""
     ours = weft_value(key.name, value)
-    for candidate in (None if ours is None else read_value(ours, "").value, value):
+    for candidate in (None if ours is None else read_value(ours, "").value, value, *_numbers(value)):
         try:
             if candidate is not None:
                 coerce(Node(candidate, ""), key.type)
@@ -350,6 +354,19 @@ def _fitting(key: Key, value: Any) -> Any:
         except MismatchError:
             continue
     return None
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The number that YAML 1.1, an argument parser or quotes would make of a value: 3.0 as 3, "2e-5", 1_000."""
+    try:
+        number = float(value.replace("_", "") if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        return
+    if isinstance(value, bool) or not math.isfinite(number):
+        return
+    if number.is_integer():
+        yield int(number)
+    yield number
 
 
 def _read(path: str) -> Node:
