@@ -193,6 +193,14 @@ def test_axolotl() -> None:
         assert words in left, words
 
 
+def test_roles_of_axolotl(tmp_path: Path) -> None:
+    """It writes {ours: [theirs]}."""
+    source = "{path: d.jsonl, type: chat_template, roles: {assistant: [bot, assistant], user: [human]}}"
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\ndatasets: [{source}]\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found["data.path"], found["data.roles"]) == ("d.jsonl", {"bot": "assistant", "human": "user"})
+
+
 def test_llama_factory() -> None:
     found = values("llama_factory.yaml", ranks=4)
     expect(

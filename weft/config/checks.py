@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
-from weft.config.sources import column_problems, source_name, source_problems, split_problems
+from weft.config.sources import column_problems, role_problems, source_name, source_problems, split_problems
 from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
@@ -384,6 +384,7 @@ def _group_problems(group: Any) -> Iterator[str]:
 
 
 def _source_problems(data: Any, free: bool) -> Iterator[tuple[str, str]]:
+    yield from (("data.roles", f"data.roles: {text}") for text in role_problems(data.roles))
     if data.sources is not None:
         yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources, free=free))
         return

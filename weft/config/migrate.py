@@ -39,7 +39,7 @@ from weft.errors import UserError
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
-# Recognised as a config of {title} by {signs}.
+# {known}
 # Then look at it with `weft sft THIS --dry-run`. Every key is in docs/config.md.
 """
 # weft's key <- the names of it whose values can be taken as they are.
@@ -176,7 +176,8 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     _settle(draft, found)
     _drop_idle(draft)
     more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
-    head = _HEAD.format(files=", ".join(files), title=trainer.title, signs=", ".join(signs[:_SIGNS]) + more)
+    known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
+    head = _HEAD.format(files=", ".join(files), known="\n# ".join(textwrap.wrap(known, 116)))
     return head + _render(draft)
 
 
