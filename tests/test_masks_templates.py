@@ -54,6 +54,48 @@ def test_loops_of_every_kind(template: str) -> None:
     assert trained(encoder(template), MULTI) == ["One.<|end|>", "Two.<|end|>"]
 
 
+# Shaped as Gemma 4's and DiffusionGemma's: a call is followed by the results of its tools, and the answer goes on in the
+# same turn. CALLS, RESULTS, TEXT and END stand for their pieces, so that markers may go around any of them.
+_ONE_TURN = (
+    "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% if not (m.role == 'assistant' and loop.index0 and messages[loop.index0 - 1].role == 'tool') %}"
+    "{{ '<|start|>' + m.role + '\n' }}{% endif %}"
+    "CALLS_TEXT_{% if not m.tool_calls %}END_{% endif %}RESULTS_{% endif %}{% endfor %}" + ASKING
+)
+_PIECES = {
+    "CALLS_": "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}",
+    "TEXT_": "{{ m.content }}",
+    "END_": "{{ '<|end|>' }}",
+    "RESULTS_": (
+        "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool' %}"
+        "{{ '<result>' + messages[k].content + '</result>' }}{% endif %}{% endfor %}{% endif %}"
+    ),
+}
+
+
+def one_turn(*marked: str) -> str:
+    """The template with generation markers around these pieces."""
+    source = _ONE_TURN
+    for name, piece in _PIECES.items():
+        inside = f"{{% generation %}}{piece}{{% endgeneration %}}" if name in marked else piece
+        chosen = (
+            f"{{% if m.role == 'assistant' %}}{inside}{{% else %}}{piece}{{% endif %}}" if name in marked else piece
+        )
+        source = source.replace(name, chosen)
+    return source
+
+
+def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_markers() -> None:
+    chat = {"messages": [user("Time?"), CALL, RESULT, answer("Noon."), user("Thanks"), answer("Yes.")]}
+    marked = encoder(one_turn("CALLS_", "TEXT_", "END_"))
+    assert "".join(trained(marked, chat)) == "<call>get_time</call>Noon.<|end|>Yes.<|end|>"
+    both = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
+    assert "".join(trained(marked, both)) == "<call>get_time</call>Noon.<|end|>"
+    for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
+        with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
+            trained(encoder(template), chat)
+
+
 def test_an_answer_like_another_text() -> None:
     """Found by its place, not by its words."""
     same = {"messages": [user("<|start|>assistant\nOne.<|end|>"), answer("One."), user("One."), answer("One.")]}
