@@ -54,8 +54,8 @@ def test_loops_of_every_kind(template: str) -> None:
     assert trained(encoder(template), MULTI) == ["One.<|end|>", "Two.<|end|>"]
 
 
-# Shaped as Gemma 4's and DiffusionGemma's: a call is followed by the results of its tools, and the answer goes on in the
-# same turn. CALLS, RESULTS, TEXT and END stand for their pieces, so that markers may go around any of them.
+# Shaped as Gemma 4's and DiffusionGemma's: a call is followed by the results of its tools, and the answer goes on in
+# the same turn. CALLS, RESULTS, TEXT and END stand for their pieces, so that markers may go around any of them.
 _ONE_TURN = (
     "{% for m in messages %}{% if m.role != 'tool' %}"
     "{% if not (m.role == 'assistant' and loop.index0 and messages[loop.index0 - 1].role == 'tool') %}"
@@ -67,8 +67,8 @@ _PIECES = {
     "TEXT_": "{{ m.content }}",
     "END_": "{{ '<|end|>' }}",
     "RESULTS_": (
-        "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool' %}"
-        "{{ '<result>' + messages[k].content + '</result>' }}{% endif %}{% endfor %}{% endif %}"
+        "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length) %}"
+        "{% if messages[k].role == 'tool' %}{{ '<result>' + messages[k].content + '</result>' }}{% endif %}{% endfor %}{% endif %}"
     ),
 }
 

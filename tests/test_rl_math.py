@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from weft.config.presets import PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import metas
 from weft.errors import UserError
+from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
 from weft.rl.kl import kl
-from weft.rl.types import Group, Sample
+from weft.rl.prompts import PromptStream
+from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Sampling
 
 FIRST = len(PROMPT)  # place of the first token that was drawn
@@ -191,6 +195,28 @@ def test_overlong_shaping() -> None:
     shape_rewards(groups, rl_config(algorithm(overlong_buffer=4, overlong_penalty=0.5), max_new_tokens=20))
     assert groups[0].rewards == [1.0, 0.75, None]
     assert groups[0].samples[1].rewards == {"overlong": -0.25}
+
+
+def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DAPO, equation 11: a group that is all wrong is replaced, whatever its lengths; the others are shaped."""
+    given = [group([0.0, 0.0], [16, 20], 0), group([1.0, 0.0], [16, 20], 1)]
+
+    async def sampled(prompt: Prompt, *_: Any) -> Group:
+        return given[prompt.index]
+
+    async def score(samples: Any, failures: Any) -> None:
+        pass
+
+    monkeypatch.setattr(recipe, "rollout_group", sampled)
+    monkeypatch.setattr(recipe, "decode", lambda samples, tokenizer: None)
+    config = rl_config(algorithm("dapo", overlong_buffer=4, prompts=1, group_size=2), max_new_tokens=20)
+    stream = PromptStream([g.prompt for g in given], 1, 0, shuffle=False)
+    task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
+    run: Any = SimpleNamespace(config=config, task=task)
+    engine: Any = None
+    step = asyncio.run(recipe.roll_out(run, engine, Sampling(20), 1))
+    assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
+    assert given[1].rewards == [1.0, -1.0]
 
 
 # ---------------------------------------------------------------- corrections

@@ -69,8 +69,8 @@ class TextChecks:
             raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
 
     def _trains_sentinel(self, other: Rendering) -> bool:
-        """Whether the sentinel would be trained. Markers may leave out of an answer what its region holds: Gemma 4 writes
-        the results of tools between a call and the answer that it led to."""
+        """Whether the sentinel would be trained. Markers may leave out of an answer what its region holds: Gemma 4
+        writes the results of tools between a call and the answer that it led to."""
         if not self.template.has_markers:
             return any(SENTINEL in other.of(answer) for answer in self.spans)
         trained = {span for spans in self.spans.values() for span in spans}
