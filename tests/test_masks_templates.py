@@ -68,7 +68,8 @@ _PIECES = {
     "END_": "{{ '<|end|>' }}",
     "RESULTS_": (
         "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length) %}"
-        "{% if messages[k].role == 'tool' %}{{ '<result>' + messages[k].content + '</result>' }}{% endif %}{% endfor %}{% endif %}"
+        "{% if messages[k].role == 'tool' %}{{ '<result>' + messages[k].content + '</result>' }}{% endif %}"
+        "{% endfor %}{% endif %}"
     ),
 }
 
@@ -94,6 +95,41 @@ def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_mark
     for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
         with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
             trained(encoder(template), chat)
+
+
+# They read content as a list of parts and of a text nothing, as those of SmolVLM and Idefics3, and of LLaVA-NeXT, do.
+_OF_PARTS = (
+    "{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+_OF_LINES = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ '\n' + part.text }}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(("template", "begin", "join"), [(_OF_PARTS, " ", ""), (_OF_LINES, "\n", "\n")])
+def test_templates_that_read_lists_of_parts(template: str, begin: str, join: str) -> None:
+    """Texts become the lists that these templates want; lists are rendered as transformers renders them."""
+    texts = [user("1?"), answer("One."), user("2?"), answer("Two.")]
+    assert trained(encoder(template), {"messages": texts}) == [f"{begin}One.<|end|>", f"{begin}Two.<|end|>"]
+    lists = [{**m, "content": parts(m["content"])} for m in texts]
+    lists[0]["content"], lists[3]["content"] = parts("1", "?"), parts("Tw", "o.")
+    assert trained(encoder(template), {"messages": lists}) == [f"{begin}One.<|end|>", f"{begin}Tw{join}o.<|end|>"]
+    [encoded] = encoder(template).encode([record({"messages": lists})])
+    expected = byte_tokenizer(template).apply_chat_template(lists, tokenize=False)
+    assert byte_tokenizer(template).decode(encoded.ids) == expected
+
+
+def test_templates_that_read_texts_alone_get_parts_joined() -> None:
+    chat = {"messages": [{"role": "user", "content": parts("1", "?")}, answer("One."), user("2?"), answer("Two.")]}
+    [encoded] = encoder(PLAIN + ASKING).encode([record(chat)])
+    assert byte_tokenizer(PLAIN).decode(encoded.ids).startswith("<|start|>user\n1?<|end|>")
 
 
 def test_an_answer_like_another_text() -> None:

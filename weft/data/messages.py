@@ -25,6 +25,21 @@ _LIKELY = {
     **SPEAKERS, "prompter": "user", "instruction": "user", "question": "user", "bot": "assistant", "ai": "assistant",
     "model": "assistant", "answer": "assistant", "chatbot": "assistant", "response": "assistant",
 }  # fmt: skip
+
+
+class Parts(str):
+    """The text of a message whose content is a list of text parts, joined. parts: the list, for templates that read
+    one."""
+
+    parts: list[dict[str, str]]
+
+    def __new__(cls, parts: Sequence[Any]) -> Parts:
+        texts = [part if isinstance(part, str) else part["text"] for part in parts]
+        made = super().__new__(cls, "".join(texts))
+        made.parts = [{"type": "text", "text": text} for text in texts]
+        return made
+
+
 MEDIA = ("images", "videos", "audios")
 
 
