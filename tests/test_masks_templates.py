@@ -105,7 +105,8 @@ _OF_PARTS = (
 )
 _OF_LINES = (
     "{% for m in messages %}{{ '<|start|>' + m.role }}"
-    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ '\n' + part.text }}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ '\n' + part.text }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
 

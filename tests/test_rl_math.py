@@ -14,7 +14,7 @@ import torch
 
 from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
-from weft.config.presets import PRESETS
+from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import metas
 from weft.errors import UserError
@@ -140,6 +140,15 @@ def test_kl_in_the_reward(estimator: Any, penalties: list[float]) -> None:
     keys["kl_in"] = "loss"
     advantages([Group(pair[0].prompt, pair)], algorithm(**keys))
     assert drawn(pair[0]) == [0.0, 0.0]
+
+
+def test_a_kl_in_the_reward_is_clamped() -> None:
+    """k3 of d = -5 is exp(5) - 6, some 142; verl's bound is 10."""
+    assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
+    given = sample(0, 2, 1.0, old=[-6.0, -1.0], reference=[-1.0, -2.0], values=[0.0, 0.0])
+    keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3", "kl_clamp": 10.0, "scale": "none"}
+    advantages([Group(given.prompt, [given])], algorithm("ppo", **keys))
+    assert drawn(given) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
 
 
 def test_metrics_of_rewards() -> None:
@@ -373,6 +382,34 @@ def test_a_preset_sets_what_nobody_has() -> None:
     assert read("rl.algorithm=gspo").rl.clip == (3e-4, 4e-4)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rl.like=trl"], {"aggregation": "token_mean", "correction": "mis", "correction_level": "sequence",
+                           "correction_limits": (0.0, 3.0), "count_masked": True, "dual_clip": None}),
+        (["rl.like=verl"], {"aggregation": "token_mean", "dual_clip": 3.0, "kl_clamp": 10.0, "correction": "none"}),
+        (["rl.like=verl", "rl.dual_clip=null", "rl.aggregation=sequence_mean"],
+         {"aggregation": "sequence_mean", "dual_clip": None, "kl_clamp": 10.0}),
+        (["rl.like=nemo-rl"], {"kl": 0.01, "kl_clamp": 10.0, "kl_estimator": "k3", "dual_clip": None}),
+        (["rl.like=trl", "rl.algorithm=rloo"], {"policy_loss": "ppo_sequence", "advantage": "rloo", "kl": 0.05,
+                                                "kl_in": "reward", "aggregation": "sequence_mean"}),
+        (["rl.like=trl", "rl.algorithm=gspo"], {"clip": (3e-4, 4e-4), "policy_loss": "gspo"}),
+        (["rl.like=verl", "rl.algorithm=dapo"], {"clip": (0.2, 0.28), "dynamic_sampling": 10, "dual_clip": 3.0}),
+    ],
+)  # fmt: skip
+def test_the_defaults_of_another_trainer(overrides: list[str], expected: dict[str, Any]) -> None:
+    found = read(*overrides).rl
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_every_default_of_another_trainer_is_a_key_that_loads() -> None:
+    for like, algorithms in LIKE.items():
+        for name, keys in algorithms.items():
+            found = read(f"rl.like={like}", f"rl.algorithm={name}").rl
+            for leaf, value in keys.items():
+                assert getattr(found, leaf) == (tuple(value) if isinstance(value, list) else value), (like, name, leaf)
+
+
 def test_the_page_of_presets_is_current() -> None:
     page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
     for name, keys in PRESETS.items():
@@ -402,7 +439,7 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.gamma=0.9"], "only rl.advantage=reinforce++ and gae read it"),
         (["rl.gae_lambda=0.9"], "only rl.advantage=gae reads it"),
         (["rl.policy_loss=reinforce", "rl.clip=[0.1, 0.1]"], "no ratio to clip"),
-        (["rl.policy_loss=cispo", "rl.dual_clip=3"], "only rl.policy_loss=ppo and gspo read it"),
+        (["rl.policy_loss=cispo", "rl.dual_clip=3"], "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
         (["rl.correction=mis", "rl.correction_limits=[0.5, 2]"], "or rl.correction=icepop"),
         (["rl.correction_limits=[1.5, 2]"], "two numbers, 1 between them"),
         (["rl.old_logprobs=rollout", "rl.correction=tis"], "corrects the engine, too"),
@@ -413,6 +450,12 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.on_policy=exact", "rollout.engine=hf", "cluster.max_staleness=1"], "set cluster.max_staleness=0"),
         (["rl.on_policy=exact", "model.compile=true"], "set model.compile=false"),
         (["rl.on_policy=exact", "model.attention=per_document"], "rl.on_policy=exact brings its own"),
+        (["rl.kl_clamp=10"], "rl.kl_clamp would have no effect: rl.kl is 0"),
+        (["rl.entropy_aggregation=token_mean"], "rl.entropy is 0"),
+        (["rl.count_masked=true"], "rl.mask_truncated is false"),
+        (["rl.count_masked=true", "rl.mask_truncated=true", "rl.algorithm=dapo"], "rl.aggregation=token_mean counts"),
+        (["rl.like=nemo-rl", "rl.algorithm=ppo"], "set rl.algorithm to one of grpo, gspo, or rl.like=null"),
+        (["rl.like=openrlhf"], "rl.like must be one of trl, verl, nemo-rl or null"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),
         (["rl.overlong_penalty=2"], "rl.overlong_buffer is not set"),
     ],
