@@ -67,6 +67,33 @@ def test_what_trl_leaves_unsaid() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("config", "extra", "expected"),
+    [
+        ('{"num_experts": 8}', "", {"router_aux_loss": "document", "router_aux_loss_coef": 0.001}),
+        (
+            '{"num_experts": 8}',
+            "router_aux_loss_coef: 0.02",
+            {"router_aux_loss": "document", "router_aux_loss_coef": 0.02},
+        ),
+        ('{"num_experts": 8}', "router_aux_loss_coef: 0.0", {}),
+        ('{"hidden_size": 8}', "", {}),
+        (None, "", {}),
+    ],
+)
+def test_the_auxiliary_loss_that_trl_adds(
+    config: str | None, extra: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """To every mixture of experts; of a model on the hub the draft says that it may be one."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: {tmp_path}\ndataset_name: d\n{extra}\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    found = {key: value for key, value in yaml.safe_load(draft)["model"].items() if "router" in key}
+    assert found == expected
+    assert ("if the model is a mixture of experts" in draft) == (config is None)
+
+
 def test_verl() -> None:
     expect(
         values("verl.yaml"),

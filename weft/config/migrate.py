@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from weft.config.aliases import advice_for, entry_of
@@ -36,6 +37,7 @@ from weft.config.trainers.trainer import ITSELF, REINFORCEMENT
 from weft.config.unknown import recognised
 from weft.config.yaml12 import Node, node_of, show, written
 from weft.errors import UserError
+from weft.files import regular_file
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
@@ -159,6 +161,7 @@ _SHARED_BY = (
     "ulysses_sequence_parallel_size",
     "ulysses_size",
 )
+_ROUTED = r'"(num_experts|num_local_experts|n_routed_experts|router_aux_loss_coef)"'  # keys of config.json
 _SIGNS = 4  # names that are shown of those by which a trainer was recognised
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
@@ -172,6 +175,7 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     trainer, signs = _trainer_of(found, files)
     draft = _draft(found, trainer, ranks or _ranks(found))
     _add_defaults(draft, trainer, found)
+    _add_balancing(draft, trainer, found)
     _take_batch(draft, trainer, found, ranks or _ranks(found))
     _settle(draft, found)
     _drop_idle(draft)
@@ -380,6 +384,31 @@ def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> N
             draft.taken[key] = (None, origin, key)
         else:
             draft.take(key, value, key, origin)
+
+
+def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """The auxiliary loss that a trainer adds to that of every mixture of experts; a note where the model is not here."""
+    if trainer.balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
+        return
+    experts = _has_experts(str(draft.value("model.path")))
+    if experts:
+        origin = f"{trainer.title.partition(' and ')[0]}'s default, of a mixture of experts"
+        draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
+        draft.take("model.router_aux_loss_coef", trainer.balancing, "router_aux_loss_coef", origin)
+    elif experts is None:
+        draft.left["router_aux_loss_coef"] = (
+            f"if the model is a mixture of experts, its auxiliary loss was added, times {trainer.balancing}: set "
+            f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {trainer.balancing}`."
+        )
+
+
+def _has_experts(path: str) -> bool | None:
+    """Whether a model that is here has a router, by its config.json; None where it is not here."""
+    try:
+        file = regular_file(Path(os.path.expanduser(path)) / "config.json", "a model's config")
+        return re.search(_ROUTED, file.read_text("utf-8")) is not None
+    except (OSError, ValueError, UserError):
+        return None
 
 
 def _drop_idle(draft: Draft) -> None:

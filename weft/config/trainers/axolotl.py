@@ -14,7 +14,7 @@ base_model: Qwen/Qwen3-0.6B                  # model: {path: Qwen/Qwen3-0.6B}
 datasets:
   - path: my/chats                           # data: {path: my/chats}
     type: chat_template
-    field_messages: conversations            # data: {columns: {messages: conversations}}
+    field_messages: conversations            # data.columns, of messages
 sequence_len: 4096                           # data: {max_length: 4096, long_documents: drop}
 sample_packing: true                         # always
 micro_batch_size: 2                          # step: {tokens: 262144}: 2 x 4 x 4096 x 8 GPUs

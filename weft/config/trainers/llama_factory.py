@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import PREFERENCES, REINFORCEMENT, Trainer, same
+from weft.config.trainers.trainer import ITSELF, PREFERENCES, REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 One file replaces one file; `weft` starts its own ranks, without `llamafactory-cli`, torchrun or DeepSpeed.
@@ -172,6 +172,7 @@ LLAMA_FACTORY = Trainer(
         "train_on_prompt": {"true": {"data.train_on": "all"}, "false": {}},
         "mask_history": {"true": {"data.train_on": "last"}, "false": {}},
         "pure_bf16": {"true": {"fsdp.param_dtype": "bf16", "fsdp.master_dtype": "bf16"}, "false": {}},
+        "moe_aux_loss_coef": {"*": {"model.router_aux_loss": "document", "model.router_aux_loss_coef": ITSELF}},
         "train_from_scratch": {"true": {"model.init": "random"}, "false": {}},
         "flash_attn": same(("auto", "fa2", "fa3", "sdpa", "disabled"), {}),
         "lora_target": {"all": {"lora.targets": "all-linear"}},

@@ -21,7 +21,7 @@ dataset:
   _component_: torchtune.datasets.chat_dataset
   source: json
   data_files: chats.json                                   # data: {path: chats.json}
-  conversation_column: conversations                       # data: {columns: {messages: conversations}}
+  conversation_column: conversations                       # data.columns, of messages
   conversation_style: sharegpt
 model:
   _component_: torchtune.models.llama3_1.llama3_1_8b

@@ -38,6 +38,7 @@ class Trainer:
     says in keys of weft; under the key "" stands what cannot be carried over. per_device: names whose product is the
     batch of one device, with their defaults. packing: names that make that a number of rows of the greatest length.
     lora: the name that says whether there are adapters, and the values with which there are; "": nothing is said.
+    balancing: what it multiplies the auxiliary loss of a mixture of experts by, where nothing is said.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Trainer:
     per_device: Mapping[str, int] = field(default_factory=dict)
     packing: tuple[str, ...] = ()
     lora: tuple[str, tuple[str, ...]] = ("", ())
+    balancing: float | None = None
 
     def advice(self) -> Iterator[tuple[str, str]]:
         """(name, what to say in weft) of every name."""

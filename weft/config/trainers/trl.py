@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import PREFERENCES, REINFORCEMENT, Trainer, same
+from weft.config.trainers.trainer import ITSELF, PREFERENCES, REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 One config replaces the training arguments and the accelerate file; `weft` starts its own ranks.
@@ -31,6 +31,9 @@ What is different:
   `data.train_on: all` does the same.
 - Chats of your own need no template with generation markers.
 - A document longer than `data.max_length` is an error, which counts them; TRL cuts them. `data.long_documents` decides.
+- TRL adds the router's auxiliary loss to that of a mixture of experts, times 0.001 unless `router_aux_loss_coef` says
+  otherwise, computed over each forward; weft adds none unless `model.router_aux_loss` asks for it, and computes it over
+  each document or the whole step, which no batch size changes.
 - Intervals count optimizer steps. The last step is always saved, as a HuggingFace directory.
 """
 
@@ -77,6 +80,7 @@ TRL = Trainer(
             "gradient_checkpointing_kwargs.*": say.RECOMPUTE_HOW,
             "activation_offloading": say.ACTIVATION_OFFLOAD,
             "torch_compile": say.COMPILE,
+            "router_aux_loss_coef": say.ROUTER_COEFFICIENT,
             "use_liger_kernel": say.CHUNKED,
             "use_liger": say.CHUNKED,
             "load_in_4bit": say.QUANTISED,
@@ -240,9 +244,13 @@ TRL = Trainer(
     },
     means={
         "packing": {"false": {}},
-        "router_aux_loss_coef": {"0": {}, "0.0": {}},
+        "router_aux_loss_coef": {
+            **same(("0", "0.0"), {}),
+            "*": {"model.router_aux_loss": "document", "model.router_aux_loss_coef": ITSELF},
+        },
     },
     per_device={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     packing=("packing",),
     lora=("use_peft", ("true",)),
+    balancing=0.001,
 )
