@@ -206,7 +206,7 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
                 f"Write a config for `weft rl`, which answers the names of others (docs/rl.md, docs/coming-from/"
                 f"{trainer.name}.md)."
                 if kind == REINFORCEMENT
-                else "There is none in this version of weft."
+                else "Preference tuning is not in this version of weft."
             )
             raise UserError(
                 f"{what} of {trainer.title}, for {kind} ({name}: {show(value)}), and `weft migrate` makes drafts of "
@@ -387,7 +387,7 @@ def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> N
 
 
 def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
-    """The auxiliary loss that a trainer adds to that of every mixture of experts; a note where the model is not here."""
+    """The auxiliary loss that a trainer adds for every mixture of experts; a note where the model is not here."""
     if trainer.balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
         return
     experts = _has_experts(str(draft.value("model.path")))
