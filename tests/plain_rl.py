@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 LONGEST = 20  # what sequence_sum divides by
+CUT = 12  # samples that are longer ended at their longest
 
 
 @dataclass
@@ -140,6 +141,7 @@ def sequence_sum(losses: list[Tensor]) -> Tensor:
 
 # ---------------------------------------------------------------- algorithms
 
+Aggregate = Callable[[list[Tensor]], Tensor]
 Loss = Callable[[Row, Tensor, Tensor, Tensor], Tensor]  # row, logprobs, entropies, advantages -> losses
 
 
@@ -181,6 +183,33 @@ def plain(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
     return -a * logp * weigh(row, (0.0, 1.5), "sequence", "drop")
 
 
+def whole(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+    """Of the probabilities of whole samples, as TRL's RLOO has it."""
+    assert bool((a == a[0]).all())
+    return clipped((logp - row.old).sum().exp(), a[0], 0.2, 0.2).expand(len(a))
+
+
+def with_clamp(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+    return clipped(ratio(row, logp), a, 0.2, 0.2, dual=3.0) + 0.5 * k3(logp, row.reference).clip(-0.05, 0.05)
+
+
+def beside_entropy(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+    """[2, G]: the loss without entropy, and entropies."""
+    return torch.stack([clipped(ratio(row, logp), a, 0.2, 0.2), entropy])
+
+
+def with_entropy(loss: Callable[[list[Tensor]], Tensor], bonus: Callable[[list[Tensor]], Tensor]) -> Aggregate:
+    return lambda losses: loss([pair[0] for pair in losses]) - 0.3 * bonus([pair[1] for pair in losses])
+
+
+def uncut(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+    return clipped(ratio(row, logp), a, 0.2, 0.2) * float(len(row.drawn) <= CUT)
+
+
+def masked_sequence(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+    return clipped(ratio(row, logp), a, 0.2, 0.2) * weigh(row, (0.0, 1.3), "sequence", "drop")
+
+
 def unbiased(kind: str) -> Loss:
     def loss(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
         r = (logp - row.rollout).exp()
@@ -192,7 +221,6 @@ def unbiased(kind: str) -> Loss:
 
 
 # name -> (losses of a sample's tokens, advantages, aggregation)
-Aggregate = Callable[[list[Tensor]], Tensor]
 ALGORITHMS: dict[str, tuple[Loss, Callable[[list[Row]], list[Tensor]], Aggregate]] = {
     "grpo": (grpo, lambda rows: by_group(rows, reward, mean_std), sequence_mean),
     "dr_grpo": (ppo, lambda rows: by_group(rows, reward, mean), sequence_sum),
@@ -205,6 +233,14 @@ ALGORITHMS: dict[str, tuple[Loss, Callable[[list[Row]], list[Tensor]], Aggregate
     "cispo": (cispo, lambda rows: by_group(rows, reward, mean_std), token_mean),
     "ppo": (ppo, lambda rows: whiten([generalised(row, 0.95, 0.9, 0.1) for row in rows]), token_mean),
     "reinforce": (plain, lambda rows: by_group(rows, reward, mean), sequence_mean),
+    "whole samples": (whole, lambda rows: by_group(rows, reward, leave_one_out), sequence_mean),
+    "kl clamp": (with_clamp, lambda rows: by_group(rows, reward, mean_std), token_mean),
+    "entropy by tokens": (beside_entropy, lambda rows: by_group(rows, reward, mean_std),
+                          with_entropy(sequence_mean, token_mean)),
+    "entropy by samples": (beside_entropy, lambda rows: by_group(rows, reward, mean_std),
+                           with_entropy(sequence_sum, sequence_mean)),
+    "masked counted": (uncut, lambda rows: by_group(rows, reward, mean_std), sequence_mean),
+    "sequence mask": (masked_sequence, lambda rows: by_group(rows, reward, mean_std), token_mean),
     "kl k1": (unbiased("k1"), lambda rows: by_group(rows, reward, mean_std), token_mean),
     "kl k2": (unbiased("k2"), lambda rows: by_group(rows, reward, mean_std), token_mean),
     "kl k3": (unbiased("k3"), lambda rows: by_group(rows, reward, mean_std), token_mean),

@@ -190,7 +190,10 @@ def leaves(node: Node, name: str = "") -> list[str]:
 CONFIGS = {
     "trl.yaml": "trl",
     "trl_lora.yaml": "trl",
-    "accelerate.yaml": "trl",
+    "accelerate.yaml": "accelerate",
+    "axolotl.yaml": "axolotl",
+    "llama_factory.yaml": "llama_factory",
+    "torchtune.yaml": "torchtune",
     "verl.yaml": "verl",
     "verl_engine.yaml": "verl",
     "roll.yaml": "roll",

@@ -56,6 +56,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
     "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
+    "data.roles": ("who speaks", "test_sources.py::test_the_mapping_of_roles_that_an_error_proposes_mends_it"),
     "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
     "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
     "data.template_kwargs": (

@@ -125,7 +125,7 @@ def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: 
     overrides = [re.sub(r"(?<=data=\{)path: [\w./-]+", "shuffle: true", text) for text in overrides]
     known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
     config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known])
-    assert config.step.documents
+    assert config.step.documents or config.step.tokens
 
 
 def test_the_commands_exist() -> None:

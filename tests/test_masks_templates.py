@@ -54,6 +54,85 @@ def test_loops_of_every_kind(template: str) -> None:
     assert trained(encoder(template), MULTI) == ["One.<|end|>", "Two.<|end|>"]
 
 
+# Shaped as Gemma 4's and DiffusionGemma's: a call is followed by the results of its tools, and the answer goes on in
+# the same turn. CALLS, RESULTS, TEXT and END stand for their pieces, so that markers may go around any of them.
+_ONE_TURN = (
+    "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% if not (m.role == 'assistant' and loop.index0 and messages[loop.index0 - 1].role == 'tool') %}"
+    "{{ '<|start|>' + m.role + '\n' }}{% endif %}"
+    "CALLS_TEXT_{% if not m.tool_calls %}END_{% endif %}RESULTS_{% endif %}{% endfor %}" + ASKING
+)
+_PIECES = {
+    "CALLS_": "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}",
+    "TEXT_": "{{ m.content }}",
+    "END_": "{{ '<|end|>' }}",
+    "RESULTS_": (
+        "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length) %}"
+        "{% if messages[k].role == 'tool' %}{{ '<result>' + messages[k].content + '</result>' }}{% endif %}"
+        "{% endfor %}{% endif %}"
+    ),
+}
+
+
+def one_turn(*marked: str) -> str:
+    """The template with generation markers around these pieces."""
+    source = _ONE_TURN
+    for name, piece in _PIECES.items():
+        inside = f"{{% generation %}}{piece}{{% endgeneration %}}" if name in marked else piece
+        chosen = (
+            f"{{% if m.role == 'assistant' %}}{inside}{{% else %}}{piece}{{% endif %}}" if name in marked else piece
+        )
+        source = source.replace(name, chosen)
+    return source
+
+
+def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_markers() -> None:
+    chat = {"messages": [user("Time?"), CALL, RESULT, answer("Noon."), user("Thanks"), answer("Yes.")]}
+    marked = encoder(one_turn("CALLS_", "TEXT_", "END_"))
+    assert "".join(trained(marked, chat)) == "<call>get_time</call>Noon.<|end|>Yes.<|end|>"
+    both = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
+    assert "".join(trained(marked, both)) == "<call>get_time</call>Noon.<|end|>"
+    for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
+        with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
+            trained(encoder(template), chat)
+
+
+# They read content as a list of parts and of a text nothing, as those of SmolVLM and Idefics3, and of LLaVA-NeXT, do.
+_OF_PARTS = (
+    "{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+_OF_LINES = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ '\n' + part.text }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(("template", "begin", "join"), [(_OF_PARTS, " ", ""), (_OF_LINES, "\n", "\n")])
+def test_templates_that_read_lists_of_parts(template: str, begin: str, join: str) -> None:
+    """Texts become the lists that these templates want; lists are rendered as transformers renders them."""
+    texts = [user("1?"), answer("One."), user("2?"), answer("Two.")]
+    assert trained(encoder(template), {"messages": texts}) == [f"{begin}One.<|end|>", f"{begin}Two.<|end|>"]
+    lists = [{**m, "content": parts(m["content"])} for m in texts]
+    lists[0]["content"], lists[3]["content"] = parts("1", "?"), parts("Tw", "o.")
+    assert trained(encoder(template), {"messages": lists}) == [f"{begin}One.<|end|>", f"{begin}Tw{join}o.<|end|>"]
+    [encoded] = encoder(template).encode([record({"messages": lists})])
+    expected = byte_tokenizer(template).apply_chat_template(lists, tokenize=False)
+    assert byte_tokenizer(template).decode(encoded.ids) == expected
+
+
+def test_templates_that_read_texts_alone_get_parts_joined() -> None:
+    chat = {"messages": [{"role": "user", "content": parts("1", "?")}, answer("One."), user("2?"), answer("Two.")]}
+    [encoded] = encoder(PLAIN + ASKING).encode([record(chat)])
+    assert byte_tokenizer(PLAIN).decode(encoded.ids).startswith("<|start|>user\n1?<|end|>")
+
+
 def test_an_answer_like_another_text() -> None:
     """Found by its place, not by its words."""
     same = {"messages": [user("<|start|>assistant\nOne.<|end|>"), answer("One."), user("One."), answer("One.")]}

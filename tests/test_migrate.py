@@ -12,7 +12,8 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.aliases import ALIASES, entry_of, not_yet
 from weft.config.keys import schema_keys
-from weft.config.migrate import COLUMNS, CONVERTED, MOVES, PER_DEVICE, SWITCHES, migrate
+from weft.config.migrate import CONVERTED, MOVES, PER_DEVICE, migrate
+from weft.config.migrate_data import COLUMNS, SOURCES, SWITCHES
 from weft.config.trainers import TRAINERS
 from weft.config.yaml12 import Node, read_file
 
@@ -40,7 +41,7 @@ def test_trl() -> None:
         {
             "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 4096,
             "data.long_documents": "truncate", "data.train_on": "answers", "fsdp.param_dtype": "bf16",
-            "step.documents": 2 * 8 * 4, "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
+            "step.tokens": 2 * 8 * 4 * 4096, "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
             "optimizer.betas": [0.9, 0.98], "schedule.name": "cosine", "schedule.warmup_ratio": 0.1,
             "schedule.min_lr_ratio": 0.0, "train.epochs": 1, "train.seed": 42, "checkpoint.every": 100,
             "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
@@ -49,7 +50,7 @@ def test_trl() -> None:
     assert found["track.to"] == ["wandb"]
     assert "train.steps" not in found  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
-    assert "documents: 16  # 2 x 8 x the number of GPUs: multiply by it, or say --nproc\n" in draft
+    assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or say --nproc\n" in draft
     assert "min_lr_ratio: 0.0  # TRL's default\n" in draft
 
 
@@ -66,6 +67,33 @@ def test_what_trl_leaves_unsaid() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("config", "extra", "expected"),
+    [
+        ('{"num_experts": 8}', "", {"router_aux_loss": "document", "router_aux_loss_coef": 0.001}),
+        (
+            '{"num_experts": 8}',
+            "router_aux_loss_coef: 0.02",
+            {"router_aux_loss": "document", "router_aux_loss_coef": 0.02},
+        ),
+        ('{"num_experts": 8}', "router_aux_loss_coef: 0.0", {}),
+        ('{"hidden_size": 8}', "", {}),
+        (None, "", {}),
+    ],
+)
+def test_the_auxiliary_loss_that_trl_adds(
+    config: str | None, extra: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """To every mixture of experts; of a model on the hub the draft says that it may be one."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: {tmp_path}\ndataset_name: d\n{extra}\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    found = {key: value for key, value in yaml.safe_load(draft)["model"].items() if "router" in key}
+    assert found == expected
+    assert ("if the model is a mixture of experts" in draft) == (config is None)
+
+
 def test_verl() -> None:
     expect(
         values("verl.yaml"),
@@ -80,6 +108,26 @@ def test_verl() -> None:
     engine = values("verl_engine.yaml")
     expect(engine, {"step.max_tokens_per_device": 16384, "optimizer.name": "adamw", "schedule.min_lr_ratio": 0.1})
     assert "mesh.dp_shard" not in engine and "schedule.warmup_steps" not in engine  # -1: none
+
+
+@pytest.mark.parametrize(
+    ("written", "epochs", "steps"),
+    [("1.0", 1, 500), ("3", 3, 500.0), ('"2"', 2, "5e2"), ("2.0e+0", 2, "1_000")],
+)
+def test_numbers_of_any_yaml_type_carry_over(tmp_path: Path, written: str, epochs: int, steps: Any) -> None:
+    """HuggingFace's own files have `num_train_epochs: 3.0`; YAML 1.1 and argument parsers read the other ways."""
+    text = "model_name_or_path: m\ndataset_name: d\nlearning_rate: '2e-5'\nper_device_train_batch_size: 2.0\n"
+    (tmp_path / "a.yaml").write_text(f"{text}num_train_epochs: {written}\nsave_steps: {steps}\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found["train.epochs"], found["step.documents"]) == (epochs, 2)
+    assert found["checkpoint.every"] == float(str(steps).replace("_", "")) and float(found["optimizer.lr"]) == 2e-5
+
+
+def test_a_number_that_cannot_be_carried_is_named_and_no_default_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model_name_or_path: m\ndataset_name: d\nnum_train_epochs: 1.5\nseed: 4.0\n")
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert "num_train_epochs: 1.5 is no value of train.epochs, which is an integer or null." in draft
+    assert "epochs:" not in draft.partition("# Not taken over")[0] and "seed: 4\n" in draft
 
 
 def test_a_key_without_effect_is_left_with_its_reason(tmp_path: Path) -> None:
@@ -105,7 +153,7 @@ def test_columns(tmp_path: Path) -> None:
     expected = {"instruction": "prompt", "input": "input", "output": "completion", "system": "system"}
     assert columns(tmp_path, roll) == expected
     assert columns(tmp_path, "prompt_key: instruction\nquery_key: input\nresponse_key: output\n") is None
-    assert columns(tmp_path, "prompt_key: prompt\n") is None  # of reinforcement learning: nothing to train
+    assert columns(tmp_path, "prompt_key: prompt\nprompt_data: d\n") is None  # of RL: nothing to train
 
 
 def test_roll() -> None:
@@ -143,6 +191,119 @@ def test_torchtitan() -> None:
     )  # fmt: skip
 
 
+def test_axolotl() -> None:
+    found = values("axolotl.yaml", ranks=8)
+    expect(
+        found,
+        {
+            "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 2048,
+            "data.long_documents": "drop", "step.tokens": 2 * 4 * 8 * 2048, "optimizer.lr": 2e-4,
+            "optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.999], "schedule.name": "cosine",
+            "schedule.warmup_ratio": 0.1, "schedule.min_lr_ratio": 0.0, "train.epochs": 4, "lora.rank": 16,
+            "lora.alpha": 32, "lora.dropout": 0.05, "lora.targets": "all-linear", "run.dir": "./outputs/lora-out",
+        },
+    )  # fmt: skip
+    assert found["data.sources"] == [
+        {"path": "org/chats", "split": "train[:20%]", "columns": {"messages": "conversations"}},
+        {"path": "data/tasks.jsonl"},
+    ]
+    assert not {"optimizer.name", "step.documents", "data.chat_template", "data.train_on"} & set(found)
+    draft = migrate([str(FOREIGN / "axolotl.yaml")])
+    assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
+    left = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    for words in (
+        "optimizer: adamw_bnb_8bit is no value of optimizer.name: say `optimizer.name`: adamw or sgd.",
+        "chat_template: the tokenizer's chat template",
+        "val_set_size: no share of the training data", "adapter: training on a quantised base", "saves_per_epoch:",
+        "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
+    ):  # fmt: skip
+        assert words in left, words
+
+
+def test_roles_of_axolotl(tmp_path: Path) -> None:
+    """It writes {ours: [theirs]}."""
+    source = "{path: d.jsonl, type: chat_template, roles: {assistant: [bot, assistant], user: [human]}}"
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\ndatasets: [{source}]\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found["data.path"], found["data.roles"]) == ("d.jsonl", {"bot": "assistant", "human": "user"})
+
+
+def test_llama_factory() -> None:
+    found = values("llama_factory.yaml", ranks=4)
+    expect(
+        found,
+        {
+            "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 4096, "data.workers": 16,
+            "data.long_documents": "truncate", "step.documents": 1 * 8 * 4, "optimizer.lr": 1e-4,
+            "optimizer.weight_decay": 0.0, "schedule.warmup_ratio": 0.1, "schedule.min_lr_ratio": 0.0,
+            "train.epochs": 3, "lora.rank": 8, "lora.targets": "all-linear", "checkpoint.every": 500,
+        },
+    )  # fmt: skip
+    assert found["data.path"] is None  # a name of its dataset_info.json
+    left = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
+    assert "dataset: say `data.path`" in left and "template: the tokenizer's" in left and "val_size: no share" in left
+
+
+def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ntemplate: qwen\ncutoff_len: 512\nlora_target: q_proj,v_proj\nneat_packing: true\n"
+    (tmp_path / "a.yaml").write_text(text)
+    found = values(str(tmp_path / "a.yaml"), ranks=2)
+    assert (found["lora.rank"], found["lora.targets"]) == (8, ["q_proj", "v_proj"])
+    assert found["step.tokens"] == 8 * 1 * 512 * 2 and "step.documents" not in found  # its default batch, packed
+    (tmp_path / "a.yaml").write_text(f"{text}finetuning_type: full\n")
+    assert not [key for key in values(str(tmp_path / "a.yaml")) if key.startswith("lora.")]
+
+
+def test_torchtune() -> None:
+    found = values("torchtune.yaml", ranks=2)
+    expect(
+        found,
+        {
+            "model.path": "models/base/", "model.recompute": "full", "data.path": "data/chats.json",
+            "data.split": "train", "data.columns": {"messages": "dialogue"}, "data.max_length": 4096,
+            "step.documents": 4 * 8 * 2, "optimizer.name": "adamw", "optimizer.betas": [0.9, 0.999],
+            "optimizer.lr": 3e-4, "optimizer.weight_decay": 0.01, "schedule.name": "cosine",
+            "schedule.warmup_steps": 100, "schedule.min_lr_ratio": 0.0, "train.epochs": 1, "lora.rank": 64,
+            "lora.alpha": 128, "fsdp.param_dtype": "bf16", "fsdp.master_dtype": "bf16",
+            "run.dir": "/tmp/lora_finetune_output", "data.long_documents": "truncate",
+        },
+    )  # fmt: skip
+    assert found["lora.targets"] == ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert "optimizer.max_grad_norm" in found and found["optimizer.max_grad_norm"] is None  # it clips only when asked
+
+
+def test_accelerate_alone() -> None:
+    """It says nothing of what is trained, so no trainer's defaults stand in it."""
+    found = values("accelerate.yaml")
+    assert {key for key, value in found.items() if value is not None} == {
+        "model.recompute", "fsdp.param_dtype", "fsdp.reshard_after_forward", "fsdp.cpu_offload",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base_model: m\nsequence_len: 2048\nrl: dpo\n", "of axolotl, for preference tuning (rl: dpo)"),
+        ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "of axolotl, for reinforcement learning (rl: grpo)"),
+        ("model_name_or_path: m\ncutoff_len: 9\nstage: kto\n", "LLaMA-Factory, for preference tuning (stage: kto)"),
+        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n", "for preference tuning (beta: 0.1)"),
+        ("model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n", "for reinforcement learning (num_generations: 8)"),
+        ("algorithm: {adv_estimator: grpo}\ndata: {train_files: d}\n", "of verl, for reinforcement learning"),
+        ("rollout_batch_size: 8\npretrain: m\nadv_estimator: gae\nrewards: {math: {}}\n", "of ROLL, for reinforcement"),
+        ("hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: grpo\n", "of Miles, for reinforcement learning"),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "of torchtune, for preference tuning"),
+        ("engine_type: fancy\nhidden: 3\n", "of no trainer that `weft migrate` knows, which are TRL"),
+        ("model: {path: m}\noptimizer: {lr: 1.0e-5}\n", "a config of weft already"),
+    ],
+)
+def test_what_no_draft_is_made_of_is_refused(
+    tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert cli.main(["migrate", str(tmp_path / "a.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
 def leaves(node: Node, name: str = "") -> list[tuple[str, Any]]:
     if not node.is_section:
         return [(name, node.value)]
@@ -155,7 +316,7 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text("")
     Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
-    overrides = ["model.path=org/m", "data.path=d.jsonl"]
+    overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null"]
     overrides += ["eval.path=d.jsonl"] if "eval.path" in schema_keys(SftConfig) else []
     load_config(["mine.yaml"], overrides)
 
@@ -167,13 +328,24 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     taken = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
-        key = MOVES.get(entry_of(name) or "", name)
-        said = f"{key.rpartition('.')[2]}: " in taken or entry_of(name) in (
-            *CONVERTED,
-            *PER_DEVICE,
-            *COLUMNS,
-            *SWITCHES,
-            "min_lr",
+        entry = entry_of(name) or ""
+        key = next((trainer.moves[entry] for trainer in TRAINERS if entry in trainer.moves), MOVES.get(entry, name))
+        meaning = [trainer.means.get(entry, {}) for trainer in TRAINERS]
+        said = (
+            any(str(value).lower() in table or "*" in table for table in meaning)
+            or f"{key.rpartition('.')[2]}: " in taken
+            or entry_of(name)
+            in (
+                *CONVERTED,
+                *PER_DEVICE,
+                *COLUMNS,
+                *SWITCHES,
+                *SOURCES,
+                "micro_batch_size",
+                "batch_size",
+                "apply_lora_to_mlp",
+                "min_lr",
+            )
         )
         assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
 

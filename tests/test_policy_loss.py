@@ -118,6 +118,17 @@ def test_metrics() -> None:
     assert not any(name.startswith("clip") for name in means(policy_loss="reinforce"))
 
 
+def test_the_share_of_samples_that_are_clipped() -> None:
+    """TRL's share of gspo: one of two samples, however many tokens each has."""
+    readouts = {"logprob": torch.tensor([0.5, 0.5, 0.5, 0.0]), "entropy": torch.zeros(4)}
+    arrays = {"old_logprob": torch.zeros(4), "advantage": torch.ones(4), "correction": torch.ones(4)}
+    batch = Batch(readouts, torch.ones(4), torch.tensor([0, 0, 0, 1]), (0, 1), arrays)
+    for loss in ("gspo", "ppo_sequence"):
+        found = PolicyLoss(algorithm("gspo", policy_loss=loss, clip=(0.2, 0.2)))(batch).metrics
+        shares = {name: float(total) / float(weight) for name, (total, weight) in found.items()}
+        assert (shares["clip_ratio/samples_mean"], shares["clip_ratio/region_mean"]) == (0.5, 0.75)
+
+
 def test_a_row_without_documents_has_the_same_metrics() -> None:
     empty = terms(algorithm(kl=0.1), torch.zeros(0), torch.zeros(0), reference_logprob=torch.zeros(0))
     assert float(empty.loss_sum) == 0 and all(float(weight) == 0 for _, weight in empty.metrics.values())

@@ -24,7 +24,7 @@ from weft.objectives.policy import PolicyLoss
 from weft.recipes.verify import EPSILON
 from weft.rl import advantages
 from weft.rl.corrections import correct, old_is_current
-from weft.rl.documents import documents_of, is_trained
+from weft.rl.documents import TrainedSamples, documents_of, is_trained
 from weft.rl.types import Group, Prompt, Sample
 from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors
@@ -48,6 +48,20 @@ CONFIGS: dict[str, RlAlgorithm] = {
     "reinforce": algorithm(
         "grpo", scale="none", policy_loss="reinforce", correction="mis", correction_level="sequence",
         correction_limits=(0.0, 1.5),
+    ),
+    "whole samples": algorithm(
+        "rloo", policy_loss="ppo_sequence", aggregation="sequence_mean", correction="none"
+    ),
+    "kl clamp": algorithm(
+        "grpo", kl=0.5, kl_clamp=0.05, dual_clip=3.0, aggregation="token_mean", correction="none"
+    ),
+    "entropy by tokens": algorithm("grpo", entropy=0.3, entropy_aggregation="token_mean", correction="none"),
+    "entropy by samples": algorithm(
+        "dr_grpo", scale="group", entropy=0.3, entropy_aggregation="sequence_mean", correction="none"
+    ),
+    "masked counted": algorithm("grpo", mask_truncated=True, count_masked=True, correction="none"),
+    "sequence mask": algorithm(
+        "grpo", aggregation="token_mean", correction="mis", correction_level="sequence", correction_limits=(0.0, 1.3)
     ),
     **{f"kl {kind}": algorithm("grpo", kl_estimator=kind, **_UNBIASED) for kind in ("k1", "k2", "k3")},
 }  # fmt: skip
@@ -102,7 +116,8 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
             array[sampled] = getattr(row, name).numpy()
         versions = np.zeros(len(row.ids), np.int32)
         group.samples.append(
-            Sample(prompt, len(group.samples), np.array(row.ids), sampled, versions=versions, finish="end",
+            Sample(prompt, len(group.samples), np.array(row.ids), sampled, versions=versions,
+                   finish="length" if len(row.drawn) > plain_rl.CUT else "end",
                    reward=row.reward, **arrays)
         )  # fmt: skip
     return list(groups.values())
@@ -119,7 +134,8 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(documents_of(samples, config)))
     plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
-    loss = engine.accumulate(plan, documents, PolicyLoss(config.rl))["loss"]
+    masked = TrainedSamples(samples, config).masked
+    loss = engine.accumulate(plan, documents, PolicyLoss(config.rl, masked=masked))["loss"]
     assert loss is not None
     return loss
 
@@ -133,7 +149,8 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(documents_of(samples, config)))
     plan = engine.plan([engine.meta(document) for document in documents.values()])
-    objective = PolicyLoss(config.rl, old_is_current=True)
+    masked = TrainedSamples(samples, config).masked
+    objective = PolicyLoss(config.rl, old_is_current=True, masked=masked)
     loss = engine.accumulate(plan, documents, objective)["loss"]
     assert loss is not None
     places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]

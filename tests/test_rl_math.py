@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,17 @@ import torch
 
 from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
-from weft.config.presets import PRESETS
+from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import metas
 from weft.errors import UserError
+from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
 from weft.rl.kl import kl
-from weft.rl.types import Group, Sample
+from weft.rl.prompts import PromptStream
+from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Sampling
 
 FIRST = len(PROMPT)  # place of the first token that was drawn
@@ -138,6 +142,15 @@ def test_kl_in_the_reward(estimator: Any, penalties: list[float]) -> None:
     assert drawn(pair[0]) == [0.0, 0.0]
 
 
+def test_a_kl_in_the_reward_is_clamped() -> None:
+    """k3 of d = -5 is exp(5) - 6, some 142; verl's bound is 10."""
+    assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
+    given = sample(0, 2, 1.0, old=[-6.0, -1.0], reference=[-1.0, -2.0], values=[0.0, 0.0])
+    keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3", "kl_clamp": 10.0, "scale": "none"}
+    advantages([Group(given.prompt, [given])], algorithm("ppo", **keys))
+    assert drawn(given) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
+
+
 def test_metrics_of_rewards() -> None:
     groups = [group([1.0, 0.0, 0.0]), group([2.0, 2.0])]
     for given in groups[0].samples:
@@ -191,6 +204,28 @@ def test_overlong_shaping() -> None:
     shape_rewards(groups, rl_config(algorithm(overlong_buffer=4, overlong_penalty=0.5), max_new_tokens=20))
     assert groups[0].rewards == [1.0, 0.75, None]
     assert groups[0].samples[1].rewards == {"overlong": -0.25}
+
+
+def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DAPO, equation 11: a group that is all wrong is replaced, whatever its lengths; the others are shaped."""
+    given = [group([0.0, 0.0], [16, 20], 0), group([1.0, 0.0], [16, 20], 1)]
+
+    async def sampled(prompt: Prompt, *_: Any) -> Group:
+        return given[prompt.index]
+
+    async def score(samples: Any, failures: Any) -> None:
+        pass
+
+    monkeypatch.setattr(recipe, "rollout_group", sampled)
+    monkeypatch.setattr(recipe, "decode", lambda samples, tokenizer: None)
+    config = rl_config(algorithm("dapo", overlong_buffer=4, prompts=1, group_size=2), max_new_tokens=20)
+    stream = PromptStream([g.prompt for g in given], 1, 0, shuffle=False)
+    task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
+    run: Any = SimpleNamespace(config=config, task=task)
+    engine: Any = None
+    step = asyncio.run(recipe.roll_out(run, engine, Sampling(20), 1))
+    assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
+    assert given[1].rewards == [1.0, -1.0]
 
 
 # ---------------------------------------------------------------- corrections
@@ -347,6 +382,34 @@ def test_a_preset_sets_what_nobody_has() -> None:
     assert read("rl.algorithm=gspo").rl.clip == (3e-4, 4e-4)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rl.like=trl"], {"aggregation": "token_mean", "correction": "mis", "correction_level": "sequence",
+                           "correction_limits": (0.0, 3.0), "count_masked": True, "dual_clip": None}),
+        (["rl.like=verl"], {"aggregation": "token_mean", "dual_clip": 3.0, "kl_clamp": 10.0, "correction": "none"}),
+        (["rl.like=verl", "rl.dual_clip=null", "rl.aggregation=sequence_mean"],
+         {"aggregation": "sequence_mean", "dual_clip": None, "kl_clamp": 10.0}),
+        (["rl.like=nemo-rl"], {"kl": 0.01, "kl_clamp": 10.0, "kl_estimator": "k3", "dual_clip": None}),
+        (["rl.like=trl", "rl.algorithm=rloo"], {"policy_loss": "ppo_sequence", "advantage": "rloo", "kl": 0.05,
+                                                "kl_in": "reward", "aggregation": "sequence_mean"}),
+        (["rl.like=trl", "rl.algorithm=gspo"], {"clip": (3e-4, 4e-4), "policy_loss": "gspo"}),
+        (["rl.like=verl", "rl.algorithm=dapo"], {"clip": (0.2, 0.28), "dynamic_sampling": 10, "dual_clip": 3.0}),
+    ],
+)  # fmt: skip
+def test_the_defaults_of_another_trainer(overrides: list[str], expected: dict[str, Any]) -> None:
+    found = read(*overrides).rl
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_every_default_of_another_trainer_is_a_key_that_loads() -> None:
+    for like, algorithms in LIKE.items():
+        for name, keys in algorithms.items():
+            found = read(f"rl.like={like}", f"rl.algorithm={name}").rl
+            for leaf, value in keys.items():
+                assert getattr(found, leaf) == (tuple(value) if isinstance(value, list) else value), (like, name, leaf)
+
+
 def test_the_page_of_presets_is_current() -> None:
     page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
     for name, keys in PRESETS.items():
@@ -376,7 +439,7 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.gamma=0.9"], "only rl.advantage=reinforce++ and gae read it"),
         (["rl.gae_lambda=0.9"], "only rl.advantage=gae reads it"),
         (["rl.policy_loss=reinforce", "rl.clip=[0.1, 0.1]"], "no ratio to clip"),
-        (["rl.policy_loss=cispo", "rl.dual_clip=3"], "only rl.policy_loss=ppo and gspo read it"),
+        (["rl.policy_loss=cispo", "rl.dual_clip=3"], "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
         (["rl.correction=mis", "rl.correction_limits=[0.5, 2]"], "or rl.correction=icepop"),
         (["rl.correction_limits=[1.5, 2]"], "two numbers, 1 between them"),
         (["rl.old_logprobs=rollout", "rl.correction=tis"], "corrects the engine, too"),
@@ -387,6 +450,12 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.on_policy=exact", "rollout.engine=hf", "cluster.max_staleness=1"], "set cluster.max_staleness=0"),
         (["rl.on_policy=exact", "model.compile=true"], "set model.compile=false"),
         (["rl.on_policy=exact", "model.attention=per_document"], "rl.on_policy=exact brings its own"),
+        (["rl.kl_clamp=10"], "rl.kl_clamp would have no effect: rl.kl is 0"),
+        (["rl.entropy_aggregation=token_mean"], "rl.entropy is 0"),
+        (["rl.count_masked=true"], "rl.mask_truncated is false"),
+        (["rl.count_masked=true", "rl.mask_truncated=true", "rl.algorithm=dapo"], "rl.aggregation=token_mean counts"),
+        (["rl.like=nemo-rl", "rl.algorithm=ppo"], "set rl.algorithm to one of grpo, gspo, or rl.like=null"),
+        (["rl.like=openrlhf"], "rl.like must be one of trl, verl, nemo-rl or null"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),
         (["rl.overlong_penalty=2"], "rl.overlong_buffer is not set"),
     ],

@@ -56,6 +56,10 @@ CASES = [
     ("llama", "2", ("rl.algorithm=cispo", "rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
                     "rl.kl_estimator=k1", "rl.kl_unbiased=true", "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama", "1", ("rl.algorithm=rloo", "rl.old_logprobs=rollout", "rl.kl=0.1", "rl.kl_in=reward")),
+    ("llama", "2", ("rl.epochs=2", "rl.mask_truncated=true", "rl.count_masked=true", "rl.kl=0.1", "rl.kl_clamp=0.001",
+                    "rl.entropy=0.1", "rl.entropy_aggregation=token_mean", "rl.dual_clip=3")),
+    ("llama", "1", ("rl.like=trl", "rl.algorithm=rloo", "rl.epochs=2", "rl.entropy=0.1",
+                    "rl.entropy_aggregation=sequence_mean")),
     ("llama", "1", ("rl.algorithm=reinforce++", "rl.epochs=2", "rl.correction=mis", "rl.correction_level=sequence")),
     ("llama", "1", ("rl.algorithm=reinforce++_baseline", "rl.epochs=2", "rl.policy_loss=reinforce")),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from weft.config import SftConfig, load_config
 from weft.config.schema import SourceConfig
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents
+from weft.data.messages import read_messages
 from weft.data.records import Reading, Record
 from weft.data.sources import open_source
 from weft.errors import UserError
@@ -269,6 +271,58 @@ def test_rows_of_other_trainers(
         row = {"messages": row["messages"]}  # Parquet has no empty objects
     path = write_jsonl(tmp_path / "d.jsonl", row) if write == "jsonl" else write_parquet(tmp_path, [row])
     assert values(path, columns=columns) == [expected]
+
+
+SPOKEN = {"messages": [{"role": "human", "content": "1+1?"}, {"role": "Bot", "content": "2"}]}
+SHARED = {"messages": [{"from": "prompter", "value": "1+1?"}, {"from": "model", "value": "2"}]}
+
+
+def flat_of_roles(path: Path, *overrides: str) -> tuple[Any, str]:
+    """What the documents hold, or the key and value that an error proposes to set."""
+    config = load_config([], ["model.path=org/model", f"data.path={path}", *overrides])
+    try:
+        return flat(load_documents(config.data, byte_tokenizer(), max_length=100)[0]), ""
+    except UserError as error:
+        return None, re.findall(r"weft does not know the role .* Set (data\.roles=\{.*?\})", str(error))[0]
+
+
+@pytest.mark.parametrize(
+    "rows", [[SPOKEN], [SHARED], [SPOKEN, SHARED], [{"prompt": SPOKEN["messages"][:1], "completion": "2"}]]
+)
+def test_the_mapping_of_roles_that_an_error_proposes_mends_it(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Followed as often as one is proposed; then the answers are trained as of any other conversation."""
+    path = tmp_path / "d.jsonl"
+    write_jsonl(path, *rows)
+    found, proposed = flat_of_roles(path)
+    assert proposed
+    for _ in rows:
+        found, proposed = flat_of_roles(path, proposed) if proposed else (found, proposed)
+    asked, _ = load_documents(
+        [chat(("user", "1+1?"), ("assistant", "2"))] * len(rows), byte_tokenizer(), max_length=100
+    )
+    assert found == flat(asked)
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ("{bot: robot}", "bot: robot is none of system, developer"),
+        ("{user: human}", "Their word comes first: {human: user}"),
+    ],
+)
+def test_roles_that_are_none(roles: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config([], ["model.path=org/model", f"data.path={__file__}", f"data.roles={roles}"])
+    assert words in str(caught.value)
+
+
+def test_a_role_of_the_templates_own_is_mapped_to_itself() -> None:
+    own = [
+        {"role": "user", "content": "a"},
+        {"role": "document", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    assert read_messages("d:1", "messages", own, {"document": "document"}) == own
 
 
 def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:

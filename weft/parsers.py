@@ -189,7 +189,8 @@ def migrate_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft migrate", description=SUMMARIES["migrate"], allow_abbrev=False)
     parser.add_argument(
         "files", nargs="+", metavar="FILE",
-        help="YAML or TOML of TRL, accelerate, verl, ROLL, torchtitan or Automodel; a script (.sh) that starts a run",
+        help="YAML or TOML of TRL, axolotl, LLaMA-Factory, torchtune, accelerate, verl, ROLL, torchtitan or Automodel; "
+        "a script (.sh) that starts a run",
     )  # fmt: skip
     parser.add_argument(
         "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from weft.config.trainers import OTHERS, TRAINERS
 from weft.config.trainers import advice as say
@@ -59,7 +60,7 @@ def with_state(text: str) -> str:
     return f"{text} ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in this version yet.)"
 
 
-def entry_of(name: str, table: Mapping[str, str] = ALIASES) -> str | None:
+def entry_of(name: str, table: Mapping[str, Any] = ALIASES) -> str | None:
     """The table's entry for a dotted name: the one that says most of it."""
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):

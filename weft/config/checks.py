@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
 from weft.config.keys import get, schema_keys
-from weft.config.sources import column_problems, source_name, source_problems, split_problems
+from weft.config.sources import column_problems, role_problems, source_name, source_problems, split_problems
 from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
@@ -41,13 +41,14 @@ class Inert:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together; presets: key -> value of it -> other keys that it sets where nobody has."""
+    values that do not go together; presets: from what a key's value is, pairs of a key and of others that it sets where
+    nobody has, the stronger first."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
     ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
-    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    presets: Callable[[Callable[[str], Any]], Iterable[tuple[str, Mapping[str, Any]]]] = lambda value: ()
 
     @property
     def unsettable(self) -> tuple[str, ...]:
@@ -384,6 +385,7 @@ def _group_problems(group: Any) -> Iterator[str]:
 
 
 def _source_problems(data: Any, free: bool) -> Iterator[tuple[str, str]]:
+    yield from (("data.roles", f"data.roles: {text}") for text in role_problems(data.roles))
     if data.sources is not None:
         yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources, free=free))
         return

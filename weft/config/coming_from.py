@@ -9,6 +9,8 @@ from typing import Any
 from weft.config.aliases import with_state
 from weft.config.keys import schema_keys
 from weft.config.load import show_default
+from weft.config.presets import LIKE, PRESETS
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.trainers import TRAINERS, Trainer
 from weft.config.trainers.reinforcement import REINFORCEMENT_OF
@@ -59,6 +61,31 @@ What `weft rl` answers to these names; formulas and presets are in [algorithms.m
 """
 
 
+_LIKE = """\
+## Algorithms that differ
+
+`rl.algorithm` sets what the paper of an algorithm has. {title} has other defaults for these keys of `rl`, and
+`rl.like: {name}` sets all of them that you have not set:
+
+| `rl.algorithm` | key | {title} | weft |
+| --- | --- | --- | --- |
+"""
+
+
+def _like(trainer: Trainer) -> str:
+    """The table of what rl.like sets that is neither the algorithm's preset nor the schema's default."""
+    rows = []
+    for algorithm, keys in LIKE.get(trainer.name, {}).items():
+        for leaf, value in keys.items():
+            schema = schema_keys(RlConfig)[f"rl.{leaf}"]
+            default = list(schema.default) if isinstance(schema.default, tuple) else schema.default
+            ours = PRESETS[algorithm].get(leaf, default)
+            if value != ours:
+                rows.append(f"| `{algorithm}` | `{leaf}` | {show(value)} | {show(ours)} |")
+    title = trainer.title.partition(" and ")[0]
+    return _LIKE.format(title=title, name=trainer.name) + "\n".join(rows) + "\n"
+
+
 def page(trainer: Trainer) -> str:
     """The page of one trainer, as Markdown."""
     parts = [
@@ -78,6 +105,8 @@ def page(trainer: Trainer) -> str:
     if trainer.name in REINFORCEMENT_OF:
         rows = "\n".join(f"| `{name}` | {_sentence(text)} |" for name, text in REINFORCEMENT_OF[trainer.name].items())
         parts.append(_REINFORCEMENT.format(title=trainer.title) + rows + "\n")
+    if trainer.name in LIKE:
+        parts.append(_like(trainer))
     return "\n".join(parts)
 
 

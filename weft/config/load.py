@@ -152,11 +152,16 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
 
 def _fill_presets(tree: Node, schema: type) -> None:
     """What a key like rl.algorithm sets of others that nobody has set. Not the user's: none is refused as inert."""
-    for name, presets in rules_of(schema).presets.items():
+
+    def value(name: str) -> Any:
         chosen = _find(tree, name)
-        value = schema_keys(schema)[name].default if chosen is None else chosen.value
+        found = schema_keys(schema)[name].default if chosen is None else chosen.value
+        return found if isinstance(found, str) else None
+
+    for name, presets in rules_of(schema).presets(value):
+        chosen = _find(tree, name)
         where = name if chosen is None else f"{chosen.where} ({name})"
-        for key, preset in presets.get(value, {}).items() if isinstance(value, str) else ():
+        for key, preset in presets.items():
             section, _, leaf = key.partition(".")
             node = tree.value.setdefault(section, Node({}, where))
             if node.is_section:

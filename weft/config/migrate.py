@@ -9,24 +9,39 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from weft.config.aliases import advice_for, entry_of
 from weft.config.checks import EXCLUSIVE, INERT
-from weft.config.coerce import MismatchError, coerce
-from weft.config.keys import Key, schema_keys
+from weft.config.draft import Draft, numbers_of
+from weft.config.keys import schema_keys
 from weft.config.load import build, read_config_file
+from weft.config.migrate_data import (
+    COLUMNS,
+    SOURCES,
+    SWITCHES,
+    columns_of_sources,
+    take_adapted,
+    take_columns,
+    take_sources,
+)
 from weft.config.schema import SftConfig
 from weft.config.scripts import read_script
-from weft.config.trainers import Trainer
-from weft.config.trainers.values import weft_value
-from weft.config.unknown import likely_trainer
-from weft.config.yaml12 import Node, node_of, read_value, show, written
+from weft.config.trainers import TRAINERS, Trainer
+from weft.config.trainers.accelerate import ACCELERATE
+from weft.config.trainers.advice import BATCH
+from weft.config.trainers.trainer import ITSELF, REINFORCEMENT
+from weft.config.unknown import recognised
+from weft.config.yaml12 import Node, node_of, show, written
+from weft.errors import UserError
+from weft.files import regular_file
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
+# {known}
 # Then look at it with `weft sft THIS --dry-run`. Every key is in docs/config.md.
 """
 # weft's key <- the names of it whose values can be taken as they are.
@@ -120,19 +135,6 @@ PER_DEVICE = (
     "grad_acc_steps",
     "accumulate_grad_batches",
 )
-# Names of columns -> what weft calls the column.
-COLUMNS = {
-    "messages_key": "messages",
-    "input_key": "messages",
-    "prompt_key": "instruction",
-    "query_key": "input",
-    "response_key": "output",
-    "system_key": "system",
-    "tools_key": "tools",
-    "dataset_text_field": "text",
-}
-# What else says which column it is; _take_columns reads it.
-SWITCHES = ("prompt_dict_keys", "response_dict_keys", "multiturn.enable")
 # Where a trainer says "no limit", or "never".
 _UNSET = {
     "lora.rank",
@@ -149,49 +151,76 @@ _UNSET = {
 _GPUS = ("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node", "nproc_per_node")
 _SHARED_BY = (
     "tensor_model_parallel_size",
+    "tensor_parallel_size",
+    "sequence_parallel_degree",
+    "tensor_parallel_dim",
+    "parallelism_config_tp_size",
+    "parallelism_config_cp_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "ulysses_sequence_parallel_size",
     "ulysses_size",
 )
+_ROUTED = r'"(num_experts|num_local_experts|n_routed_experts|router_aux_loss_coef)"'  # keys of config.json
+_SIGNS = 4  # names that are shown of those by which a trainer was recognised
+_NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
-
-
-@dataclass
-class Draft:
-    """taken: key -> (value, where it comes from, their name). left: their name -> what to do about it."""
-
-    taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """What has been taken for a key."""
-        return self.taken[key][0] if key in self.taken else default
-
-    def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Set a key, unless the schema does not have it or its value does not fit. name: theirs; origin: in words."""
-        spec = schema_keys(SftConfig).get(key)
-        fitting = None if spec is None else _fitting(spec, value)
-        if fitting is None:
-            self.left[name] = advice_for(name) or f"{show(value)} is no value of {key}."
-        else:
-            self.taken[key] = (fitting, origin or entry_of(name) or name, name)
-
-    def drop(self, key: str, because: str) -> None:
-        """Take a key back."""
-        _, _, name = self.taken.pop(key)
-        if name != key:
-            self.left[name] = because
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: as many
-    as the files say."""
-    found = {name: _filled(value) for path in files for name, value in _leaves(_read(path))}
-    draft = _draft(found, ranks or _ranks(found))
-    _add_defaults(draft, likely_trainer(found), found)
+    as the files say. UserError for files of a trainer that nobody knows, and of what is no supervised fine-tuning."""
+    found = {name: value for path in files for name, value in _leaves(_read(path))}
+    found = {name: _filled(value, found) for name, value in found.items()}
+    trainer, signs = _trainer_of(found, files)
+    draft = _draft(found, trainer, ranks or _ranks(found))
+    _add_defaults(draft, trainer, found)
+    _add_balancing(draft, trainer, found)
+    _take_batch(draft, trainer, found, ranks or _ranks(found))
+    _settle(draft, found)
     _drop_idle(draft)
-    return _HEAD.format(files=", ".join(files)) + _render(draft)
+    more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
+    known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
+    head = _HEAD.format(files=", ".join(files), known="\n# ".join(textwrap.wrap(known, 116)))
+    return head + _render(draft)
+
+
+def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str]]:
+    """Whose files these are, and by which names; UserError where that is not said, or where they ask for what no draft
+    is made of."""
+    what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
+    if found and set(found) <= set(schema_keys(SftConfig)):
+        raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
+    by_signs = recognised(found)
+    if by_signs is None:
+        known = ", ".join(trainer.title for trainer in TRAINERS)
+        raise UserError(
+            f"{what} of no trainer that `weft migrate` knows, which are {known}. Write a config for `weft sft` with "
+            "the keys of docs/config.md."
+        )
+    trainer, signs = by_signs
+    for name, value in found.items():
+        kind = _task(trainer, name, value)
+        if kind is not None:
+            instead = (
+                f"Write a config for `weft rl`, which answers the names of others (docs/rl.md, docs/coming-from/"
+                f"{trainer.name}.md)."
+                if kind == REINFORCEMENT
+                else "Preference tuning is not in this version of weft."
+            )
+            raise UserError(
+                f"{what} of {trainer.title}, for {kind} ({name}: {show(value)}), and `weft migrate` makes drafts of "
+                f"supervised fine-tuning alone. {instead}"
+            )
+    return trainer, signs
+
+
+def _task(trainer: Trainer, name: str, value: Any) -> str | None:
+    """The kind of training that a value asks for, where that is not supervised fine-tuning."""
+    values = trainer.tasks.get(entry_of(name, trainer.tasks) or "", {})
+    if value is None or value is False:
+        return None
+    return next((kind for pattern, kind in values.items() if fnmatchcase(str(value).lower(), pattern)), None)
 
 
 def _ranks(found: Mapping[str, Any]) -> int | None:
@@ -210,66 +239,106 @@ def _shared_by(found: Mapping[str, Any]) -> int:
     return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 
 
-def _draft(found: Mapping[str, Any], ranks: int | None) -> Draft:
-    draft = Draft()
-    batch: dict[str, Any] = {}
-    columns: dict[str, str] = {}
+def _draft(found: Mapping[str, Any], trainer: Trainer, ranks: int | None) -> Draft:
+    """What the names say one by one."""
+    draft, columns = Draft(), {}
+    moves = {**MOVES, **ACCELERATE.moves, **trainer.moves}
     for name, value in found.items():
         entry = entry_of(name) or ""
+        meaning = _meaning(trainer, entry, value)
         if name in schema_keys(SftConfig):
             draft.take(name, value, name)
-        elif value is None:
+        elif value is None or entry in SWITCHES or entry in _per_device(trainer):
             continue
-        elif entry in PER_DEVICE:
-            batch[name.rpartition(".")[2]] = value
+        elif meaning is not None:
+            _take_meaning(draft, meaning, value, name)
         elif entry in _BETAS:
-            default = 0.95 if entry.startswith("beta") else 0.999
-            before = draft.value("optimizer.betas", [0.9, default])
-            both = [value if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
-            draft.take("optimizer.betas", both, name)
+            _take_beta(draft, entry, value, name)
         elif entry in COLUMNS and isinstance(value, str):
             columns[name] = value
-        elif entry in SWITCHES:
-            continue
-        elif entry in MOVES:
-            _take_same(draft, MOVES[entry], value, name)
+        elif entry in SOURCES and isinstance(value, list):
+            take_sources(draft, entry, value)
+        elif entry in moves:
+            _take_same(draft, moves[entry], value, name)
         elif entry in CONVERTED:
             key, convert = CONVERTED[entry]
             if convert(value) is not None:
                 draft.take(key, convert(value), name)
         else:
             draft.left[name] = advice_for(name) or "weft does not know it."
-    if batch and "step.documents" not in draft.taken:
-        documents = math.prod(int(value) for value in batch.values()) * (ranks or 1)
-        factors = " x ".join(str(value) for value in batch.values())
-        gpus = "the number of GPUs: multiply by it, or say --nproc"
-        if ranks:
-            gpus = f"{ranks} data rank(s), each of several GPUs" if _shared_by(found) > 1 else f"{ranks} GPUs"
-        draft.take("step.documents", documents, next(iter(batch)), f"{factors} x {gpus}")
-    _take_columns(draft, columns, found)
-    _settle(draft, found)
+    take_columns(draft, columns, found)
+    take_adapted(draft, found)
+    _settle_adapters(draft, trainer, found)
     return draft
 
 
-def _take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
-    """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
-    columns = {COLUMNS[str(entry_of(name))]: column for name, column in given.items()}
-    values = {entry_of(name): value for name, value in found.items()}
-    if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
-        for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
-            columns.pop(unused, None)
-    for ours, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
-        path = values.get(inside)
-        if ours in columns and path:  # verl: the names under which the text lies in the column
-            columns[ours] = ".".join([columns[ours], *map(str, path if isinstance(path, list) else [path])])
-    if "output" not in columns:
-        columns.pop("instruction", None)  # the prompts of reinforcement learning
-    if any(theirs != ours for ours, theirs in columns.items()):
-        draft.take("data.columns", columns, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
+def _meaning(trainer: Trainer, entry: str, value: Any) -> Mapping[str, Any] | None:
+    """What this value says in keys of weft, where a table knows it. accelerate's file may go with any trainer's."""
+    tables = (table.means[entry] for table in (trainer, ACCELERATE) if entry in table.means)
+    return next((table[word] for table in tables for word in (str(value).lower(), "*") if word in table), None)
+
+
+def _take_meaning(draft: Draft, meaning: Mapping[str, Any], given: Any, name: str) -> None:
+    for key, value in meaning.items():
+        if key:
+            draft.take(key, given if value == ITSELF else value, name)
+        else:
+            draft.left[name] = value
+
+
+def _take_beta(draft: Draft, entry: str, value: Any, name: str) -> None:
+    default = 0.95 if entry.startswith("beta") else 0.999
+    before = draft.value("optimizer.betas", [0.9, default])
+    number = next(numbers_of(value), value)
+    both = [number if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
+    draft.take("optimizer.betas", both, name)
+
+
+def _per_device(trainer: Trainer) -> Collection[str]:
+    return trainer.per_device or PER_DEVICE
+
+
+def _take_batch(draft: Draft, trainer: Trainer, found: Mapping[str, Any], ranks: int | None) -> None:
+    """step.documents, or step.tokens where rows are filled up, from the batch of one device."""
+    given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
+    own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
+    factors: dict[str, Any] = {**trainer.per_device, **own}
+    if "step.documents" in draft.taken or "step.documents" in draft.unfit or not factors:
+        draft.left |= dict.fromkeys(given, BATCH)
+        return
+    filled = any(found.get(name) is True for name in trainer.packing)
+    if filled:
+        factors["length"] = draft.value("data.max_length")
+    if None in factors.values():
+        draft.left |= dict.fromkeys(given, BATCH)
+        return
+    gpus = "the number of GPUs: multiply by it, or say --nproc"
+    if ranks:
+        gpus = f"{ranks} data rank(s), each of several GPUs" if _shared_by(found) > 1 else f"{ranks} GPUs"
+    origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
+    name = next(iter(given), "step.documents")
+    draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
+
+
+def _settle_adapters(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """Without adapters there is nothing to say of them, whatever stands in the file."""
+    if _has_adapters(trainer, found):
+        return
+    for key in [key for key in draft.taken if key.startswith("lora.")]:
+        draft.drop(key, f"{trainer.title} trains all weights unless {trainer.lora[0]} says otherwise.")
+
+
+def _has_adapters(trainer: Trainer, found: Mapping[str, Any]) -> bool:
+    """Whether the trainer would make them, or has no switch for it."""
+    switch, on = trainer.lora
+    given = (value for name, value in found.items() if name.rpartition(".")[2] == switch and value is not None)
+    return not switch or str(next(given, "")).lower() in on
 
 
 def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "schedule.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        key = "schedule.warmup_ratio"  # transformers 5
     if number and value <= 0 and key in _UNSET:
         return  # no limit
     if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
@@ -296,35 +365,50 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
         shape, _, name = draft.taken.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
-    _columns_of_sources(draft)
-    longest = draft.value("data.max_length", 0)
+    columns_of_sources(draft)
+    longest = draft.value("data.max_length") or 0
     if longest > draft.value("step.max_tokens_per_device", 8192):
         draft.take("step.max_tokens_per_device", longest, "", "a row holds the longest document")
 
 
-def _columns_of_sources(draft: Draft) -> None:
-    """Sources have columns of their own: data.columns goes into each."""
-    if "data.sources" not in draft.taken or "data.columns" not in draft.taken:
-        return
-    columns, _, _ = draft.taken.pop("data.columns")
-    if "eval.path" in draft.taken:
-        path, origin, name = draft.taken.pop("eval.path")
-        draft.taken["eval.sources"] = ([{"path": path}], origin, name)
-    for key in ("data.sources", "eval.sources"):
-        if key in draft.taken:
-            sources, origin, name = draft.taken[key]
-            draft.taken[key] = ([{**source, "columns": columns} for source in sources], origin, name)
-
-
-def _add_defaults(draft: Draft, trainer: Trainer | None, found: Mapping[str, Any]) -> None:
+def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
     """What nobody wrote down, because it was the other trainer's default and is not weft's."""
-    if trainer is None:
-        return
     older = any(entry_of(name) in trainer.older_names for name in found)
     for key, value in (trainer.older if older else trainer.defaults).items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
-        if key in schema_keys(SftConfig) and key not in draft.taken and not replaced:
-            draft.take(key, value, key, f"{trainer.title.partition(' and ')[0]}'s default")
+        idle = key == "lora.rank" and not _has_adapters(trainer, found)
+        if key not in schema_keys(SftConfig) or key in draft.taken or key in draft.unfit or replaced or idle:
+            continue
+        origin = f"{trainer.title.partition(' and ')[0]}'s default"
+        if value is None:
+            draft.taken[key] = (None, origin, key)
+        else:
+            draft.take(key, value, key, origin)
+
+
+def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """The auxiliary loss that a trainer adds for every mixture of experts; a note where the model is not here."""
+    if trainer.balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
+        return
+    experts = _has_experts(str(draft.value("model.path")))
+    if experts:
+        origin = f"{trainer.title.partition(' and ')[0]}'s default, of a mixture of experts"
+        draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
+        draft.take("model.router_aux_loss_coef", trainer.balancing, "router_aux_loss_coef", origin)
+    elif experts is None:
+        draft.left["router_aux_loss_coef"] = (
+            f"if the model is a mixture of experts, its auxiliary loss was added, times {trainer.balancing}: set "
+            f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {trainer.balancing}`."
+        )
+
+
+def _has_experts(path: str) -> bool | None:
+    """Whether a model that is here has a router, by its config.json; None where it is not here."""
+    try:
+        file = regular_file(Path(os.path.expanduser(path)) / "config.json", "a model's config")
+        return re.search(_ROUTED, file.read_text("utf-8")) is not None
+    except (OSError, ValueError, UserError):
+        return None
 
 
 def _drop_idle(draft: Draft) -> None:
@@ -339,29 +423,18 @@ def _drop_idle(draft: Draft) -> None:
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
 
 
-def _fitting(key: Key, value: Any) -> Any:
-    """The value as this key takes it, or None where it cannot."""
-    ours = weft_value(key.name, value)
-    for candidate in (None if ours is None else read_value(ours, "").value, value):
-        try:
-            if candidate is not None:
-                coerce(Node(candidate, ""), key.type)
-                return candidate
-        except MismatchError:
-            continue
-    return None
-
-
 def _read(path: str) -> Node:
     """A file of YAML or TOML, or a shell script of which options and overrides are read."""
     return read_script(path) if path.endswith(".sh") else read_config_file(path)
 
 
-def _filled(value: Any) -> Any:
-    """A value with OmegaConf's ${oc.env:NAME,default} put in: the variable as it is set here, or the default."""
+def _filled(value: Any, found: Mapping[str, Any]) -> Any:
+    """A value with OmegaConf's ${oc.env:NAME,default} put in, the variable as it is set here or the default, and with
+    ${other.name}, another value of the files."""
     if not isinstance(value, str):
         return value
-    return _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
+    value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
+    return _NAMED.sub(lambda match: str(found.get(match[1], match[0])), value)
 
 
 def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,52 @@ PRESETS: dict[str, dict[str, Any]] = {
             "kl_in": "reward", "kl_estimator": "k1"},
 }  # fmt: skip
 
+_TRL: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "token_mean", "kl_in": "loss", "kl_estimator": "k3",
+    "kl_clamp": None, "kl_unbiased": False, "correction": "mis", "correction_level": "sequence",
+    "correction_limits": [0.0, 3.0], "count_masked": True, "dynamic_sampling": 0,
+}  # fmt: skip
+_VERL: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": 3.0, "aggregation": "token_mean", "kl_clamp": 10.0, "kl_unbiased": False,
+    "correction": "none", "count_masked": False,
+}  # fmt: skip
+_NEMO_RL: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "token_mean", "kl": 0.01, "kl_in": "loss",
+    "kl_estimator": "k3", "kl_clamp": 10.0, "kl_unbiased": False, "correction": "none", "count_masked": False,
+}  # fmt: skip
+
+
+def _but(common: dict[str, Any], *without: str, **own: Any) -> dict[str, Any]:
+    return {name: value for name, value in common.items() if name not in without} | own
+
+
+# trainer -> algorithm -> key of `rl` -> its default there. TRL: GRPOConfig (loss_type dapo,
+# vllm_importance_sampling_mode sequence_mask at 3) and RLOOConfig; verl: actor.yaml and core_algos.py; NeMo RL:
+# grpo_math_1B.yaml. Bounds of gspo and cispo are nobody's default, and stay the paper's.
+LIKE: dict[str, dict[str, dict[str, Any]]] = {
+    "trl": {
+        "grpo": _TRL,
+        "dr_grpo": _but(_TRL, aggregation="sequence_sum"),
+        "dapo": _TRL,
+        "gspo": _but(_TRL, "clip", "aggregation"),
+        "cispo": _but(_TRL, "clip", "dual_clip"),
+        "rloo": {
+            "clip": [0.2, 0.2], "policy_loss": "ppo_sequence", "aggregation": "sequence_mean", "kl": 0.05,
+            "kl_in": "reward", "kl_estimator": "k1", "correction": "none", "count_masked": True,
+        },
+    },
+    "verl": {
+        "grpo": _but(_VERL, kl_in="loss", kl_estimator="k3"),
+        "dr_grpo": _but(_VERL, aggregation="sequence_sum"),
+        "dapo": _but(_VERL, "clip"),
+        "gspo": _but(_VERL, "clip", aggregation="sequence_mean", dual_clip=None),
+        "cispo": _but(_VERL, "clip", "dual_clip"),
+        **dict.fromkeys(("rloo", "reinforce++", "reinforce++_baseline", "ppo"), _VERL),
+    },
+    "nemo-rl": {"grpo": _NEMO_RL, "gspo": _but(_NEMO_RL, "clip", aggregation="sequence_mean")},
+}  # fmt: skip
+
 # rl.advantage: those that compare the samples of a prompt, and those that do not.
 COMPARING = ("grpo", "rloo", "reinforce++_baseline")
 ADVANTAGES = (*COMPARING, "reinforce++", "gae")
-POLICY_LOSSES = ("ppo", "gspo", "cispo", "reinforce")
+POLICY_LOSSES = ("ppo", "gspo", "ppo_sequence", "cispo", "reinforce")

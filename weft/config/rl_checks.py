@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -30,7 +30,7 @@ from weft.config.checks import (
 from weft.config.checks import (
     RANGES as SFT_RANGES,
 )
-from weft.config.presets import ADVANTAGES, COMPARING, POLICY_LOSSES, PRESETS
+from weft.config.presets import ADVANTAGES, COMPARING, LIKE, POLICY_LOSSES, PRESETS
 from weft.config.rewards import BUILT_IN_REWARDS, reward_names
 from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlAlgorithm, RlConfig, RlEvalConfig
 from weft.config.server_checks import server_combinations
@@ -67,6 +67,7 @@ def _always(_: Any) -> bool:
 
 # What each of weft's own reads; one of the user's may read every key.
 _SCALED = ("grpo", "gae")
+_CLIPPED = ("ppo", "gspo", "ppo_sequence")
 _DISCOUNTED = ("reinforce++", "gae")
 _RATIO = "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too"
 
@@ -101,11 +102,11 @@ INERT = (
     Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
     Inert("rl.gamma", _other_advantage(*_DISCOUNTED), "only rl.advantage=reinforce++ and gae read it"),
     Inert("rl.gae_lambda", _other_advantage("gae"), "only rl.advantage=gae reads it"),
-    Inert("rl.clip", _other_loss("ppo", "gspo", "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
-    Inert("rl.dual_clip", _other_loss("ppo", "gspo"), "only rl.policy_loss=ppo and gspo read it"),
+    Inert("rl.clip", _other_loss(*_CLIPPED, "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
+    Inert("rl.dual_clip", _other_loss(*_CLIPPED), "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
     *(
         Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
-        for leaf in ("kl_in", "kl_estimator", "kl_unbiased")
+        for leaf in ("kl_in", "kl_estimator", "kl_clamp", "kl_unbiased")
     ),
     Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
     *(
@@ -134,6 +135,9 @@ INERT = (
         Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
         for leaf in _leaves(CriticConfig)
     ),
+    Inert("rl.entropy_aggregation", lambda c: c.rl.entropy == 0, "rl.entropy is 0"),
+    Inert("rl.count_masked", lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked"),
+    Inert("rl.count_masked", lambda c: c.rl.aggregation == "token_mean", "rl.aggregation=token_mean counts tokens"),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     Inert(
         "rollout.max_tokens_per_device",
@@ -191,6 +195,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.gae_lambda": SHARE,
     "rl.dual_clip": (lambda v: v > 1, "above 1, or null"),
     "rl.kl": NOT_NEGATIVE,
+    "rl.kl_clamp": POSITIVE,
     "rl.entropy": NOT_NEGATIVE,
     "rl.correction_limits": (lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
     "rl.dynamic_sampling": NOT_NEGATIVE,
@@ -364,6 +369,13 @@ def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
+    if rl.like is not None and rl.algorithm not in LIKE[rl.like]:
+        known = ", ".join(LIKE[rl.like])
+        yield (
+            "rl.like",
+            f"rl.like is {rl.like}, whose defaults of {rl.algorithm} weft does not know: set rl.algorithm to one of "
+            f"{known}, or rl.like=null.",
+        )
     for leaf, own in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
         named = getattr(rl, leaf)
         if named not in own and not IMPORT_PATH.fullmatch(named):
@@ -400,6 +412,11 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
         )
 
 
-_PRESETS = {"rl.algorithm": {name: {f"rl.{leaf}": v for leaf, v in p.items()} for name, p in PRESETS.items()}}
+def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Those of rl.like, which go before the paper's, and of rl.algorithm."""
+    algorithm = value("rl.algorithm")
+    for name, table in (("rl.like", LIKE.get(value("rl.like"), {})), ("rl.algorithm", PRESETS)):
+        yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}
 
-RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _PRESETS)
+
+RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _presets)

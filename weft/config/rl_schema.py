@@ -61,6 +61,11 @@ class RlAlgorithm:
         "Sets those of the keys below that nobody has set, as the algorithm's paper has them (docs/algorithms.md).",
         "grpo",
     )
+    like: Literal["trl", "verl", "nemo-rl"] | None = key(
+        "Sets those of the keys below that nobody has set as this trainer has them by default for rl.algorithm, where "
+        "it differs from the paper (docs/algorithms.md); null: the paper's.",
+        None,
+    )
     prompts: int = key("Prompts of a rollout step.", 64)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
     updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
@@ -87,7 +92,8 @@ class RlAlgorithm:
     gamma: float = key("What a reward is worth one token earlier.", 1.0)
     gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0)
     policy_loss: str = key(
-        "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples; `cispo`: clipped "
+        "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples, the geometric mean of "
+        "their tokens' ratios; `ppo_sequence`: their product (RLOO in TRL); `cispo`: clipped "
         "ratios weigh the logprobs, so that every token keeps a gradient; `reinforce`: no ratio, right only while the "
         "policy is still the old one; or a function of your own, as in my_rl:loss.",
         "ppo",
@@ -111,12 +117,19 @@ class RlAlgorithm:
         "k2 has the gradient of the KL, and k3 that of the reverse one; all have the KL's with rl.kl_unbiased.",
         "k3",
     )
+    kl_clamp: float | None = key(
+        "Each token's estimate is no further from 0 than this; null: unbounded. verl, SkyRL, NeMo RL and ROLL have 10.",
+        None,
+    )
     kl_unbiased: bool = key(
         "Multiply the estimate in the loss by the ratio of current and old policy, so that its gradient is that of "
         "the KL (DeepSeek-V3.2).",
         False,
     )
     entropy: float = key("Weight of the entropy of the policy, which is taken off the loss.", 0.0)
+    entropy_aggregation: Literal["token_mean", "sequence_mean"] | None = key(
+        "How that entropy is made of its tokens'; null: as the loss is, rl.aggregation.", None
+    )
     old_logprobs: Literal["recompute", "rollout"] = key(
         "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
         "without it where a rollout step is one optimizer step (rl.updates x rl.epochs = 1); `rollout` takes those of "
@@ -151,6 +164,11 @@ class RlAlgorithm:
     )
     mask_truncated: bool = key(
         "Do not train samples that ended at their longest; their rewards still count in the means of their groups.",
+        False,
+    )
+    count_masked: bool = key(
+        "Count samples that rl.mask_truncated leaves out in the number that sequence_mean and sequence_sum divide by, "
+        "as samples without a loss (TRL).",
         False,
     )
     overlong_buffer: int | None = key(

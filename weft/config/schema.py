@@ -177,6 +177,12 @@ class DataConfig:
         "in [{path: a.jsonl, weight: 2}, {path: b.parquet, columns: {text: body}}].",
         None,
     )
+    roles: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Who speaks, where messages say it in words of their own: their word -> system, user, assistant or tool, as in "
+        "{human: user, bot: assistant}; a role of the template's own is mapped to itself. ShareGPT's `from: human` and "
+        "`gpt` are known.",
+        default_factory=dict,
+    )
     train_on: Literal["answers", "last", "all"] = key(
         "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
         "completion; `last`, the last of them; `all`, every token.",

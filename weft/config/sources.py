@@ -22,6 +22,9 @@ FORMATS: dict[str, tuple[str, ...]] = {
 BESIDE = ("system", "tools", "chat_template_kwargs", "history")
 COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
 
+# Who speaks, in the words of chat templates. Only answers of the assistant are trained.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _PART = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?")
 
@@ -79,6 +82,14 @@ def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[
     named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
     if len(named) > 1 and (not free or {"messages", "prompt"} <= set(columns)):
         yield f"{show(dict(columns))} names more than one format ({' and '.join(named)}): keep one."
+
+
+def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with a mapping of roles: targets that are neither weft's nor the data's own word."""
+    for theirs, ours in roles.items():
+        if ours not in ROLES and ours != theirs:
+            turned = f" Their word comes first: {{{ours}: {theirs}}}." if theirs in ROLES else ""
+            yield f"{theirs}: {show(ours)} is none of {', '.join(ROLES)}, nor {theirs} itself.{turned}"
 
 
 def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool = False) -> Iterator[str]:

@@ -33,7 +33,7 @@ def key(part: Part, work: Work) -> str | None:
     if part.digest is None or not tokenizer.is_fast:
         return None
     said = [
-        part.digest(), str(part.by_line), str(sorted(work.reading.columns.items())), str(work.reading.chat),
+        part.digest(), str(part.by_line), repr(work.reading),
         type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
         str(sorted(tokenizer.special_tokens_map.items())), repr(work.encoding),
         version("tokenizers"), version("transformers"), weft.__version__, _code(),

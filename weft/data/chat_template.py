@@ -24,6 +24,14 @@ from weft.models import hf_template
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NAMED = Path(__file__).parent / "templates"
 
+# A text in a message of each role, and what has to stand before and behind it: is it written?
+_PROBE = "\ue5e3\ue5e4"
+_PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "user": ([], []),
+    "assistant": ([("user", "question")], []),
+    "system": ([], [("user", "question")]),
+    "tool": ([("user", "question"), ("assistant", "answer")], []),
+}
 _SAID = 300  # characters of what a template says
 
 Span = tuple[int, int]  # first character and the one behind the last
@@ -81,6 +89,7 @@ class ChatTemplate:
         self._template = environment.template_class.from_code(environment, code, {**environment.globals, **_NOTES})
         self._variables = dict(variables)
         self._words = frozenset(re.findall(r"\w+", source))
+        self._read_as: dict[tuple[str, bool], bool] = {}
         self.has_markers = bool(GENERATION_TAG.search(source))
         # Where no notes can be, in macros, it is transformers' own tracker that finds markers.
         self._track: Any = environment.activate_tracker if noted.unseen_markers else None
@@ -99,8 +108,9 @@ class ChatTemplate:
     ) -> Rendering:
         """The conversation as text; ask: with what the template writes to ask for an answer. Raises RenderError, and
         UnboundedError where the template takes more than it may."""
-        self._bounds.begin()
         try:
+            messages = [self._as_read(message) for message in messages]
+            self._bounds.begin()
             return self._rendered(messages, kwargs, tools, ask)
         except UnboundedError:
             raise
@@ -108,6 +118,36 @@ class ChatTemplate:
             raise RenderError(first_line(error)[:_SAID]) from error
         except Exception as error:  # whatever Python raises for what the template does
             raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_SAID]) from error
+
+    def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its content as a list of parts where it came as one, or where the template reads nothing else
+        (SmolVLM, Idefics3, LLaVA-NeXT), if it reads lists at all."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        parts, role = getattr(content, "parts", None), str(message.get("role"))
+        if (parts is None and self._reads(role, parts=False)) or not self._reads(role, parts=True):
+            return message
+        return {**message, "content": parts or [{"type": "text", "text": content}]}
+
+    def _reads(self, role: str, *, parts: bool) -> bool:
+        """Whether the template writes a content of this role that is a list of parts, or else a text; tried once."""
+        role = role if role in _PROBES else "user"
+        if (role, parts) not in self._read_as:
+            before, behind = _PROBES[role]
+            probe = [
+                {"role": whose, "content": [{"type": "text", "text": text}] if parts else text}
+                for whose, text in (*before, (role, _PROBE), *behind)
+            ]
+            self._bounds.begin()
+            try:
+                text = self._rendered(probe, {}, None, False).text
+            except UnboundedError:
+                raise
+            except Exception:  # whatever Python raises for what the template does
+                text = ""
+            self._read_as[role, parts] = _PROBE in text and not re.search(r"['\"]type['\"]", text)
+        return self._read_as[role, parts]
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[Any] | None, ask: bool

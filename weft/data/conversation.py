@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.data.messages import is_plain
+from weft.data.messages import Parts, is_plain
 from weft.data.records import Record
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
@@ -89,9 +89,10 @@ def _as_messages(completion: Any) -> list[Any]:
 
 
 def _message(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
-    """Null means absent; text parts are joined; a call without text has an empty one."""
+    """Null means absent; text parts are joined, and remembered; a call without text has an empty one."""
     message = {key: value for key, value in raw.items() if value is not None and key != "train"}
-    message["content"] = _text(message.get("content", ""))
+    content = message.get("content", "")
+    message["content"] = Parts(content) if isinstance(content, list) and content else _text(content)
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message.update(dict.fromkeys(_REASONING, _text(reasoning)))
@@ -102,9 +103,7 @@ def _message(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[s
 
 
 def _text(content: Any) -> Any:
-    if isinstance(content, list) and all(isinstance(part, str) or "text" in part for part in content):
-        return "".join(part if isinstance(part, str) else part["text"] for part in content)
-    return content
+    return str(Parts(content)) if isinstance(content, list) else content
 
 
 def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
+from weft.config.sources import ROLES
+from weft.config.yaml12 import show
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
 Message = dict[str, Any]
 
-# ShareGPT's words for who speaks, as datasets and LLaMA-Factory use them.
+# ShareGPT's words for it, as datasets and LLaMA-Factory use them.
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",
 }  # fmt: skip
+# Other words, for what a message proposes.
+_LIKELY = {
+    **SPEAKERS, "prompter": "user", "instruction": "user", "question": "user", "bot": "assistant", "ai": "assistant",
+    "model": "assistant", "answer": "assistant", "chatbot": "assistant", "response": "assistant",
+}  # fmt: skip
+
+
+class Parts(str):
+    """The text of a message whose content is a list of text parts, joined. parts: the list, for templates that read
+    one."""
+
+    parts: list[dict[str, str]]
+
+    def __new__(cls, parts: Sequence[Any]) -> Parts:
+        texts = [part if isinstance(part, str) else part["text"] for part in parts]
+        made = super().__new__(cls, "".join(texts))
+        made.parts = [{"type": "text", "text": text} for text in texts]
+        return made
+
+
 MEDIA = ("images", "videos", "audios")
 
 
-def read_messages(where: str, column: str, value: Any) -> list[Message]:
-    """The messages of a column, each a new dict without nulls.
+def read_messages(
+    where: str, column: str, value: Any, roles: Mapping[str, str] = MappingProxyType({})
+) -> list[Message]:
+    """The messages of a column, each a new dict without nulls. roles: as data.roles.
 
     `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts stay as they are.
     Raises UserError for what is no message.
@@ -31,10 +57,29 @@ def read_messages(where: str, column: str, value: Any) -> list[Message]:
     if not value:
         raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
-    return [
-        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message)
+    found = [
+        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles)
         for number, message in enumerate(value, start=1)
     ]
+    if roles:
+        found = [{**message, "role": roles.get(message["role"], message["role"])} for message in found]
+    known = {*ROLES, *roles.values()}
+    for number, message in enumerate(found, start=1):
+        if message["role"] not in known:
+            raise UserError(_unknown_role(f"{where}: {place} {number}", found, number - 1, roles))
+    return found
+
+
+def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
+    """What to say of the first role that nobody knows: a mapping of it and of all the others that go with it."""
+    own = messages[place]["role"]
+    others = dict.fromkeys(m["role"] for m in messages if m["role"] not in (*ROLES, *roles.values()))
+    mapping = {**roles, **{role: _LIKELY.get(role.lower(), role) for role in others}}
+    keeps = "" if own.lower() in _LIKELY else f", which leaves it as it is, or {{{show(own)}: assistant}} to train it"
+    return (
+        f"{where}: weft does not know the role {json.dumps(own)}, so it would not be trained whatever it is. Set "
+        f"data.roles={show(mapping)}{keeps}."
+    )
 
 
 def is_plain(message: Any) -> TypeGuard[Message]:
@@ -71,12 +116,12 @@ def decoded(where: str, column: str, value: Any) -> Any:
         ) from None
 
 
-def _message(where: str, value: Any) -> Message:
+def _message(where: str, value: Any, roles: Mapping[str, str]) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
     message = {name: item for name, item in value.items() if item is not None}
     if "role" not in message and "from" in message:
-        message = _from_sharegpt(where, message)
+        message = _from_sharegpt(message, where, roles)
     if not isinstance(message.get("role"), str):
         raise UserError(f'{where}: `role` must be a string such as "user", not {kind(message.get("role"))}.')
     if unread := [name for name in MEDIA if message.get(name)]:
@@ -86,14 +131,12 @@ def _message(where: str, value: Any) -> Message:
     return _with_train(where, message)
 
 
-def _from_sharegpt(where: str, message: Message) -> Message:
+def _from_sharegpt(message: Message, where: str, roles: Mapping[str, str]) -> Message:
     speaker = message.pop("from")
-    if speaker not in SPEAKERS:
-        raise UserError(
-            f"{where}: `from` is {json.dumps(speaker)}, and weft knows {', '.join(SPEAKERS)}. Write `role` and "
-            "`content`."
-        )
-    message = {"role": SPEAKERS[speaker], "content": message.pop("value", None), **message}
+    if not isinstance(speaker, str):
+        raise UserError(f'{where}: `from` must be a string such as "human", not {kind(speaker)}.')
+    role = speaker if speaker in roles else SPEAKERS.get(speaker, speaker)
+    message = {"role": role, "content": message.pop("value", None), **message}
     if speaker != "function_call":
         return message
     calls = message.pop("content")

@@ -4,7 +4,7 @@ transformers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.schema import DataConfig, SourceConfig
@@ -26,30 +26,31 @@ class Source:
     columns: Mapping[str, str]
     name: str = ""
     weight: float = 1.0
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def reading(self, chat: bool) -> Reading:
         """How its rows are read. chat: whether there is a chat template."""
-        return Reading(self.columns, chat)
+        return Reading(self.columns, self.roles, chat)
 
 
 def open_data(data: Data) -> list[Source]:
     """The sources of what `load_documents` takes. Raises UserError where a file is not there or is no such file."""
     if isinstance(data, DataConfig):
         if data.sources is not None:
-            return [_open(source, named=True, most=data.max_row_bytes) for source in data.sources]
+            return [_open(source, data.roles, named=True, most=data.max_row_bytes) for source in data.sources]
         assert data.path is not None
         whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
-        return [_open(whole, most=data.max_row_bytes)]
+        return [_open(whole, data.roles, most=data.max_row_bytes)]
     if isinstance(data, str):
-        return [_open(SourceConfig(path=data))]
+        return [_open(SourceConfig(path=data), {})]
     if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
         configs: Sequence[Any] = data
-        return [_open(source, named=True) for source in configs]
+        return [_open(source, {}, named=True) for source in configs]
     return [Source("data", [in_memory(data)], {})]
 
 
-def _open(config: SourceConfig, named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
+def _open(config: SourceConfig, roles: Mapping[str, str], named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
     name = source_name(config) if named else ""
     label = f"{name} ({config.path})" if named else config.path
     key = "data.sources" if named else "data.path"
-    return Source(label, open_source(config, key, most), config.columns, name, config.weight)
+    return Source(label, open_source(config, key, most), config.columns, name, config.weight, roles)

@@ -53,9 +53,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are read. columns: as data.columns. chat: whether instructions become chats, else plain text."""
+    """How rows are read. columns, roles: as data.columns and data.roles. chat: whether instructions become chats, else
+    plain text."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
     chat: bool = True
 
 
@@ -144,7 +146,7 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
 
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = with_system(where, row, read_messages(where, "messages", row["messages"]))
+    messages = with_system(where, row, read_messages(where, "messages", row["messages"], reading.roles))
     return Record(where, "messages", {"messages": messages, **beside(where, row)})
 
 
@@ -175,8 +177,8 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
     elif isinstance(completion, dict):
         completion = [completion]
     value = {
-        "prompt": with_system(where, row, read_messages(where, "prompt", prompt)),
-        "completion": read_messages(where, "completion", completion),
+        "prompt": with_system(where, row, read_messages(where, "prompt", prompt, reading.roles)),
+        "completion": read_messages(where, "completion", completion, reading.roles),
     }
     return Record(where, "prompt", {**value, **beside(where, row)})
 

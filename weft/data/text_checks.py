@@ -63,10 +63,23 @@ class TextChecks:
     def _other(self, place: int, *, needed: bool) -> None:
         """A text may be written by another message than its own, but not by an answer."""
         other = self._marked(place)
-        if any(SENTINEL in other.of(answer) for answer in self.spans):
+        if self._trains_sentinel(other):
             raise Unclear(f"the template writes message {place + 1} into an answer", self.rendering)
         if needed and SENTINEL not in other.text:
             raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
+
+    def _trains_sentinel(self, other: Rendering) -> bool:
+        """Whether the sentinel would be trained. Markers may leave out of an answer what its region holds: Gemma 4
+        writes the results of tools between a call and the answer that it led to."""
+        if not self.template.has_markers:
+            return any(SENTINEL in other.of(answer) for answer in self.spans)
+        trained = {span for spans in self.spans.values() for span in spans}
+        alike = len(other.marked) == len(self.rendering.marked)
+        return any(
+            SENTINEL in other.text[start:end]
+            for i, (start, end) in enumerate(other.marked)
+            if not alike or self.rendering.marked[i] in trained
+        )
 
     def _thoughts(self) -> None:
         """Templates leave out the thoughts of earlier turns; those of the last answer are there to be trained."""

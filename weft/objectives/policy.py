@@ -51,6 +51,12 @@ class PolicyTokens:
         return self.log_ratio.exp()
 
     @property
+    def product_ratio(self) -> Tensor:
+        """Of each token the ratio of its whole sample, the product of its tokens', with a gradient through all."""
+        whole = self.batch.document_sum(self.log_ratio).clamp(-LARGEST, LARGEST)
+        return whole[self.batch.document_N].exp()
+
+    @property
     def sequence_ratio(self) -> Tensor:
         """Of each token the ratio of its whole sample, (prod ratio)^(1/G), with a gradient through this token alone
         (GSPO-token, arXiv:2507.18071, equation 14)."""
@@ -77,6 +83,14 @@ def gspo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
     return _clipped(tokens.sequence_ratio, tokens.advantage, config)
 
 
+def ppo_sequence(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """The same with the product of a sample's ratios, that of the probabilities of the whole sample (TRL's RLOO).
+
+    Each token has the loss of its sample, so that with sequence_mean every sample counts once.
+    """
+    return _clipped(tokens.product_ratio, tokens.advantage, config)
+
+
 def _clipped(ratio: Tensor, advantage: Tensor, config: RlAlgorithm) -> Tensor:
     low, high = config.clip
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -97,8 +111,11 @@ def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
     return -tokens.advantage * tokens.logprob
 
 
-_CLIPPED = ("ppo", "gspo", "cispo")
-LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+_CLIPPED = ("ppo", "gspo", "ppo_sequence", "cispo")
+_OF_SAMPLES = ("gspo", "ppo_sequence")
+LOSSES: dict[str, Loss] = {
+    "ppo": ppo, "gspo": gspo, "ppo_sequence": ppo_sequence, "cispo": cispo, "reinforce": reinforce,
+}  # fmt: skip
 
 
 def choose_policy_loss(name: str) -> Loss:
@@ -136,6 +153,8 @@ def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm
         estimate = d.square() / 2
     else:
         estimate = torch.expm1((-d).clamp(max=LARGEST)) + d
+    if config.kl_clamp is not None:
+        estimate = estimate.clamp(-config.kl_clamp, config.kl_clamp)
     if not config.kl_unbiased:
         return estimate
     return estimate * (tokens.ratio.detach() if config.kl_estimator == "k2" else tokens.ratio)
@@ -147,8 +166,11 @@ class PolicyLoss:
     readouts = frozenset({"logprob", "entropy"})  # without a gradient of its own entropy costs next to nothing
     every_token = False
 
-    def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False) -> None:
+    def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
+        """masked: samples of the step that rl.mask_truncated leaves out."""
         self.config, self.old_is_current = config, old_is_current
+        self.masked = masked if config.count_masked else 0
+        self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
         self.loss = choose_policy_loss(config.policy_loss)
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
@@ -161,9 +183,12 @@ class PolicyLoss:
         return found
 
     def normaliser(self, plan: StepPlan) -> float:
-        if self.config.aggregation == "token_mean":
-            return plan.totals.weight or 1.0
-        return float(sum(document.loss_tokens > 0 for document in plan.documents)) or 1.0
+        samples = sum(document.loss_tokens > 0 for document in plan.documents)
+        self._tokens = float(sum(document.loss_tokens for document in plan.documents)) or 1.0
+        self._samples = float(samples) or 1.0
+        summed = self.config.aggregation == "token_mean"
+        self._divisor = plan.totals.weight or 1.0 if summed else float(samples + self.masked) or 1.0
+        return self._divisor
 
     def upstream(self, weights_N: Tensor) -> Tensor | None:
         return None  # it depends on the ratios
@@ -184,10 +209,30 @@ class PolicyLoss:
             if config.kl_in == "loss":
                 loss = loss + config.kl * kl_loss(tokens, reference, config)
         if config.entropy > 0:
-            loss = loss - config.entropy * entropy
+            loss = loss - config.entropy * entropy * self._entropy_share(batch)
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
+        if config.policy_loss in _OF_SAMPLES:
+            metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
         return Terms(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
+
+    def _entropy_share(self, batch: Batch) -> Tensor | float:
+        """[N] what a token's entropy is multiplied by, so that the loss's weight and divisor make it the aggregation of
+        rl.entropy_aggregation."""
+        how = self.config.entropy_aggregation
+        if how is None:
+            return 1.0
+        wanted = torch.full_like(batch.weights_N, 1 / self._tokens)
+        if how == "sequence_mean":
+            count = batch.document_sum(torch.ones_like(batch.weights_N)).clamp(min=1)
+            wanted = 1 / (count[batch.document_N] * self._samples)
+        return wanted * self._divisor / batch.weights_N
+
+    @staticmethod
+    def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the row's samples lost their gradient, counted by their tokens' shares, and of how many."""
+        count = batch.document_sum(torch.ones_like(clipped))
+        return (batch.document_sum(clipped) / count.clamp(min=1)).sum(), (count > 0).sum()
 
     def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
         loss = self.loss(tokens, self.config)
@@ -210,7 +255,8 @@ class PolicyLoss:
         """This row's part of the normaliser."""
         if self.config.aggregation == "token_mean":
             return batch.weights_N.sum()
-        return (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
+        trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
+        return trained * (self._divisor / self._samples)  # of those that are masked, each row says its part
 
     @torch.no_grad()
     def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
@@ -220,7 +266,8 @@ class PolicyLoss:
         Losses that clip nothing, or are the user's, have no such metrics.
         """
         config = self.config
-        ratio = tokens.sequence_ratio if config.policy_loss == "gspo" else tokens.ratio
+        ratios = {"gspo": "sequence_ratio", "ppo_sequence": "product_ratio"}
+        ratio: Tensor = getattr(tokens, ratios.get(config.policy_loss, "ratio"))
         found = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
         if config.policy_loss not in _CLIPPED:
             return found

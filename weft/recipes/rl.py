@@ -370,12 +370,13 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     async def reward(group: Group) -> None:
         decode(group.samples, run.task.tokenizer)
         await run.task.rewards.score(group.samples, step.failures)
-        shape_rewards([group], run.config)
 
     async def answer(prompts: Sequence[Prompt]) -> list[Group]:
         return await rewarded_groups(prompts, generate, reward, step.phases)
 
+    # Groups are chosen by what the reward functions said (DAPO, arXiv:2503.14476, equation 11), before shaping.
     step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
+    shape_rewards(step.groups, run.config)
     if rl.dynamic_sampling:
         step.metrics["rollout/replaced"] = float(replaced)
     step.taken = run.task.stream.taken

@@ -174,8 +174,10 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say(f"prompts  {run.task.prompts}")
     for note in [*run.start.notes, *notes]:
         say(note)
+    like = "" if rl.like is None else f" like {rl.like}"
     say(
-        f"rl       {rl.algorithm}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} samples, "
+        f"rl       {rl.algorithm}{like}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} "
+        "samples, "
         f"{plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; rewards {json.dumps(list(rl.reward))}",
     )
     say(

@@ -96,7 +96,7 @@ def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
     if config.kl > 0 and config.kl_in == "reward":
         assert sample.old is not None and sample.reference is not None, f"sample {sample.id} has no reference logprobs"
         difference = sample.old[sample.sampled].astype(np.float64) - sample.reference[sample.sampled]
-        rewards -= config.kl * kl(difference, config.kl_estimator)
+        rewards -= config.kl * kl(difference, config.kl_estimator, config.kl_clamp)
     if len(rewards):
         assert sample.reward is not None
         rewards[-1] += sample.reward

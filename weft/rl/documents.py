@@ -93,6 +93,8 @@ class TrainedSamples(_Samples):
     def __init__(self, samples: Sequence[Sample], config: RlConfig) -> None:
         self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
         trained = [samples[place] for place in self.places]
+        # Of rl.mask_truncated: what counts but for its end.
+        self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
         super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True)
         self.old_is_known = bool(trained) and trained[0].old is not None  # else old is the policy that is trained
         self._corrects = config.rl.corrects

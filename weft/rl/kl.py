@@ -21,10 +21,12 @@ Estimator = Literal["k1", "k2", "k3"]
 Exact = NDArray[np.float64]
 
 
-def kl(difference: Exact, estimator: Estimator) -> Exact:
-    """Of each token, from its log p - log q; the tokens were drawn from p."""
+def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> Exact:
+    """Of each token, from its log p - log q; the tokens were drawn from p. clamp: how far from 0 it may be."""
     if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return np.square(difference) / 2
-    return np.expm1(-difference) + difference
+        found = difference
+    elif estimator == "k2":
+        found = np.square(difference) / 2
+    else:
+        found = np.expm1(-difference) + difference
+    return found if clamp is None else found.clip(-clamp, clamp)

@@ -184,7 +184,7 @@ class _Reader:
                 for row in block.rows():
                     if row.escaped:
                         check_unicode(row.where, row.values)
-                    rows.append(self._row(row.where, with_named(row.where, row.values, source.columns), source.columns))
+                    rows.append(self._row(row.where, with_named(row.where, row.values, source.columns), source))
                 yield from self._tokenised(rows)
 
     def _tokenised(self, rows: Sequence[_Read]) -> Iterator[Prompt]:
@@ -204,9 +204,9 @@ class _Reader:
         eos = self.tokenizer.eos_token_id
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
-    def _row(self, where: str, row: dict[str, Any], columns: Mapping[str, str]) -> _Read:
+    def _row(self, where: str, row: dict[str, Any], source: Source) -> _Read:
         refuse_media(where, row)
-        name = _prompt_column(where, row, columns)
+        name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
         if isinstance(value, str) and name == "prompt" and not is_json_list(value):
@@ -215,7 +215,7 @@ class _Reader:
                 return _text_prompt(where, text, rest)
             messages = with_system(where, rest, [{"role": "user", "content": text}])
         else:
-            messages = with_system(where, rest, read_messages(where, name, value))
+            messages = with_system(where, rest, read_messages(where, name, value, source.roles))
             messages = self._instructed(where, _to_be_answered(where, name, messages))
         return self._chat(where, messages, rest)
 

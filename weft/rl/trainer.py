@@ -258,7 +258,7 @@ class Trainer:
             nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
             return Updated({**nothing, **_NOTHING})
         flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
-        loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known)
+        loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked)
         taken = self._take_step(documents, loss, lr, began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:

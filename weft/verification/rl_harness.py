@@ -29,7 +29,7 @@ from weft.observe import flight
 from weft.rl import advantages
 from weft.rl.beside import READS, Who, set_readings
 from weft.rl.corrections import comparable, correct, old_is_current
-from weft.rl.documents import documents_of, is_trained
+from weft.rl.documents import TrainedSamples, documents_of, is_trained
 from weft.rl.trainer import Trainer
 from weft.rl.types import Floats, Group, Sample, samples_of
 from weft.verification import rl_reference
@@ -199,10 +199,11 @@ def _number(value: object) -> float:
 def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: Side) -> None:
     """Of the first update, in one cut and in many micro-batches."""
     documents = dict(enumerate(documents_of(samples, trainer.config)))
+    masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
     fused = "old_logprob" not in documents[0].arrays if documents else False
     pairs: list[tuple[Engine, Any, Learner]] = [
-        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused), seen.policy)
+        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), seen.policy)
     ]
     if trainer.critic is not None and seen.critic is not None:
         pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), seen.critic))

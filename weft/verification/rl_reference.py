@@ -132,13 +132,14 @@ def _token_rewards(row: Row, rl: Any) -> Tensor:
     """The reward at the last token, less the KL of each where that is part of it."""
     rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
     if rl.kl > 0 and rl.kl_in == "reward":
-        rewards -= rl.kl * _kl((row.old - row.reference).double(), rl.kl_estimator)
+        rewards -= rl.kl * _kl((row.old - row.reference).double(), rl)
     rewards[-1] += row.reward
     return rewards
 
 
-def _kl(d: Tensor, estimator: str) -> Tensor:
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator]
+def _kl(d: Tensor, rl: Any) -> Tensor:
+    found = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
+    return found if rl.kl_clamp is None else found.clip(-rl.kl_clamp, rl.kl_clamp)
 
 
 def _to_go(values: Tensor, factor: float) -> Tensor:
@@ -182,7 +183,7 @@ class _Update(Reference):
         """(loss, every parameter's gradient) of one update over these rows."""
         self.model.zero_grad(set_to_none=True)
         trained = [row for row in documents if row.trained]
-        total, loss, self.size = self.total(trained), 0.0, 0.0
+        total, loss, self.size = self.total(documents), 0.0, 0.0
         for row in trained:
             with self.rule.follow(row):
                 losses = self.rule.weights(row) * self.losses(row) / total
@@ -192,7 +193,10 @@ class _Update(Reference):
 
 
 class _Policy(_Update):
-    """Learns from advantages."""
+    """Learns from advantages. trained, divisor: the rows of the step, and what their sum is divided by."""
+
+    trained: Sequence[Row] = ()
+    divisor: float = 1.0
 
     def losses(self, row: Row) -> Tensor:
         rl = self.rule.rl
@@ -202,11 +206,23 @@ class _Policy(_Update):
             ratio, d = (logprob - row.old).exp(), logprob - row.reference
             if rl.kl_unbiased:
                 ratio = ratio.detach() if rl.kl_estimator == "k2" else ratio
-            loss = loss + rl.kl * _kl(d, rl.kl_estimator) * (ratio if rl.kl_unbiased else 1.0)
-        return loss - rl.entropy * entropy
+            loss = loss + rl.kl * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
+        return loss - rl.entropy * entropy * self._entropy_share(row)
+
+    def _entropy_share(self, row: Row) -> float:
+        """What makes of the loss's weight of a token, and of what its sum is divided by, those of entropies."""
+        tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
+        if self.rule.rl.entropy_aggregation is None:
+            return 1.0
+        wanted = 1 / tokens if self.rule.rl.entropy_aggregation == "token_mean" else 1 / (len(row.drawn) * samples)
+        return wanted * self.divisor / self.rule.weights(row)
 
     def total(self, rows: Sequence[Row]) -> float:
-        return float(sum(len(r.drawn) for r in rows) if self.rule.rl.aggregation == "token_mean" else len(rows)) or 1.0
+        rl, self.trained = self.rule.rl, [row for row in rows if row.trained]
+        masked = sum(not row.trained and row.reward is not None for row in rows) if rl.count_masked else 0
+        tokens = sum(len(r.drawn) for r in self.trained)
+        self.divisor = float(tokens if rl.aggregation == "token_mean" else len(self.trained) + masked) or 1.0
+        return self.divisor
 
     @torch.no_grad()
     def look(self, rows: Sequence[Row], follow: bool = True) -> list[Tensor]:
@@ -226,6 +242,8 @@ def _policy_loss(logprob: Tensor, row: Row, rl: Any) -> Tensor:
         return -ratio.detach().clip(1 - low, 1 + high) * a * logprob
     if rl.policy_loss == "gspo":  # the ratio of the whole sample; each token's gradient goes through itself alone
         ratio = (logprob - row.old).mean().detach().exp() * (logprob - logprob.detach()).exp()
+    if rl.policy_loss == "ppo_sequence":  # of the probabilities of the whole sample
+        ratio = (logprob - row.old).sum().exp().expand(len(a))
     gain = torch.min(ratio * a, ratio.clip(1 - low, 1 + high) * a)
     if rl.dual_clip is not None:
         gain = torch.where(a < 0, torch.max(gain, rl.dual_clip * a), gain)
@@ -277,4 +295,4 @@ class PlainCritic(_Update):
         return square / 2
 
     def total(self, rows: Sequence[Row]) -> float:
-        return sum(self.rule.weights(row) * len(row.drawn) for row in rows) or 1.0
+        return sum(self.rule.weights(row) * len(row.drawn) for row in rows if row.trained) or 1.0

@@ -65,6 +65,9 @@ EXPERT_KERNEL = "how experts are computed is transformers' own choice: leave it 
 
 # the data
 DATA = "say `data.path`."
+DATASET = "say `data.path`, a file or a dataset on the hub: built-in names (dataset_info.json) are not known."
+HELD_OUT = "no share of the training data is held out: name held-out documents in `eval.path`."
+ROLES = "say `data.roles`, as in {human: user, bot: assistant}."
 SPLIT = "say `data.split`."
 SUBSET = "say `data.subset`."
 MIXTURE = "say `data.sources`: a list of name, path and weight."
@@ -153,6 +156,10 @@ SAVE_DTYPE = "say `checkpoint.dtype`: auto, bf16, fp16 or fp32."
 RESUME = "resuming is no key: `weft sft --resume RUN`."
 FROM_WEIGHTS = "to start from the weights of a checkpoint, name its folder in `model.path`."
 EVAL_DATA = "say `eval.path`."
+PER_EPOCH = (
+    "intervals count optimizer steps, of which an epoch has documents / `step.documents`: say `checkpoint.every` or "
+    "`eval.every`."
+)
 EVAL = "say `eval.every` (optimizer steps; 0: only at the end)."
 PATIENCE = "say `eval.patience` (evaluations), and `eval.min_delta`."
 
@@ -189,7 +196,13 @@ LORA_ALPHA = "say `lora.alpha`; null is twice `lora.rank`."
 LORA_DROPOUT = "say `lora.dropout`."
 LORA_TARGETS = "say `lora.targets`: all-linear, or a list of patterns; fused experts are named there too."
 LORA_SAVED = "say `lora.modules_to_save`."
+LORA_KIND = "adapters are LoRA's, with no other start or scaling of their matrices than `lora.rslora`: leave it out."
+METHOD = "say `lora.rank` for adapters, and `model.freeze` for what is not to be trained."
 LORA_PATH = "say `lora.path`, the folder of an adapter."
 RSLORA = "say `lora.rslora`."
+TASK = (
+    "`weft sft` trains on documents and `weft rl` on rewards, and preference tuning is not in this version: leave it "
+    "out."
+)
 RL = "it belongs to reinforcement learning, `weft rl`: leave it out of supervised fine-tuning."
 REWARD = "the reward is `weft rl`'s: leave it out of supervised fine-tuning."

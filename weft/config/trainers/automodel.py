@@ -148,4 +148,5 @@ AUTOMODEL = Trainer(
         },
     },
     {},
+    signs=("*_target_", "step_scheduler.*", "distributed.*", "packed_sequence.*", "peft.dim"),
 )

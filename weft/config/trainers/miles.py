@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import Trainer
+from weft.config.trainers.trainer import REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 Flags become keys of sections; there is no Ray to start, and no rollout function stands between the file and the step.
@@ -190,4 +190,22 @@ MILES = Trainer(
         "schedule.warmup_ratio": 0.0,
         "schedule.min_lr_ratio": 0.0,
     },
+    signs=(
+        "hf_checkpoint",
+        "prompt_data",
+        "input_key",
+        "num_epoch",
+        "rollout_batch_size",
+        "rollout_function_path",
+        "train_backend",
+        "max_tokens_per_gpu",
+        "actor_num_nodes",
+        "actor_num_gpus_per_node",
+        "n_samples_per_prompt",
+        "advantage_estimator",
+        "rm_type",
+    ),
+    tasks=same(
+        ("advantage_estimator", "n_samples_per_prompt", "rm_type", "custom_rm_path", "eps_clip"), {"*": REINFORCEMENT}
+    ),
 )

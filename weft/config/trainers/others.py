@@ -1,4 +1,4 @@
-"""Names of further trainers (LLaMA-Factory, axolotl, Lightning, DeepSpeed), which have no page of their own."""
+"""Names of further trainers (Lightning, DeepSpeed), which have no page of their own."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from weft.config.trainers import advice as say
 OTHERS: dict[str, str] = {
     "accumulate_grad_batches": say.BATCH,
     "grad_acc_steps": say.BATCH,
-    "batch_size": say.GLOBAL_BATCH,
-    "sample_packing": say.PACKED,
-    "max_seq_len": say.LENGTH,
     "model_max_length": say.LENGTH,
-    "base_model": say.MODEL,
     "activation_checkpoint": say.RECOMPUTE,
     "initial_scale_power": say.LOSS_SCALE,
     "use_flash_attn": say.ATTENTION,
-    "flash_attention": say.ATTENTION,
     "freeze_modules": say.FREEZE,
     "frozen_modules": say.FREEZE,
     "freeze_params": say.FREEZE,
-    "dataset": say.DATA,
-    "datasets": say.DATA,
     "train_file": say.DATA,
-    "train_on_inputs": say.MASKED,
     "shuffle_seed": say.SEED,
     "gradient_clip_val": say.CLIP,
-    "num_warmup_steps": say.WARMUP,
     "max_epochs": say.EPOCHS,
     "nproc_per_node": say.RANKS,
     "standalone": say.LAUNCHER,

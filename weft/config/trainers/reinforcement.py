@@ -18,6 +18,8 @@ _DUAL = "say `rl.dual_clip`."
 _KL = "say `rl.kl`, with `rl.kl_in` as loss or reward; 0 has no reference."
 _KL_IN = "say `rl.kl_in`: loss or reward; `rl.kl` is its weight."
 _ESTIMATOR = "say `rl.kl_estimator`: k1, k2 or k3 (low_var_kl)."
+_CLAMP = "say `rl.kl_clamp`."
+_LEVEL = "say `rl.policy_loss`: ppo clips tokens, gspo whole samples (ppo_sequence: by the product of their ratios)."
 _UNBIASED = "say `rl.kl_unbiased`."
 _ENTROPY = "say `rl.entropy`."
 _AGGREGATION = "say `rl.aggregation`: token_mean, sequence_mean or sequence_sum."
@@ -112,8 +114,8 @@ _TRL = {
     "delta": _DUAL,
     "loss_type": "say `rl.algorithm`: grpo, dr_grpo, dapo or cispo; `rl.aggregation` alone is how tokens are added up.",
     "scale_rewards": _SCALE,
-    "importance_sampling_level": "say `rl.policy_loss`: ppo clips tokens, gspo whole samples.",
-    "mask_truncated_completions": _MASK,
+    "importance_sampling_level": _LEVEL,
+    "mask_truncated_completions": "say `rl.mask_truncated`, and `rl.count_masked` for the samples to count as in TRL.",
     "vllm_importance_sampling_correction": _CORRECTION,
     "vllm_importance_sampling_mode": _CORRECTION,
     "vllm_importance_sampling_cap": _LIMITS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import Trainer
+from weft.config.trainers.trainer import PREFERENCES, REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 ROLL's worker sections (`sft_train.training_args` and so on) become weft's sections; Ray is for `weft rl` alone, which
@@ -190,5 +190,21 @@ ROLL = Trainer(
         "schedule.min_lr_ratio": 0.0,
         "data.shuffle": False,
         "checkpoint.every": 500,
+    },
+    signs=(
+        "pretrain",
+        "sequence_length",
+        "num_gpus_per_node",
+        "query_key",
+        "track_with",
+        "rpc_timeout",
+        "sft_train.*",
+        "actor_train.*",
+        "actor_infer.*",
+        "rewards.*",
+    ),
+    tasks={
+        **same(("adv_estimator", "actor_infer.*", "rewards.*", "custom_envs.*"), {"*": REINFORCEMENT}),
+        **same(("chosen_key", "rejected_key"), {"*": PREFERENCES}),
     },
 )

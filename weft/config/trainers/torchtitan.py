@@ -154,4 +154,13 @@ TORCHTITAN = Trainer(
         "train.steps": 10000,
         "checkpoint.every": 500,
     },
+    signs=(
+        "job.*",
+        "training.*",
+        "parallelism.*",
+        "metrics.*",
+        "activation_checkpoint.*",
+        "model.hf_assets_path",
+        "model.flavor",
+    ),
 )

@@ -1,9 +1,9 @@
-"""Names of TRL's SFTConfig, ModelConfig and ScriptArguments, of transformers' TrainingArguments and of accelerate."""
+"""Names of TRL's SFTConfig, ModelConfig and ScriptArguments, and of transformers' TrainingArguments."""
 
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import Trainer
+from weft.config.trainers.trainer import ITSELF, PREFERENCES, REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 One config replaces the training arguments and the accelerate file; `weft` starts its own ranks.
@@ -14,7 +14,7 @@ model_name_or_path: Qwen/Qwen3-0.6B          # model: {path: Qwen/Qwen3-0.6B}
 dataset_name: my/chats                       # data: {path: my/chats}
 max_length: 4096                             # data: {max_length: 4096}
 packing: true                                # always
-per_device_train_batch_size: 4               # step: {documents: 64}: 4 x 2 x 8 GPUs
+per_device_train_batch_size: 4               # step: {tokens: 262144}: 4 x 2 x 4096 x 8 GPUs
 gradient_accumulation_steps: 2
 learning_rate: 2.0e-5                        # optimizer: {lr: 2.0e-5}
 lr_scheduler_type: cosine                    # schedule: {name: cosine}, the default
@@ -25,10 +25,15 @@ What is different:
 
 - A batch is a number of documents over all ranks and micro-batches. Change the number of GPUs or the token budget, and
   the result stays the same: losses, gradients and weights are those of one process.
+- With `packing` a batch of TRL is a number of full rows, so that a step is a number of tokens (`step.tokens`). Without
+  it a step is a number of documents.
 - Only answers are trained by default. TRL trains every token of `messages` unless `assistant_only_loss` is set;
   `data.train_on: all` does the same.
 - Chats of your own need no template with generation markers.
 - A document longer than `data.max_length` is an error, which counts them; TRL cuts them. `data.long_documents` decides.
+- TRL adds the router's auxiliary loss to that of a mixture of experts, times 0.001 unless `router_aux_loss_coef` says
+  otherwise, computed over each forward; weft adds none unless `model.router_aux_loss` asks for it, and computes it over
+  each document or the whole step, which no batch size changes.
 - Intervals count optimizer steps. The last step is always saved, as a HuggingFace directory.
 """
 
@@ -75,6 +80,7 @@ TRL = Trainer(
             "gradient_checkpointing_kwargs.*": say.RECOMPUTE_HOW,
             "activation_offloading": say.ACTIVATION_OFFLOAD,
             "torch_compile": say.COMPILE,
+            "router_aux_loss_coef": say.ROUTER_COEFFICIENT,
             "use_liger_kernel": say.CHUNKED,
             "use_liger": say.CHUNKED,
             "load_in_4bit": say.QUANTISED,
@@ -187,42 +193,6 @@ TRL = Trainer(
             "lora_task_type": say.LORA,
             "use_rslora": say.RSLORA,
         },
-        "Ranks and FSDP (accelerate)": {
-            "num_processes": say.RANKS,
-            "num_machines": say.RANKS,
-            "machine_rank": say.RANKS,
-            "main_process_ip": say.RANKS,
-            "main_process_port": say.RANKS,
-            "rdzv_backend": say.RANKS,
-            "same_network": say.RANKS,
-            "distributed_type": say.BACKEND,
-            "deepspeed.*": say.BACKEND,
-            "compute_environment": say.LAUNCHER,
-            "main_training_function": say.LAUNCHER,
-            "enable_cpu_affinity": say.LAUNCHER,
-            "debug": say.LAUNCHER,
-            "downcast_bf16": say.DTYPE,
-            "use_cpu": say.DEVICE,
-            "tpu_env": say.DEVICE,
-            "tpu_use_cluster": say.DEVICE,
-            "tpu_use_sudo": say.DEVICE,
-            "fsdp_version": say.BACKEND,
-            "fsdp_auto_wrap_policy": say.WRAP,
-            "fsdp_transformer_layer_cls_to_wrap": say.WRAP,
-            "transformer_layer_cls_to_wrap": say.WRAP,
-            "fsdp_reshard_after_forward": say.RESHARD,
-            "fsdp_sharding_strategy": say.RESHARD,
-            "fsdp_offload_params": say.OFFLOAD,
-            "fsdp_activation_checkpointing": say.RECOMPUTE,
-            "fsdp_cpu_ram_efficient_loading": say.LOADING,
-            "fsdp_sync_module_states": say.LOADING,
-            "fsdp_use_orig_params": say.BACKEND,
-            "fsdp_state_dict_type": say.SAVE_FORMAT,
-            "forward_prefetch": say.PREFETCH,
-            "backward_prefetch": say.PREFETCH,
-            "parallelism_config_cp_size": say.CP,
-            "parallelism_config_tp_size": say.TP,
-        },
         "Not supervised fine-tuning": {
             "env.*": say.ENVIRONMENT,
             "num_generations": say.RL,
@@ -241,8 +211,46 @@ TRL = Trainer(
         "schedule.warmup_ratio": 0.0,
         "schedule.min_lr_ratio": 0.0,
         "train.epochs": 3,
+        "lora.rank": 16,
         "lora.alpha": 16,
         "lora.dropout": 0.05,
         "checkpoint.every": 500,
     },
+    signs=(
+        "model_name_or_path",
+        "dataset_name",
+        "dataset_mixture.*",
+        "dataset_train_split",
+        "dataset_test_split",
+        "dataset_text_field",
+        "packing_strategy",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "use_peft",
+        "max_seq_length",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+    ),
+    tasks={
+        **same(
+            ("num_generations", "reward_funcs", "max_completion_length", "epsilon", "reward_model_path", "rloo_k"),
+            {"*": REINFORCEMENT},
+        ),
+        **same(
+            ("beta", "max_prompt_length", "desirable_weight", "precompute_ref_log_probs", "rpo_alpha", "cpo_alpha"),
+            {"*": PREFERENCES},
+        ),
+        "loss_type": same(("sigmoid", "hinge", "ipo", "kto", "simpo", "apo_zero", "apo_down"), PREFERENCES),
+    },
+    means={
+        "packing": {"false": {}},
+        "router_aux_loss_coef": {
+            **same(("0", "0.0"), {}),
+            "*": {"model.router_aux_loss": "document", "model.router_aux_loss_coef": ITSELF},
+        },
+    },
+    per_device={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    packing=("packing",),
+    lora=("use_peft", ("true",)),
+    balancing=0.001,
 )

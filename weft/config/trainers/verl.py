@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.trainers import advice as say
-from weft.config.trainers.trainer import Trainer
+from weft.config.trainers.trainer import REINFORCEMENT, Trainer, same
 
 _INTRODUCTION = """\
 Overrides look alike: `python -m verl.trainer.sft_trainer data.train_batch_size=256` becomes
@@ -228,4 +228,19 @@ VERL = Trainer(
         "lora.alpha": 16,
     },
     ("partial_pretrain",),
+    signs=(
+        "data.train_files",
+        "data.train_batch_size",
+        "data.micro_batch_size*",
+        "data.prompt_key",
+        "data.messages_key",
+        "*prompt_dict_keys",
+        "model.partial_pretrain",
+        "trainer.default_local_dir",
+        "trainer.total_epochs",
+        "engine.*",
+        "actor_rollout_ref.*",
+        "algorithm.*",
+    ),
+    tasks=same(("adv_estimator", "algorithm.*", "actor_rollout_ref.*", "critic.*"), {"*": REINFORCEMENT}),
 )
