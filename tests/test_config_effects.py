@@ -176,6 +176,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "what is trained",
         "test_objective.py::test_an_objective_of_ones_own_is_trained",
     ),
+    "train.log_every": ("which steps have a line", "test_progress.py::test_every_so_many_steps"),
     "train.max_nonfinite": (
         "when non-finite steps end the run",
         "test_sft_run.py::test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat",

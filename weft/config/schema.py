@@ -354,6 +354,11 @@ class TrainConfig:
         "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
         None,
     )
+    log_every: int | None = key(
+        "Elsewhere than on a terminal, optimizer steps between two lines of what is printed; null: a line every 5 "
+        "seconds at most. The first and the last step are always printed; RUN/metrics.jsonl has every step.",
+        None,
+    )
     max_nonfinite: int = key(
         "End the run after this many steps in a row whose loss or gradient is not finite; in RL also after so many "
         "rollout steps in a row of which no sample is to be trained.",

@@ -51,6 +51,7 @@ from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, constants, find_start, take_up
 
 FRESH = Start()
+_PROMISE = "the step that runs is finished and saved first, and then the run ends"
 LaidOut = tuple[StepPlan, Rows]
 
 
@@ -108,9 +109,15 @@ def train(
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data.report, folder, steps, start)
-    progress = Progress(len(steps), show=engine.ranks.is_first)
+    progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
-    with recorder, saver, StopSignals() as signals, progress, upcoming as laid_out_ahead:
+    with (
+        recorder,
+        saver,
+        StopSignals(_PROMISE * engine.ranks.is_first) as signals,
+        progress,
+        upcoming as laid_out_ahead,
+    ):
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
         progress.notes(evaluator.take_news())
