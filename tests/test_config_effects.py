@@ -72,6 +72,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "data.bad_rows": (
+        "whether bad rows end a run or are left out",
+        "test_bad_rows.py::test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out",
+    ),
     "data.max_row_bytes": ("how large a row may be", "test_hostile_data.py::test_max_row_bytes_is_the_limit"),
     "data.workers": (
         "how many processes tokenise",

@@ -202,6 +202,11 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+    bad_rows: Literal["error", "drop"] = key(
+        "What to do with a row that cannot be read, rendered or trained on: `error`, or `drop`, which leaves it out, "
+        "counts it, and writes it to RUN/bad_rows.jsonl with what is wrong. Of eval.path and eval.sources, too.",
+        "error",
+    )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
         "it, found before it is read whole.",

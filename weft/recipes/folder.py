@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -96,6 +96,17 @@ def write_config(config: AnyConfig, folder: Path) -> None:
     partial = folder / "config.yaml.partial"
     partial.write_text(to_yaml(config), encoding="utf-8")
     os.replace(partial, folder / "config.yaml")
+
+
+def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
+    """RUN/bad_rows.jsonl, a line for each row that was left out (data.bad_rows); none without such rows. bad: (its
+    source, what is wrong)."""
+    path = folder / "bad_rows.jsonl"
+    if not bad:
+        path.unlink(missing_ok=True)
+        return
+    lines = (json.dumps({"source": source, "error": error}, ensure_ascii=False) for source, error in bad)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
 
 
 def cut_lines(path: Path, after: int) -> int:

@@ -28,7 +28,7 @@ from weft.objectives.policy import choose_policy_loss
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
-from weft.recipes.folder import Held, hold_folder, write_config
+from weft.recipes.folder import Held, hold_folder, write_bad_rows, write_config
 from weft.recipes.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.recipes.rl_actors import Actors, open_actors
 from weft.recipes.rl_failure import told
@@ -86,6 +86,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         notes = (*exposure(config.cluster.address), *start.notes, *settled.notes, *notes_on_replay(config, replayed))
         config, start = settled.config, replace(start, notes=notes)
         write_config(settled.recorded, held.folder)
+        write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups):
             opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, device=options.device)
             asyncio.run(collect(opened) if options.rollout_only else train(opened))

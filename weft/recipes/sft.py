@@ -43,7 +43,7 @@ from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import check_installed
 from weft.recipes.ahead import ahead
 from weft.recipes.evaluate import Evaluator, ended_by
-from weft.recipes.folder import open_folder
+from weft.recipes.folder import open_folder, write_bad_rows
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
@@ -89,6 +89,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=start.state is None)
                 notes = take_up(config, engine, start, folder)
+            if ranks.is_first:
+                write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
             train(config, engine, data, folder, phases, start, hooks)
 
