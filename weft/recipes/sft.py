@@ -58,11 +58,12 @@ LaidOut = tuple[StepPlan, Rows]
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
     # What is wrong with it is said before anything is read.
-    hooks = replace(hooks, objective=choose_objective(config.train.objective, hooks.objective))
+    objective = choose_objective(config.train.objective, hooks.objective)
+    hooks, readouts = replace(hooks, objective=objective), objective.readouts
     check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device) as ranks:
-            engine = Engine(EngineConfig.of(config), ranks, weights=False)
+            engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=readouts)
             print_dry_run(config, engine, parameters=options.parameters)
         return
     config = dated(config)
@@ -87,7 +88,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
-                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=start.state is None)
+                    fill = start.state is None
+                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
                 notes = take_up(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
