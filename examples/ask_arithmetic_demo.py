@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RUN, PROBLEMS = ".demo/rl", ".demo/held-out.jsonl"
-SHOWN, NEEDED = 4, 0.8
+SHOWN, NEEDED = 4, 0.9
 
 NEXT = """\
 Next:
