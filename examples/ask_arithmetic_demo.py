@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RUN, PROBLEMS = ".demo/rl", ".demo/held-out.jsonl"
-SHOWN, NEEDED = 4, 0.8
+SHOWN, NEEDED = 4, 0.9
 
 NEXT = """\
 Next:
@@ -52,7 +52,7 @@ def main() -> int:
     problems = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     answers = solve(str(model_path), [problem["prompt"] for problem in problems])
     for problem, answer in list(zip(problems, answers, strict=True))[:SHOWN]:
-        print(f"  {problem['prompt']} {answer[::-1]:<4} (right: {problem['completion'][::-1]})")
+        print(f"  {problem['prompt']} {answer:<8} (right: {problem['completion']})")
     share = sum(answer == p["completion"] for p, answer in zip(problems, answers, strict=True)) / len(problems)
     lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     before = next(line["eval/accuracy"] for line in lines if "eval/accuracy" in line)

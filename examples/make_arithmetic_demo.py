@@ -1,7 +1,7 @@
-"""Writes what `make demo` trains on: additions of two numbers, a tokenizer of 14 characters, a small model's config.
+"""Writes what `make demo` trains on: additions of two numbers, a tokenizer of 24 tokens, a small model's config.
 
-Every problem is `47+85=`, and its answer `231`: the digits of 132, the last one first, which is how one adds. Models of
-this size learn it, slowly; nothing is downloaded.
+Every problem is `47+85=`, and its answer `2+30+100`: ones, tens and hundreds of 132, in the order in which one adds.
+Models of this size learn it, slowly; nothing is downloaded.
 
     .demo/additions.jsonl   problems and answers to learn from
     .demo/held-out.jsonl    300 problems that nothing is trained on
@@ -24,21 +24,22 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 HELD_OUT = 300
 PAD, END = "<pad>", "<end>"
+LARGER = [*(f"+{tens}0" for tens in range(1, 10)), "+100"]  # in answers, one token each
 
 
 def make_tokenizer(folder: Path) -> None:
-    """One token for each character."""
-    vocabulary = {text: place for place, text in enumerate([*"0123456789+=", PAD, END])}
+    """One token for each character of a problem, and for ones, tens and hundreds of an answer."""
+    vocabulary = {text: place for place, text in enumerate([*"0123456789+=", PAD, END, *LARGER])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\+(100|[1-9]0)(?![0-9=])|."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END).save_pretrained(str(folder))
 
 
 def make_model(folder: Path) -> None:
     """The config alone: its weights are drawn by training (`model.init: random`)."""
     Qwen3Config(
-        vocab_size=14, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=24, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
         eos_token_id=13, pad_token_id=12, bos_token_id=None, architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(str(folder))  # fmt: skip
@@ -51,9 +52,16 @@ def problems() -> list[tuple[int, int]]:
     return pairs
 
 
+def answer(a: int, b: int) -> str:
+    """The sum as ones, tens and hundreds: 132 is `2+30+100`, and 107 `7+100`."""
+    total = a + b
+    tens, hundreds = total // 10 % 10 * 10, total // 100 * 100
+    return "+".join([str(total % 10), *(str(part) for part in (tens, hundreds) if part)])
+
+
 def write(path: Path, pairs: Sequence[tuple[int, int]]) -> None:
     """`prompt` and `completion` are what fine-tuning reads; a reward is given `completion` as a column."""
-    rows = ({"prompt": f"{a}+{b}=", "completion": str(a + b)[::-1]} for a, b in pairs)
+    rows = ({"prompt": f"{a}+{b}=", "completion": answer(a, b)} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -86,6 +86,7 @@ def open_engine(
     replay: bool = True,
     beside: Engine | None = None,
     device: Device = "cpu",
+    readouts: Sequence[str] = (),
     **sections: dict[str, Any],
 ) -> Engine:
     """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
@@ -107,6 +108,7 @@ def open_engine(
         ),
         join(device),
         beside=beside,
+        readouts=readouts,
     )
 
 

@@ -22,7 +22,7 @@ model: {path: ../model}
 data: {path: ../chats.jsonl}
 step: {documents: 8, max_tokens_per_device: 128}
 optimizer: {lr: 1e-2}
-train: {epochs: 2, seed: 3}
+train: {epochs: 2, seed: 3, log_every: 1}
 run: {dir: run}
 checkpoint: {every: 1, async: false}
 """

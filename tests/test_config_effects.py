@@ -73,6 +73,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.max_length": ("how long a document may be", "test_data.py::test_long_documents_truncated"),
     "data.long_documents": ("what becomes of longer ones", "test_data.py::test_long_documents_dropped"),
+    "data.bad_rows": (
+        "whether bad rows end a run or are left out",
+        "test_bad_rows.py::test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out",
+    ),
     "data.max_row_bytes": ("how large a row may be", "test_hostile_data.py::test_max_row_bytes_is_the_limit"),
     "data.workers": (
         "how many processes tokenise",
@@ -177,6 +181,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "what is trained",
         "test_objective.py::test_an_objective_of_ones_own_is_trained",
     ),
+    "train.log_every": ("which steps have a line", "test_progress.py::test_every_so_many_steps"),
     "train.max_nonfinite": (
         "when non-finite steps end the run",
         "test_sft_run.py::test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat",

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import forked
@@ -14,6 +15,26 @@ from weft.data.documents import load_documents
 from weft.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_additions_read_as_what_they_are(tmp_path: Path) -> None:
+    """Every answer is a sum that is right as it is written, ones first, and fits what a rollout may have of tokens."""
+    words = [str(ROOT / "examples/make_arithmetic_demo.py"), str(tmp_path)]
+    assert forked.run(partial(forked.script, words), tmp_path).returncode == 0
+    tokenizer = load_tokenizer(str(tmp_path / "adder"))
+    rollout = yaml.safe_load((ROOT / "examples/rl_arithmetic_cpu.yaml").read_text())["rollout"]
+    rows = [json.loads(line) for name in ("additions", "held-out") for line in (tmp_path / f"{name}.jsonl").open()]
+    assert len(rows) == 8100
+    longest = 0
+    for row in rows:
+        numbers, parts = ([int(n) for n in text.split("+")] for text in (row["prompt"][:-1], row["completion"]))
+        assert row["prompt"][-1] == "=" and sum(parts) == sum(numbers)
+        assert parts[0] < 10 and [part for part in parts[1:] if part in (100, *range(10, 100, 10))] == parts[1:]
+        prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+        assert len(prompt) == rollout["max_prompt_tokens"]
+        assert [tokenizer.decode(ids) for ids in (prompt, completion)] == [row["prompt"], row["completion"]]
+        longest = max(longest, len(completion) + 1)
+    assert longest == rollout["max_new_tokens"]
 
 
 def test_demo_inputs(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_keys_of_the_config_are_those_of_the_draws() -> None:
 def most_rows(path: str, tokens: int) -> int:
     trainer = Trainer(config(path, max_tokens_per_device=tokens), "cpu")
     trainer.sync(1)
-    trainer.generate(requests(Sampling(9), 2))
+    trainer.generate(dict(enumerate(requests(Sampling(9), 2))), 60.0)
     assert trainer.embedded.generator is not None
     return trainer.embedded.generator.work.most_rows
 

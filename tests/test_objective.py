@@ -130,7 +130,7 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
         ("own_losses:Focus", "own_losses has no Focus"),
         ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
         ("own_losses:half", "it has no normaliser, upstream, __call__, readouts, every_token"),
-        ("own_losses:Greedy", "asks for value in `readouts`; there are entropy and logprob"),
+        ("own_losses:Greedy", "asks for value in `readouts`; there are logprob, entropy, logsumexp, chosen_logits"),
         ("json:dumps", "is no objective: it has no normaliser, upstream, readouts, every_token"),
     ],
 )

@@ -90,13 +90,60 @@ def test_a_large_file_is_sampled(capsys: pytest.CaptureFixture[str], monkeypatch
     write_jsonl(Path("large.jsonl"), *({"text": f"{i:050}"} for i in range(5000)))
     monkeypatch.setattr(preview, "SAMPLE_BYTES", 10_000)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 8 * 600)
-    out = shown(capsys, "data.path=large.jsonl", "step.documents=10")
+    out = shown(capsys, "data.path=large.jsonl", "step.documents=10", "--sample")
     line = next(line for line in out.splitlines() if line.startswith("data"))
     about, sample = (int(word.replace(",", "")) for word in line.split() if word.replace(",", "").isdigit())
     assert abs(about - 5000) < 500 and sample < 300
     assert f"steps    about {-(-about // 10)}" in out.replace(",", "") or "steps    about " in out
-    out = shown(capsys, "data.path=large.jsonl", "step.documents=10", "--all")
+    out = shown(capsys, "data.path=large.jsonl", "step.documents=10")
     assert "5,000 documents (text)" in out and "steps    500 in an epoch" in out
+
+
+def test_every_row_is_read_and_bad_ones_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of which no sample has one; those that cannot be parsed, and those that cannot be rendered or trained."""
+    monkeypatch.setattr(preview, "SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 8 * 600)
+    rows: list[object] = [{"text": f"{i:050}"} for i in range(3000)]
+    for i in range(1000, 1025):
+        rows[i] = {"body": "b"}
+    write_jsonl(Path("bad.jsonl"), *rows)
+    shown(capsys, "data.path=bad.jsonl", "--sample")
+    err = shown(capsys, "data.path=bad.jsonl", status=2)
+    assert "25 of 3,000 rows cannot be trained on:" in err and "and 5 more" in err
+    assert [n for n in range(990, 1030) if f"  bad.jsonl:{n}: has `body`" in err] == list(range(1001, 1021))
+    assert err.strip().endswith("Mend them, or set data.bad_rows=drop, which leaves them out.")
+    out = shown(capsys, "data.path=bad.jsonl", "data.bad_rows=drop")
+    assert "bad      25 rows are left out (data.bad_rows=drop):" in out and "bad.jsonl:1020: has" in out
+    assert "steps    47 in an epoch" in out  # 2,975 documents, 64 in a step
+    unclear = {"messages": chat(("user", "hi"))["messages"]}
+    tools = {**chat(("user", "hi"), ("assistant", "yes")), "tools": [{"name": "f"}]}
+    write_jsonl(Path("late.jsonl"), chat(("user", "hi"), ("assistant", "yes")), unclear, tools)
+    err = shown(capsys, "data.path=late.jsonl", status=2)
+    assert "2 of 3 rows cannot be trained on:\n  late.jsonl:2: no token of this document is trained" in err
+    assert "late.jsonl:3: has `tools`" in err
+
+
+def test_what_is_trained_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind a beginning of a thousand tokens, as tools are; and of a long answer both ends."""
+    turns = [
+        ("user", "begin" + "a" * 1000 + "asked"),
+        ("assistant", "one"),
+        ("user", "more"),
+        ("assistant", "f" + "b" * 500 + "l"),
+    ]
+    write_jsonl(Path("long.jsonl"), chat(*turns))
+    out = shown(capsys, "data.path=long.jsonl")
+    assert "begin" in out and "asked<|end|>\n<|start|>assistant\n\u00bbone<|end|>\u00ab" in out
+    assert "\u00bbf" in out and "l<|end|>\u00ab" in out and "a" * 100 not in out and "b" * 200 not in out
+    hidden = [int(line.split()[1].replace(",", "")) for line in out.splitlines() if line.startswith("[... ")]
+    assert len(hidden) == 2 and "trained tokens: --full shows them" in out
+    whole = shown(capsys, "data.path=long.jsonl", "--full")
+    assert "a" * 1000 in whole and "b" * 500 in whole and "[..." not in whole
+    said = [" ".join(line for line in text.splitlines() if not line.startswith("[...")) for text in (whole, out)]
+    letters = [sum(text.count(letter) for letter in "ab") for text in said]
+    assert letters[0] - letters[1] == sum(hidden)  # one token is a letter
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,25 @@ import pytest
 from weft.observe.progress import Progress, describe, duration
 from weft.terminal import Console
 
-LINE = {"step": 1, "loss": 2.34567, "grad_norm": 12.3456, "lr": 1e-5, "tokens_per_second": 12345.6, "reward/mean": 0.5}
+LINE = {"step": 1, "loss": 2.34567, "grad_norm": 12.3456, "lr": 1e-5, "tokens_per_second": 12345.6}
+POLICY = {
+    **LINE, "loss": 0.0, "rollout": 1, "reward": 0.3125, "reward_std": 0.21, "kl": 0.0012, "policy/kl_old": 0.0,
+    "completions/mean_length": 341.5, "staleness/mean": 0.5,
+}  # fmt: skip
+
+
+class Clock:
+    """Goes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(clock: Clock, total: int, every: int | None = None) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(total, every=every, console=Console(file=out, width=30), clock=clock), out
 
 
 def ticking(*times: float) -> Callable[[], float]:
@@ -18,18 +36,80 @@ def ticking(*times: float) -> Callable[[], float]:
     return lambda: next(clock)
 
 
-def test_one_line_per_step_without_a_terminal() -> None:
-    out = io.StringIO()
-    clock = ticking(0, 0, 10, 20)
-    with Progress(5, extra=("reward/mean",), console=Console(file=out, width=30), clock=clock) as progress:
+def test_lines_without_a_terminal() -> None:
+    clock = Clock()
+    progress, out = shown(clock, 5)
+    with progress:
+        clock.now = 10
         progress.step(LINE)
         progress.note("saved [step-1]")
+        clock.now = 20
         progress.step({"step": 2, "skipped": True, "reason": "loss is not finite: rank 1"})
     assert out.getvalue().splitlines() == [
-        "step 1/5  loss 2.3457  grad_norm 12.3  lr 1.00e-05  12,346 tokens/s  reward/mean 0.5  ETA 0:40",
+        "step 1/5  loss 2.3457  grad_norm 12.3  lr 1.00e-05  12,346 tokens/s  ETA 0:40",
         "saved [step-1]",
         "step 2/5  skipped: loss is not finite: rank 1  ETA 0:30",
     ]
+
+
+def steps_of(out: io.StringIO) -> list[int | str]:
+    """Numbers of the steps that have a line, and other lines."""
+    lines = out.getvalue().splitlines()
+    return [int(line.split()[1].split("/")[0]) if line.startswith("step ") else line for line in lines]
+
+
+@pytest.mark.parametrize(("ends_at", "expected"), [(20, [1, 6, 11, 16, 20]), (13, [1, 6, 11, 13])])
+def test_a_line_every_few_seconds_at_most(ends_at: int, expected: list[int]) -> None:
+    """The first and the last step have one, and the last of a run that ends early."""
+    clock = Clock()
+    progress, out = shown(clock, 20)
+    with progress:
+        for step in range(1, ends_at + 1):
+            clock.now = float(step)
+            progress.step({**LINE, "step": step})
+    assert steps_of(out) == expected
+
+
+def test_every_so_many_steps() -> None:
+    clock = Clock()
+    progress, out = shown(clock, 20, every=8)
+    with progress:
+        for step in range(1, 21):
+            progress.step({**LINE, "step": step} | ({"skipped": True} if step == 11 else {}))
+            if step == 13:
+                progress.note("eval")  # it is about a step, whose line goes first
+    assert steps_of(out) == [1, 8, 11, 13, "eval", 16, 20]
+
+
+def test_what_goes_on_within_a_step() -> None:
+    clock = Clock()
+    progress, out = shown(clock, 3)
+    with progress:
+        for second in range(1, 31):
+            clock.now = float(second)
+            progress.doing(f"rollout step 1: {second}/99 samples")
+        progress.doing("")
+        progress.step(LINE)
+        clock.now += 9.0
+        progress.doing("rollout step 2: 1/99 samples")  # the step's own line is not old enough
+    samples = [f"rollout step 1: {second}/99 samples" for second in (10, 20, 30)]
+    assert steps_of(out) == [*samples, 1]
+
+
+def test_a_policy_is_described_by_its_rewards() -> None:
+    words = "  ".join(describe(POLICY))
+    assert words.startswith("reward 0.3125  reward_std 0.21  kl 0.0012  length 341.5  staleness 0.5  grad_norm 12.3")
+    assert "loss" not in words and "kl_old" not in words
+    assert "kl_old 0.01" in describe({**POLICY, "policy/kl_old": 0.01})
+    assert describe({"step": 1, "rollout": 1, "reward": 0.25}) == ["reward 0.25"]  # nothing was trained
+    clock = Clock()
+    progress, out = shown(clock, 8)  # of two optimizer steps to a rollout step the last knows the rewards
+    with progress:
+        for step in range(1, 9):
+            clock.now += 3
+            whole = POLICY if step % 2 == 0 else {**LINE, "rollout": 1}
+            progress.step({**whole, "step": step})
+    assert steps_of(out) == [2, 4, 6, 8] and out.getvalue().count("reward 0.3125") == 4
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,13 +124,24 @@ def test_bar_on_a_terminal(width: int) -> None:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     with Progress(5, console=console) as progress:
+        progress.doing("rollout step 1: 3/8 samples")
         progress.step(LINE)
         progress.note("saved [step-1]")
+        progress.doing("")
         progress.step({**LINE, "step": 5, "loss": None})
     text = out.getvalue()
+    assert "rollout step" not in text  # it was over before the bar was drawn again
     assert "saved [step-1]" in text and "step 5/5" in text and "loss -" in text
     assert "ETA 0:00" in text  # the last to go where the terminal is narrow
     assert all(len(line) < 2 * width for line in text.splitlines())  # escape codes aside, nothing wraps
+
+
+def test_the_bar_says_what_goes_on() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    with Progress(5, console=console) as progress:
+        progress.doing("rollout step 1: 3/8 [samples]")
+    assert "step 0/5 rollout step 1: 3/8 [samples]" in " ".join(out.getvalue().split())
 
 
 def test_the_pace_is_that_of_the_last_steps() -> None:
@@ -80,5 +171,4 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_missing_numbers_are_dashes() -> None:
     assert describe({"loss": None}) == ["loss -", "grad_norm -", "lr -", "- tokens/s"]
-    assert describe({"reward": 0.25}, extra=("reward",)) == ["reward 0.25"]  # nothing was trained
-    assert describe({"loss": -1e-9, "lr": 1e-9}, extra=("reward",))[0::2] == ["loss 0.0000", "lr 1.00e-09"]
+    assert describe({"loss": -1e-9, "lr": 1e-9})[0::2] == ["loss 0.0000", "lr 1.00e-09"]

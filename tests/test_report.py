@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,34 @@ def test_runs_of_reinforcement_learning_are_compared(tmp_path: Path) -> None:
     assert [series.name for series in main[0].series] == ["a", "b", "a, held out", "b, held out"]
     assert {"reward_std", "eval/pass@4", "seconds/train"} <= {chart.title for chart in others}
     assert "2 runs compared" in Text(page(runs)).text
+
+
+def test_what_is_zero_throughout_is_one_line(tmp_path: Path) -> None:
+    """A chart of nothing but zeros goes, and of one with other series those that are zero; not where runs differ."""
+    runs = [read_run(make_rl_run(tmp_path / name)) for name in ("a", "b")]
+    zeros = [replace(run, lines=[{**line, "clip_ratio/high_mean": 0.0} for line in run.lines]) for run in runs]
+    (line,) = (text for text in re.findall(r"<p class=\"facts\"[^>]*>(.*?)</p>", page(zeros[:1])) if "Zero" in text)
+    assert line == "Zero throughout, and not drawn: Clipped ratios (clip_ratio/high_mean); Staleness"
+    titles = re.findall(r"<h3>(.*?)</h3>", page(zeros[:1]))
+    assert "Staleness" not in titles and "Clipped ratios" in titles
+    stale = replace(
+        runs[1], lines=[line | ({"staleness/mean": 1.0} if "reward" in line else {}) for line in runs[1].lines]
+    )
+    assert "<h3>Staleness</h3>" in page([runs[0], stale]) and "<h3>Staleness</h3>" not in page(runs)
+    assert "Zero throughout" not in page([read_run(make_run(tmp_path / "c"))])
+
+
+def test_the_page_on_a_phone() -> None:
+    """What a browser was seen to do with it at a width of 360: tests of a style sheet go no further."""
+    text = files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
+    assert "event.clientY" not in text  # where the tip is does not depend on where on the curve the pointer is
+    assert re.search(r"\.scroll table \{ width: max-content; min-width: 100%; \}", text)
+    (phone,) = re.findall(r"@media \(max-width: 700px\) \{(.*?)\n\}", text, re.DOTALL)
+    (size,) = (float(found) for found in re.findall(r"svg \.tick \{ font-size: ([\d.]+)px", phone))
+    card = 360 - 2 * 10 - 12 - 26
+    assert size * card / charts.WIDTH >= 10.0, "in pixels of the screen"
+    longest = 0.6 * size * len("0.99975")  # of a y axis, which may reach into the card's padding
+    assert longest <= charts.LEFT - 7 + 26 * charts.WIDTH / card
 
 
 def test_metrics_that_have_a_chart_are_documented() -> None:

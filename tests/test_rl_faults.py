@@ -369,13 +369,14 @@ class Engines:
     def __len__(self) -> int:
         return 2
 
-    async def one(self, number: int, method: str, requests: list[Request]) -> list[list[Completion]]:
+    async def one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
         version, turn = self.version, self.asked
         self.asked += 1
         await self.go.wait()
         if turn == 3:
             raise ActorError(f"rollout engine {number} died", "killed")
-        return [[Completion((s,), (0.0,), "end", ((version, 1),)) for s in r.seeds] for r in requests]
+        found = {key: [Completion((s,), (0.0,), "end", ((version, 1),)) for s in r.seeds] for key, r in asked.items()}
+        return found, len(found)
 
 
 def test_an_update_waits_for_what_has_begun_and_holds_what_has_not() -> None:

@@ -38,7 +38,7 @@ model: {{path: model}}
 data: {{path: chats.jsonl, chat_template: own.jinja}}
 step: {{documents: 8, max_tokens_per_device: 128}}
 optimizer: {{lr: 1e-2}}
-train: {{epochs: {EPOCHS}, seed: 3}}
+train: {{epochs: {EPOCHS}, seed: 3, log_every: 1}}
 run: {{dir: one}}
 """
 OWN_TEMPLATE = CHATML + "{# of a file #}"

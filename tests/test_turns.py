@@ -211,7 +211,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
         return update(*args)
 
     trainer.update = noting  # type: ignore[method-assign]
-    with patch.object(pool, "TURN", 0.0):  # one token of each at a time
+    with patch.object(pool.StandalonePool, "turn", 0.0):  # one token of each at a time
         found, fresh = asyncio.run(body())
     samples = as_samples([c for completions in found for c in completions])
     prompts = [request.tokens for request in requests for _ in request.seeds]

@@ -259,7 +259,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     config = _load(arguments, SftConfig)
     least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
     ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
-    options = PreviewOptions(world=ranks, samples=arguments.samples, all=arguments.all)
+    options = PreviewOptions(world=ranks, samples=arguments.samples, full=arguments.full, sample=arguments.sample)
 
     def body() -> None:
         from weft.recipes import preview

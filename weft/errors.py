@@ -35,6 +35,10 @@ def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserE
     )
 
 
+class BadRowError(UserError):
+    """Of one row of the data, which data.bad_rows=drop leaves out."""
+
+
 class StorageError(UserError):
     """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
 

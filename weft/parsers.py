@@ -154,7 +154,10 @@ def data_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
     )
-    parser.add_argument("--all", action="store_true", help="read everything, for exact numbers")
+    parser.add_argument("--full", action="store_true", help="show all tokens of these documents")
+    parser.add_argument(
+        "--sample", action="store_true", help="read a part of large files: faster, and bad rows elsewhere stay unseen"
+    )
     return parser
 
 

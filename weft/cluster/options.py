@@ -122,11 +122,13 @@ class RolloutsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewOptions:
-    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown whole.
+    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown; full: with
+    all of their tokens.
 
-    all: read everything, for exact numbers.
+    sample: read a part of what is large, for about the same numbers.
     """
 
     world: int = 1
     samples: int = 3
-    all: bool = False
+    full: bool = False
+    sample: bool = False

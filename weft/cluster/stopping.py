@@ -67,16 +67,32 @@ def say_what_ends() -> None:
 
 
 class StopSignals(Handlers):
-    """In a rank: the loop looks at `number` between steps.
+    """In a rank: the loop looks at `number` between steps. promise: what it will do then, which is said at once.
 
     Python lets the main thread alone listen. In another one it is what the main thread has entered, if anything.
     """
 
     _listening: ClassVar[StopSignals | None] = None
 
+    def __init__(self, promise: str = "") -> None:
+        super().__init__()
+        self.promise = promise
+
+    def first(self, number: int) -> None:
+        # Not by a stream: the signal may have come while one was written to, and they are not reentrant.
+        if self.promise:
+            text = (
+                f"\nstopping {signal.Signals(number).name}: {self.promise}; a second signal ends it at once, unsaved\n"
+            )
+            with suppress(OSError):
+                os.write(2, text.encode())
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
-            return StopSignals._listening or self
+            if StopSignals._listening is None:
+                return self
+            StopSignals._listening.promise = self.promise
+            return StopSignals._listening
         StopSignals._listening = self
         super().__enter__()
         return self

@@ -190,6 +190,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "train.epochs": AT_LEAST_1,
     "train.seed": NOT_NEGATIVE,
     "train.timeout": POSITIVE,
+    "train.log_every": AT_LEAST_1,
     "train.max_nonfinite": AT_LEAST_1,
     "checkpoint.every": NOT_NEGATIVE,
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),

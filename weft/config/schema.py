@@ -208,6 +208,11 @@ class DataConfig:
         "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
+    bad_rows: Literal["error", "drop"] = key(
+        "What to do with a row that cannot be read, rendered or trained on: `error`, or `drop`, which leaves it out, "
+        "counts it, and writes it to RUN/bad_rows.jsonl with what is wrong. Of eval.path and eval.sources, too.",
+        "error",
+    )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
         "it, found before it is read whole.",
@@ -358,6 +363,11 @@ class TrainConfig:
     objective: str | None = key(
         "Import path of the loss, as in my_losses:Focal: a class that is made without arguments, or an object, with "
         "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
+        None,
+    )
+    log_every: int | None = key(
+        "Elsewhere than on a terminal, optimizer steps between two lines of what is printed; null: a line every 5 "
+        "seconds at most. The first and the last step are always printed; RUN/metrics.jsonl has every step.",
         None,
     )
     max_nonfinite: int = key(

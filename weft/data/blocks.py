@@ -1,15 +1,18 @@
-"""Pieces of a source that one process reads and tokenises at a time. They travel to worker processes."""
+"""Pieces of a source that one process reads and tokenises at a time. They travel to worker processes.
+
+What cannot be read of a source ends it with a UserError; a row that is no document is handed to `bad`, which may go on.
+"""
 
 from __future__ import annotations
 
 import gzip
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr, Protocol
+from typing import IO, Any, AnyStr, Generic, Protocol, TypeVar
 
 from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
 from weft.errors import UserError, first_line
@@ -18,6 +21,8 @@ from weft.files import regular_file
 # As data.max_row_bytes has it by default.
 MAX_ROW_BYTES = 32 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +35,67 @@ class Row:
     escaped: bool = False
 
 
+OnBad = Callable[[int, UserError], None]  # is given the number of a row, and what is wrong with it
+
+
+def refuse(number: int, error: UserError) -> None:
+    """What becomes of a bad row where nobody keeps it."""
+    raise leave_out(error)
+
+
+def leave_out(error: UserError) -> UserError:
+    """The error of a bad row with the other thing that can be done about it."""
+    return UserError(f"{error} Or set data.bad_rows=drop, which leaves such rows out.")
+
+
 class Block(Protocol):
     """size: bytes of the source that it stands for."""
 
     @property
     def size(self) -> int: ...
 
-    def rows(self) -> Iterator[Row]:
-        """Its rows in order; raises UserError at the first that cannot be read."""
+    def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
+        """Its rows in order, but for those that cannot be read."""
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        """(line or row number, document) of each row; raises UserError at the first that is none."""
+    def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
+        """(line or row number, document) of each row, but for those that are none."""
 
 
-class _Rows:
+class _Rows(Generic[_Item]):
     """What all blocks do alike with their rows."""
 
     __slots__ = ()
 
-    def rows(self) -> Iterator[Row]:
+    def _items(self) -> Iterator[tuple[int, str, _Item]]:
+        """Of each row its number, how messages name it, and what `_row` reads it from."""
         raise NotImplementedError
 
-    def records(self, reading: Reading) -> Iterator[tuple[int, Record]]:
-        for row in self.rows():
-            record = parse_row(row.where, row.values, reading)
-            if row.escaped:
-                check_unicode(record.where, record.value)
-            yield row.number, record
+    def _row(self, number: int, name: str, item: _Item) -> Row:
+        raise NotImplementedError
+
+    def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
+        for number, name, item in self._items():
+            try:
+                row = self._row(number, name, item)
+            except UserError as error:
+                bad(number, error)
+            else:
+                yield row
+
+    def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
+        for row in self.rows(bad):
+            try:
+                record = parse_row(row.where, row.values, reading)
+                if row.escaped:
+                    check_unicode(record.where, record.value)
+            except UserError as error:
+                bad(row.number, error)
+            else:
+                yield row.number, record
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlock(_Rows):
+class FileBlock(_Rows[bytes]):
     """The lines of a JSONL file that begin in its bytes start..stop.
 
     newlines: in the bytes before start; None where nobody has counted: then lines are numbered by their first byte.
@@ -78,38 +113,37 @@ class FileBlock(_Rows):
     def size(self) -> int:
         return self.stop - self.start
 
-    def rows(self) -> Iterator[Row]:
+    def _items(self) -> Iterator[tuple[int, str, bytes]]:
         data, begin, skipped = self._read()
         if self.newlines is not None:
             # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
             lines = data.split(b"\n")
             for number, line in not_blank(enumerate(lines, start=self.newlines + skipped + 1)):
-                yield self._row(number, where(self.path, number, by_line=True), line)
+                yield number, where(self.path, number, by_line=True), line
             return
         for line in data.split(b"\n"):
             if line.strip():
-                yield self._row(begin, f"{self.path}, byte {begin}", line)
+                yield begin, f"{self.path}, byte {begin}", line
             begin += len(line) + 1
 
-    def _row(self, number: int, name: str, line: bytes) -> Row:
-        if len(line) > self.most:
+    def _row(self, number: int, name: str, item: bytes) -> Row:
+        if len(item) > self.most:
             raise too_large(name, self.most)
-        return _row_of_line(number, name, line)
+        return _row_of_line(number, name, item)
 
     def _read(self) -> tuple[bytes, int, int]:
         """Whole lines, where the first begins, and 1 where a line that began earlier was skipped.
 
-        Of a line that is longer than `most` no more is read than shows it.
+        Of a line that is longer than `most` no more is read than shows it; the block that it begins in says so.
         """
         with reading(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
             if self.start:
                 file.seek(self.start - 1)
                 rest = file.readline(self.most + 1)
-                if len(rest) > self.most:
-                    number = None if self.newlines is None else self.newlines + 1
-                    raise too_large(self.path if number is None else where(self.path, number, by_line=True), self.most)
                 skipped = int(rest != b"\n")
+                while len(rest) > self.most and not rest.endswith(b"\n") and file.tell() < self.stop:
+                    rest = file.readline(self.most + 1)
             begin = file.tell()
             data = file.read(max(0, self.stop - begin))
             if data and not data.endswith(b"\n"):
@@ -118,7 +152,7 @@ class FileBlock(_Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class LineBlock(_Rows):
+class LineBlock(_Rows[bytes]):
     """Lines of a JSONL file, with their numbers; none is blank."""
 
     path: str
@@ -128,14 +162,18 @@ class LineBlock(_Rows):
     def size(self) -> int:
         return sum(len(line) for _, line in self.lines)
 
-    def rows(self) -> Iterator[Row]:
+    def _items(self) -> Iterator[tuple[int, str, bytes]]:
         for number, line in self.lines:
-            yield _row_of_line(number, where(self.path, number, by_line=True), line)
+            yield number, where(self.path, number, by_line=True), line
+
+    def _row(self, number: int, name: str, item: bytes) -> Row:
+        return _row_of_line(number, name, item)
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock(_Rows):
-    """Rows as Python values. numbers: of their lines (by_line) or places. escaped: text may hold half a character."""
+class RowBlock(_Rows[Any]):
+    """Rows as Python values, an error in place of one that cannot be read. numbers: of their lines (by_line) or places.
+    escaped: text may hold half a character."""
 
     origin: str
     values: Sequence[Any]
@@ -144,13 +182,18 @@ class RowBlock(_Rows):
     size: int
     escaped: bool = False
 
-    def rows(self) -> Iterator[Row]:
+    def _items(self) -> Iterator[tuple[int, str, Any]]:
         for number, values in zip(self.numbers, self.values, strict=True):
-            yield Row(number, where(self.origin, number, self.by_line), values, self.escaped)
+            yield number, where(self.origin, number, self.by_line), values
+
+    def _row(self, number: int, name: str, item: Any) -> Row:
+        if isinstance(item, UserError):
+            raise item
+        return Row(number, name, item, self.escaped)
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowBlock(_Rows):
+class ArrowBlock(_Rows[Any]):
     """Rows of a pyarrow.Table. first: the place of its first row in the whole. most: bytes of a row."""
 
     origin: str
@@ -159,13 +202,18 @@ class ArrowBlock(_Rows):
     size: int
     most: int = MAX_ROW_BYTES
 
-    def rows(self) -> Iterator[Row]:
-        if self.table.nbytes > self.most:
-            for place in range(len(self.table)):
-                if self.table.slice(place, 1).nbytes > self.most:
-                    raise too_large(where(self.origin, self.first + place, by_line=False), self.most)
-        for number, values in enumerate(self.table.to_pylist(), start=self.first):
-            yield Row(number, where(self.origin, number, by_line=False), without_nulls(values))
+    def _items(self) -> Iterator[tuple[int, str, Any]]:
+        large = self.table.nbytes > self.most
+        rows = (self.table.slice(place, 1) for place in range(len(self.table))) if large else self.table.to_pylist()
+        for number, values in enumerate(rows, start=self.first):
+            yield number, where(self.origin, number, by_line=False), values
+
+    def _row(self, number: int, name: str, item: Any) -> Row:
+        if not isinstance(item, dict):  # a table of one row, of some that are large
+            if item.nbytes > self.most:
+                raise too_large(name, self.most)
+            item = item.to_pylist()[0]
+        return Row(number, name, without_nulls(item))
 
 
 # ---------------------------------------------------------------- files

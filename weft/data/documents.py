@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.encode import Encoding, has_template
 from weft.data.limits import Limits, LongDocuments, Piece
+from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.opened import Data, Source, open_data
 from weft.data.order import Share
 from weft.data.records import ALL_FORMATS, NEEDED
@@ -27,7 +29,8 @@ class DataReport:
 
     path: of one source; the names of several. digest: hexadecimal, of all tokens and loss weights in their order, and
     of the weights of sources. formats: documents by format. in_epoch: documents that an epoch takes.
-    sources: a report of each, where data.sources lists them.
+    sources: a report of each, where data.sources lists them. bad: (its source, what is wrong) of each row that was left
+    out.
     """
 
     path: str
@@ -41,6 +44,7 @@ class DataReport:
     formats: tuple[tuple[str, int], ...] = ()
     in_epoch: int | None = None
     sources: tuple[DataReport, ...] = ()
+    bad: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         formats = ", ".join(name if len(self.formats) == 1 else f"{count:,} {name}" for name, count in self.formats)
@@ -50,6 +54,7 @@ class DataReport:
         )
         for count, what in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {what}" if count else ""
+        text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
             text += f"; an epoch takes {self.in_epoch:,} documents"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
@@ -116,6 +121,7 @@ def load_documents(
     max_length_key: str = "data.max_length",
     vocab_size: int | None = None,
     encoding: Encoding | None = None,
+    bad_rows: Literal["error", "drop"] = "error",
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data; docs/data.md says which forms it may have.
@@ -126,21 +132,22 @@ def load_documents(
 
     max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
     whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
-    encoding: what is trained, and the chat template. how: processes and cache; by default neither.
+    encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error, or
+    left out. how: processes and cache; by default neither.
 
     Raises UserError with file and line for whatever the user has to mend in the data.
     """
-    sources = open_data(data)
+    sources, drop = open_data(data), bad_rows == "drop"
     jobs = [
-        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding))))
+        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop))
         for source in sources
         for part in source.parts
     ]
     found = iter(tokenise(jobs, how or Tokenising()))
     tables = [[next(found) for _ in source.parts] for source in sources]
     for source, own in zip(sources, tables, strict=True):
-        _check_not_empty(source, own)
-    limits = Limits(max_length, max_length_key, long_documents, vocab_size)
+        _check_not_empty(source, own, drop)
+    limits = Limits(max_length, max_length_key, long_documents, vocab_size, drop_untrained=drop)
     limits.check([table for own in tables for table in own])
     loaded = [
         _Loaded(source, [limits.piece(table, source.name) for table in own])
@@ -149,7 +156,13 @@ def load_documents(
     return _join(loaded)
 
 
-def _check_not_empty(source: Source, tables: Sequence[Table]) -> None:
+def _check_not_empty(source: Source, tables: Sequence[Table], drop: bool) -> None:
+    bad = [row for table in tables for row in bad_rows_of(table)] if drop else []
+    if bad and not any((table.losses > 0).any() for table in tables):
+        raise UserError(
+            f"data.bad_rows: drop leaves no document of {source.label}: all {len(bad):,} rows are bad. The first: "
+            f"{bad[0][1]}"
+        )
     if not any(len(table) for table in tables):
         raise UserError(
             f"{source.parts[0].origin}: holds no documents. data.path must name data with {NEEDED} in each row."
@@ -165,6 +178,10 @@ class _Loaded:
     def share(self) -> Share:
         return Share(sum(len(piece.kept) for piece in self.pieces), self.source.weight)
 
+    @property
+    def bad(self) -> tuple[tuple[str, str], ...]:
+        return tuple((self.source.label, text) for piece in self.pieces for _, text in bad_rows_of(piece.table))
+
     def report(self) -> DataReport:
         counts = np.bincount(np.concatenate([piece.table.formats[piece.kept] for piece in self.pieces]))
         digests = [piece.digest() for piece in self.pieces]
@@ -175,10 +192,11 @@ class _Loaded:
             loss_tokens=sum(int(piece.losses.sum()) for piece in self.pieces),
             longest=max(int(piece.lengths.max(initial=0)) for piece in self.pieces),
             digest=digests[0] if len(digests) == 1 else _digest(digests),
-            dropped=sum(len(piece.table) - len(piece.kept) for piece in self.pieces),
+            dropped=sum(piece.dropped for piece in self.pieces),
             truncated=sum(piece.truncated for piece in self.pieces),
             formats=tuple((name, int(count)) for name, count in zip(ALL_FORMATS, counts, strict=False) if count),
             in_epoch=self.share.in_epoch,
+            bad=self.bad,
         )
 
 
@@ -207,6 +225,7 @@ def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
         formats=tuple((name, count) for name, count in formats.items() if count),
         in_epoch=sum(one.share.in_epoch for one in loaded),
         sources=tuple(reports),
+        bad=tuple(row for report in reports for row in report.bad),
     )
     return documents, whole
 

@@ -17,7 +17,7 @@ from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, 
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
-from weft.errors import UserError, first_line
+from weft.errors import BadRowError, UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,19 +117,19 @@ class Encoder:
                     return self._find(record, conversation(record, self.encoding.train_on, text_arguments=True))
                 except RenderError:
                     pass
-            raise UserError(
+            raise BadRowError(
                 f"{record.where}: the chat template refused this document: {first_line(error)}. Change the messages, "
                 "or set data.chat_template."
             ) from error
         except UnboundedError as error:
-            raise UserError(unbounded(record.where, error)) from None
+            raise BadRowError(unbounded(record.where, error)) from None
         except Lost as error:
-            raise UserError(
+            raise BadRowError(
                 f"{record.where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that text, or set "
                 "data.chat_template (or data.template_kwargs) so that it is rendered."
             ) from error
         except Unclear as error:
-            raise UserError(
+            raise BadRowError(
                 f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
                 f"the numbers of the messages that were found:\n{_shown(error.rendering)}\nIn a copy of the template, "
                 "put {% generation %} before the assistant's text and {% endgeneration %} behind its end-of-turn "
@@ -269,14 +269,14 @@ def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
     """What a template never reads would be lost without a word."""
     advice = "Remove it, or set data.chat_template to one that does."
     if chat.tools and not template.names("tools"):
-        raise UserError(f"{where}: has `tools`, which the chat template does not render. {advice}")
+        raise BadRowError(f"{where}: has `tools`, which the chat template does not render. {advice}")
     for number, message in enumerate(chat.messages, start=1):
         if "tool_calls" in message and not template.names("tool_calls"):
-            raise UserError(
+            raise BadRowError(
                 f"{where}: message {number} has `tool_calls`, which the chat template does not render. {advice}"
             )
         if message.get("thinking") and not (template.names("thinking") or template.names("reasoning_content")):
-            raise UserError(
+            raise BadRowError(
                 f"{where}: message {number} has `reasoning_content`, which the chat template does not render. Write it "
                 "into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
             )

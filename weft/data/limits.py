@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from weft.config.schema import DataConfig
-from weft.data.table import Array, Digest, Table
+from weft.data.blocks import leave_out
+from weft.data.table import Array, BadRow, Digest, Table
 from weft.errors import UserError
 
 LongDocuments = Literal["error", "truncate", "drop"]
@@ -18,12 +19,14 @@ LongDocuments = Literal["error", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A table as training sees it. source: its name, "" without data.sources. kept: documents; lengths: cut ones."""
+    """A table as training sees it. source: its name, "" without data.sources. kept: documents; lengths: cut ones.
+    dropped: how many were too long."""
 
     table: Table
     source: str
     kept: Array
     lengths: Array
+    dropped: int = 0
 
     @property
     def truncated(self) -> int:
@@ -51,19 +54,22 @@ class Piece:
 class Limits:
     """max_length: longest document in tokens, from the config key `key`. long: what happens to longer ones.
 
-    vocab_size: ids must be below it, where it is given.
+    vocab_size: ids must be below it, where it is given. drop_untrained: documents of which no token is trained are left
+    out; else they are an error.
     """
 
     max_length: int
     key: str = "data.max_length"
     long: LongDocuments = "error"
     vocab_size: int | None = None
+    drop_untrained: bool = False
 
     def check(self, tables: Sequence[Table]) -> None:
         """Raises UserError at the first document that cannot be trained."""
         for table in tables:
             _check_ids(table, self.vocab_size)
-        check_trained(tables)
+        if not self.drop_untrained:
+            check_trained(tables)
         if self.long == "error":
             self._refuse_long(tables)
         elif self.long == "truncate":
@@ -77,9 +83,11 @@ class Limits:
 
     def piece(self, table: Table, source: str) -> Piece:
         """The documents of a table that stay, as they stay."""
-        keep = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
-        kept = np.flatnonzero(keep)
-        return Piece(table, source, kept, np.minimum(table.lengths[kept], self.max_length))
+        good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
+        short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
+        kept = np.flatnonzero(good & short)
+        dropped = int((good & ~short).sum())
+        return Piece(table, source, kept, np.minimum(table.lengths[kept], self.max_length), dropped)
 
     def _refuse_long(self, tables: Sequence[Table]) -> None:
         count = sum(int((table.lengths > self.max_length).sum()) for table in tables)
@@ -102,7 +110,7 @@ class Limits:
             (table, int(index))
             for table in tables
             for index in np.flatnonzero(table.lengths > self.max_length)
-            if not table.losses_of(int(index), self.max_length)
+            if table.losses[index] and not table.losses_of(int(index), self.max_length)
         ]
         if empty:
             table, index = empty[0]
@@ -142,8 +150,18 @@ def check_trained(tables: Sequence[Table]) -> None:
         return
     (table, index), (last, at) = empty[0], empty[-1]
     others = f" So it is with {len(empty) - 1:,} more, the last at {last.where(at)}." if len(empty) > 1 else ""
+    raise leave_out(UserError(_untrained(table, index, others)))
+
+
+def bad_rows(table: Table) -> list[BadRow]:
+    """Rows that gave no document, and documents of which no token is trained, in their order."""
+    empty = (int(index) for index in np.flatnonzero(table.losses == 0))
+    return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
+
+
+def _untrained(table: Table, index: int, others: str = "") -> str:
     if table.format(index) == "text":
         advice = "Give it more text"
     else:
         advice = "Give it a message of the assistant that is not `train: false`, or a completion"
-    raise UserError(f"{table.where(index)}: no token of this document is trained.{others} {advice}, or remove it.")
+    return f"{table.where(index)}: no token of this document is trained.{others} {advice}, or remove it."

@@ -188,7 +188,7 @@ def _streamed_lines(file: _File, split: Split) -> Part:
 # ---------------------------------------------------------------- JSON lists and CSV
 
 
-# A row's number, the row, and how many bytes of the file it is, about.
+# A row's number, the row or what is wrong with it, and how many bytes of the file it is, about.
 _Row = tuple[int, Any, int]
 
 
@@ -236,9 +236,9 @@ def _json_rows(file: _File) -> Iterator[_Row]:
         for number, (begin, end, value) in enumerate(_items(text)):
             name = where(path, number, by_line=False)
             if not isinstance(value, dict):
-                raise UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
-            if end - begin > file.most:
-                raise too_large(name, file.most)
+                value = UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
+            elif end - begin > file.most:
+                value = too_large(name, file.most)
             yield number, value, end - begin
     except json.JSONDecodeError as error:
         raise UserError(
@@ -285,19 +285,24 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
                 raise UserError(f"{path}:1: two columns are called `{twice[0]}`. Rename one.")
             begin = reader.line_num + 1
             for row in reader:
-                if row and len(row) != len(header):
-                    raise UserError(
-                        f"{path}:{begin}: has {len(row)} fields, and the header has {len(header)}. Put fields that "
-                        'hold separators or line breaks in double quotes, and write " as "" in them.'
-                    )
                 if row:
-                    values = {name: value for name, value in zip(header, row, strict=True) if value}
-                    yield begin, values, sum(len(value) + 1 for value in row)
+                    values = {name: value for name, value in zip(header, row, strict=False) if value}
+                    yield begin, _unequal(path, begin, row, header) or values, sum(len(value) + 1 for value in row)
                 begin = reader.line_num + 1
         except csv.Error as error:
             if "field limit" in str(error):
                 raise too_large(where(path, begin, by_line=True), file.most) from None
             raise UserError(f"{path}:{begin}: is not valid CSV: {error}. Write it with a CSV library.") from None
+
+
+def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str]) -> UserError | None:
+    """What is wrong with a row that has not as many fields as the header."""
+    if len(row) == len(header):
+        return None
+    return UserError(
+        f"{path}:{line}: has {len(row)} fields, and the header has {len(header)}. Put fields that hold separators or "
+        'line breaks in double quotes, and write " as "" in them.'
+    )
 
 
 def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:

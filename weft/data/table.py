@@ -21,6 +21,7 @@ from weft.data.encode import Encoded
 from weft.data.records import ALL_FORMATS, Format, Record
 
 Array = NDArray[Any]
+BadRow = tuple[int, str]  # its number, and what is wrong with it, which begins with its place
 
 # One value for each token, or for each document.
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
@@ -33,7 +34,8 @@ class Chunk:
     """Some documents, tokenised.
 
     ids, trained: of all their tokens. lengths: tokens of each. losses: trained tokens of each, the first left out,
-    which nothing predicts. numbers: of their lines or rows. formats: places in ALL_FORMATS.
+    which nothing predicts. numbers: of their lines or rows. formats: places in ALL_FORMATS. bad: rows that were left
+    out.
     """
 
     ids: Array
@@ -42,9 +44,16 @@ class Chunk:
     losses: Array
     numbers: Array
     formats: Array
+    bad: Sequence[BadRow] = ()
 
     @classmethod
-    def of(cls, numbers: Sequence[int], records: Sequence[Record], encoded: Sequence[Encoded]) -> Chunk:
+    def of(
+        cls,
+        numbers: Sequence[int],
+        records: Sequence[Record],
+        encoded: Sequence[Encoded],
+        bad: Sequence[BadRow] = (),
+    ) -> Chunk:
         """From what an Encoder gave for these records."""
         total = sum(len(item.ids) for item in encoded)
         return cls(
@@ -54,6 +63,7 @@ class Chunk:
             losses=np.array([sum(item.trained[1:]) for item in encoded], np.int32),
             numbers=np.array(numbers, np.int64),
             formats=np.array([ALL_FORMATS.index(record.format) for record in records], np.uint8),
+            bad=bad,
         )
 
 
@@ -74,9 +84,19 @@ class Digest:
 
 
 class Table:
-    """The documents of one file. origin, by_line: how messages name it and them. digest: of tokens and masks."""
+    """The documents of one file. origin, by_line: how messages name it and them. digest: of tokens and masks. bad: rows
+    that were left out."""
 
-    def __init__(self, origin: str, by_line: bool, arrays: dict[str, Array], digest: str, largest: int) -> None:
+    def __init__(
+        self,
+        origin: str,
+        by_line: bool,
+        arrays: dict[str, Array],
+        digest: str,
+        largest: int,
+        bad: Sequence[BadRow] = (),
+    ) -> None:
+        self.bad = bad
         self.origin, self.by_line, self.digest, self.largest = origin, by_line, digest, largest
         self.ids, self.trained = arrays["ids"], arrays["trained"]
         self.lengths, self.losses = arrays["lengths"], arrays["losses"]
@@ -118,24 +138,26 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
         for name, dtype in (_TOKENS | _DOCUMENTS).items()
     }
     ids = arrays["ids"]
-    return Table(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0)
+    bad = [row for chunk in kept for row in chunk.bad]
+    return Table(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0, bad)
 
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
     """The same in files of a folder that is there; nothing but the chunk at hand is held in memory."""
-    digest, largest, documents = Digest(), 0, 0
+    digest, largest, documents, bad = Digest(), 0, 0, list[BadRow]()
     files = {name: (folder / name).open("wb") for name in _TOKENS | _DOCUMENTS}
     try:
         for chunk in chunks:
             digest.update(chunk.ids, chunk.trained, chunk.lengths)
             largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
             documents += len(chunk.lengths)
+            bad += chunk.bad
             for name, file in files.items():
                 file.write(getattr(chunk, name).tobytes())
     finally:
         for file in files.values():
             file.close()
-    meta = {"documents": documents, "digest": digest.hexdigest(), "largest": largest}
+    meta = {"documents": documents, "digest": digest.hexdigest(), "largest": largest, "bad": bad}
     (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -159,7 +181,8 @@ def read(folder: Path, origin: str, by_line: bool) -> Table:
     ]
     if any(counts) or digest.hexdigest() != meta["digest"]:
         raise DamagedTableError(f"{folder} is not what was written")
-    return Table(origin, by_line, arrays, meta["digest"], meta["largest"])
+    bad = [(number, text) for number, text in meta["bad"]]
+    return Table(origin, by_line, arrays, meta["digest"], meta["largest"], bad)
 
 
 def _mapped(path: Path, dtype: Any) -> Array:

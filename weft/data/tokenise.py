@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
-from weft.data.blocks import Block
+from weft.data.blocks import Block, leave_out, refuse
 from weft.data.crew import Crew
-from weft.data.encode import Encoder, Encoding
-from weft.data.records import Reading
+from weft.data.encode import Encoded, Encoder, Encoding
+from weft.data.records import Reading, Record
 from weft.data.sources import Part
-from weft.data.table import Chunk, Table
+from weft.data.table import BadRow, Chunk, Table
+from weft.errors import BadRowError, UserError, first_line
 from weft.observe import flight
 
 if TYPE_CHECKING:
@@ -35,20 +37,47 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What turns blocks into tokens. It travels to worker processes. encoding: of an Encoder."""
+    """What turns blocks into tokens. It travels to worker processes. encoding: of an Encoder. drop: bad rows are left
+    out, and kept with what is wrong with them; else the first is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
     reading: Reading = field(default_factory=Reading)
+    drop: bool = False
 
     def make(self) -> Encoder:
         return Encoder(self.tokenizer, self.encoding)
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
-        """The documents of a block. Raises UserError at the first that is none."""
-        numbered = list(block.records(self.reading))
-        records = [record for _, record in numbered]
-        return Chunk.of([number for number, _ in numbered], records, encoder.encode(records))
+        """The documents of a block."""
+        bad: list[BadRow] = []
+        numbered = list(block.records(self.reading, partial(_keep, bad) if self.drop else refuse))
+        try:
+            encoded = encoder.encode([record for _, record in numbered])
+        except BadRowError as error:
+            if not self.drop:
+                raise leave_out(error) from error
+            numbered, encoded = _one_by_one(encoder, numbered, bad)
+        return Chunk.of([number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad))
+
+
+def _keep(bad: list[BadRow], number: int, error: UserError) -> None:
+    bad.append((number, first_line(error)))
+
+
+def _one_by_one(
+    encoder: Encoder, numbered: Sequence[tuple[int, Record]], bad: list[BadRow]
+) -> tuple[list[tuple[int, Record]], list[Encoded]]:
+    """Those that can be encoded; the others go to `bad`."""
+    kept, encoded = [], []
+    for number, record in numbered:
+        try:
+            encoded += encoder.encode([record])
+        except BadRowError as error:
+            _keep(bad, number, error)
+        else:
+            kept.append((number, record))
+    return kept, encoded
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,10 @@ def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
 
     if key is None or how.cache is None:
         return table.in_memory(part.origin, part.by_line, chunks())
-    return cache.table(how.cache, key, part, chunks)
+    found = cache.table(how.cache, key, part, chunks)
+    if found.bad and not work.drop:  # it was made by a run that leaves them out
+        raise leave_out(UserError(found.bad[0][1]))
+    return found
 
 
 def _cores(alone: bool) -> int:

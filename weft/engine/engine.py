@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,12 @@ from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
 from weft.models.build import BuiltModel, balance_coefficient
+from weft.models.captured import check_readouts
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.load import LoadReport, Progress
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms
+from weft.objectives.readouts import Wanted
 from weft.observe import flight
 from weft.observe.flops import document_flops
 from weft.observe.metrics import Sums
@@ -76,13 +79,15 @@ class Engine:
         fill: bool = True,
         progress: Progress | None = None,
         beside: Engine | None = None,
+        readouts: Collection[str] = (),
     ) -> None:
         """weights: False builds shapes only (a dry run); such an engine plans and describes itself, no more.
 
         fill: False leaves the source's weights unread: the caller fills every shard (a resumed run); the frozen base of
         adapters, which no checkpoint holds, is read all the same. progress: told of
         bytes filled while weights are read. beside: another engine of these ranks, whose process groups serve this one,
-        too, where its mesh is the same, as does its memory on the host.
+        too, where its mesh is the same, as does its memory on the host. readouts: what an objective will ask for;
+        UserError where this model does not have it.
         """
         set_deterministic(config.deterministic)
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -93,6 +98,8 @@ class Engine:
         self.moments, self.state_dtypes = frame.moments, frame.state_dtypes
         self.built: BuiltModel = build(config, frame, weights=weights)
         self.module, self.lora = self.built.module, self.built.lora
+        vocabulary = len(self.module.head.weight)
+        check_readouts(self.module, vocabulary, Wanted.of(readouts), compiled=config.model.compile)
         self.balance = balance_coefficient(config.model, self.built.config, self.module)
         self.units: list[Unit] = parallelize(
             self.module, self.mesh, config.model, config.fsdp, self.precision, ranks.device
@@ -285,18 +292,24 @@ class Engine:
 
     def _forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:
         balance = self._balance(row, shares_E) if self.balance else None
-        readouts = self._read(row, objective.readouts, direction, balance)
+        readouts = self._read(row, objective.readouts, direction, balance, chosen_tokens(objective, row))
         balance_sum = readouts.pop("balance", None)
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def _read(
-        self, row: Row, what: frozenset[str], direction: Direction | None = None, balance: Balance | None = None
+        self,
+        row: Row,
+        what: frozenset[str],
+        direction: Direction | None = None,
+        balance: Balance | None = None,
+        chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         bounds = row.bounds if self.built.uses_bounds else None
         return self.module(
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance
-        )
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
+            chosen_NC,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ without gradients
 
@@ -324,7 +337,8 @@ class Engine:
             for micro in range(plan.micro_batches):
                 flight.at("evaluate", micro + 1, rows.sources[micro])
                 row = rows[micro].to(self.device)
-                exact = {name: value.double() for name, value in self._read(row, objective.readouts).items()}
+                found = self._read(row, objective.readouts, chosen_NC=chosen_tokens(objective, row))
+                exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
                 batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
                 for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
                     sums.add(name, total, weight)
@@ -457,6 +471,23 @@ class Engine:
         """(name, whole gradient) of every parameter, None where nothing used it."""
         for name, parameter in self.module.named_parameters():
             yield name, None if parameter.grad is None else whole(parameter.grad) / self._scale
+
+
+def chosen_tokens(objective: Objective, row: Row) -> Tensor | None:
+    """[N, C] the tokens whose logits an objective asks for. UserError where they are no such thing."""
+    if "chosen_logits" not in objective.readouts:
+        return None
+    ask: Any = objective
+    ids, count = ask.token_ids(row.targets_N, row.arrays), len(row.targets_N)
+    if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
+        return row.targets_N.new_empty(0, 0)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
+        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(
+            f"train.objective: token_ids() of {type(objective).__name__} gives {what}, and has to give int64 of shape "
+            f"[{count}, tokens]: for each prediction the same number of tokens."
+        )
+    return ids.to(row.targets_N)
 
 
 def whole(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
+from weft.models.captured import captured
 from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
 from weft.objectives.balance import Balance, balance_sum, count_choices
+from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
 from weft.ops.head import Direction, LogitTransform, chunked_readouts, logprob_and_top1
+from weft.ops.selected import selected_logits
 
 
 class Head(nn.Module):
@@ -34,23 +37,45 @@ class Head(nn.Module):
         self.lora: LowRank | None = None
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], direction: Direction | None = None
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+        direction: Direction | None = None,
+        chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32.
 
         direction: of the gradient that logprob will receive, where it is known: saves a pass.
         `top1`, in place of `entropy` and without gradients: 1 where no token is likelier than the target.
+        Single logits (objectives/readouts.py): chosen_NC are the tokens of `chosen_logits`; with `entropy` they cost a
+        pass of their own.
         """
         hidden_NH, weight = hidden_NH.to(self.weight.dtype), self.weight
         if self.lora is not None and self.lora.switch.on:
             # W h + B (s A h) is one matrix, [W B], times one vector; the readouts never need the logits themselves.
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
             weight = torch.cat([weight, self.lora.B], 1)
+        if needs_logits(readouts):
+            found = self._selected(hidden_NH, weight, targets_N, readouts, chosen_NC)
+            if "entropy" not in readouts:
+                return found
+            return found | self._whole(hidden_NH, weight, targets_N, readouts, None)
         if "top1" in readouts:
-            found = logprob_and_top1(
+            pair = logprob_and_top1(
                 hidden_NH, weight, self.bias, targets_N, self.transform, temperature=self.temperature
             )
-            return dict(zip(("logprob", "top1"), found, strict=True))
+            return dict(zip(("logprob", "top1"), pair, strict=True))
+        return self._whole(hidden_NH, weight, targets_N, readouts, direction)
+
+    def _whole(
+        self,
+        hidden_NH: Tensor,
+        weight: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+        direction: Direction | None,
+    ) -> dict[str, Tensor]:
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
             entropy="entropy" in readouts, temperature=self.temperature, direction=direction, exact=self.exact,
@@ -58,6 +83,29 @@ class Head(nn.Module):
         out = {"logprob": logprob}
         if entropy is not None:
             out["entropy"] = entropy
+        return out
+
+    def _selected(
+        self,
+        hidden_NH: Tensor,
+        weight: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+        chosen_NC: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The target is one more chosen token, whose logit gives `logprob`."""
+        tops = [name for name in readouts if name.startswith(TOP)]
+        ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
+        got = selected_logits(
+            hidden_NH, weight, self.bias, ids, self.transform,
+            top=Wanted.of(tops).top, temperature=self.temperature,
+        )  # fmt: skip
+        out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
+        if chosen_NC is not None:
+            out["chosen_logits"] = got.chosen[:, 1:].clone()  # FSDP's hooks do not hold on a view
+        for name in tops:
+            count = name.removeprefix(TOP)
+            out |= {name: got.top[:, : int(count)].clone(), TOP_IDS + count: got.top_ids[:, : int(count)]}
         return out
 
 
@@ -68,7 +116,12 @@ class ValueHead(Head):
         super().__init__(linear, LogitTransform())  # weight [1, H]
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, readouts: Collection[str], direction: Direction | None = None
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+        direction: Direction | None = None,
+        chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
         assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
@@ -131,15 +184,20 @@ class TrainModule(nn.Module):
         readouts: Collection[str],
         direction: Direction | None = None,
         balance: Balance | None = None,
+        chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
+        chosen_NC: as Head has it. `hidden/MODULE`: [N, width] of what a module gives where the prediction is made.
         balance: asks for `balance` too, the row's part of the experts' auxiliary loss, or for `choices` alone
         (objectives/balance.py).
         """
         extra = {} if balance is None else {"output_router_logits": True}
-        out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
-        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction)
+        names = Wanted.of(readouts).hidden
+        with captured(self, names, input_ids_BT.numel()) as hidden:
+            out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
+        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
+        found |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         if balance is not None and balance.counting:
             found["choices"] = count_choices(out.router_logits, balance)
         elif balance is not None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Batch:
     """The predictions of one row, as an objective sees them.
 
-    readouts: name -> [N] fp32, with gradients. weights_N, arrays: those of the predicted tokens. document_N: place of
+    readouts: name -> [N] fp32, with gradients, or [N, ...] of what has several values for each prediction (`top_ids/K`,
+    of `top_logits/K`, is int64). weights_N, arrays: those of the predicted tokens. document_N: place of
     each prediction's document in `documents`, the step's indices of the documents of this row.
     """
 
@@ -64,7 +65,11 @@ def check_terms(found: Any, objective: Objective) -> Terms:
 
 
 class Objective(Protocol):
-    """readouts: what the head has to compute. every_token: also of tokens whose weight is zero."""
+    """readouts: what of the model is wanted, by the names of readouts.py. every_token: also of tokens whose weight is
+    zero.
+
+    One that asks for `chosen_logits` has a method `token_ids(targets_N, arrays)`, which gives the tokens: [N, C] int64.
+    """
 
     readouts: frozenset[str]
     every_token: bool

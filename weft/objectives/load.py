@@ -8,8 +8,8 @@ from weft.errors import UserError
 from weft.importing import import_named
 from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.readouts import OFFERED, Wanted
 
-READOUTS = frozenset({"logprob", "entropy"})  # what the head can compute
 _METHODS = ("normaliser", "upstream", "__call__")
 
 
@@ -44,9 +44,14 @@ def check_objective(found: Any, name: str) -> Objective:
             f"train.objective: {name} is no objective: it has no {', '.join(missing)}. "
             "docs/how-to/objective.md shows one that is whole."
         )
-    unknown = sorted(set(found.readouts) - READOUTS)
+    unknown = Wanted.of(found.readouts).unknown
     if unknown or not found.readouts:
         what = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
-        raise UserError(f"train.objective: {name} {what} in `readouts`; there are {' and '.join(sorted(READOUTS))}.")
+        raise UserError(f"train.objective: {name} {what} in `readouts`; there are {OFFERED}.")
+    if "chosen_logits" in found.readouts and not callable(getattr(found, "token_ids", None)):
+        raise UserError(
+            f"train.objective: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
+            "arrays) that says of which tokens. docs/how-to/objective.md shows one."
+        )
     checked: Objective = found
     return checked

@@ -36,6 +36,11 @@ class Series:
     colour: int = 0
     held_out: bool = False
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether all its values are zero."""
+        return any(value is not None for value in self.y) and not any(self.y)
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -239,7 +244,7 @@ def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
         at, text = x(value), f"{value:,}"
         room = 3.5 * len(text)  # half of its width
         at = min(at, WIDTH - room)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+        parts.append(f'<text class="tick step" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>')
     return "".join(parts)

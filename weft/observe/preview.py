@@ -17,6 +17,7 @@ from weft.data.blocks import Block
 from weft.data.opened import Source
 from weft.data.order import Share
 from weft.data.sources import Part
+from weft.errors import UserError
 from weft.observe.tables import byte_count
 from weft.terminal import Console
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 _BARS = 12
 _WIDTH = 40
-_MOST_TOKENS = 400  # of a document that is shown
+_MOST_TOKENS = 400  # of a document that is shown whole
+# Of a longer one so many tokens of its beginning, beside what is trained, and of both ends of each trained part.
+_FIRST, _BESIDE, _TRAINED = 60, 30, (150, 50)
+_MOST_BAD = 20  # rows that are named
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 # Around what is trained, where there are no colours.
 _MARKS = ("\u00bb", "\u00ab")
@@ -37,11 +41,12 @@ _MARKS = ("\u00bb", "\u00ab")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A part of a source: blocks of it, their documents by format, and the share of its bytes that they are."""
+    """A part of a source: its documents by format. blocks: those that were read where not all were, taken: the share of
+    its bytes that they are."""
 
     source: Source
     part: Part
-    blocks: Sequence[Block]
+    blocks: Sequence[Block] | None
     formats: Mapping[str, int]
     taken: float
 
@@ -66,12 +71,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Everything that is shown of tokens. planned: None where no document is left."""
+    """Everything that is shown of tokens. planned: None where no document is left. bad: of each bad row what is wrong
+    with it."""
 
     config: SftConfig
     limits: Limits
     read: Sequence[Read]
     planned: Planned | None
+    bad: Sequence[str] = ()
 
     @property
     def exact(self) -> bool:
@@ -86,7 +93,7 @@ def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> 
         formats = ", ".join(name if len(one.formats) == 1 else f"{n:,} {name}" for name, n in one.formats.items())
         said = f"{count:,} documents ({formats})"
         if one.taken < 1.0:
-            said = f"about {round(count / one.taken):,} documents, reckoned from {said}; --all reads everything"
+            said = f"about {round(count / one.taken):,} documents, reckoned from {said} (--sample)"
         size = f", {byte_count(one.part.size)}" if one.part.size else ""
         console.print(f"data     {_label(one.source, one.part.origin)}{size}: {said}", soft_wrap=True)
 
@@ -95,22 +102,42 @@ def _label(source: Source, origin: str) -> str:
     return f"{source.name} ({origin})" if source.name else origin
 
 
+def refuse_bad(bad: Sequence[str], rows: int) -> None:
+    """UserError where rows cannot be trained on, of so many. bad: what is wrong with each, its place first."""
+    if bad:
+        raise UserError(
+            "\n".join([f"{len(bad):,} of {rows:,} rows cannot be trained on:", *_named(bad)])
+            + "\nMend them, or set data.bad_rows=drop, which leaves them out."
+        )
+
+
+def _named(bad: Sequence[str]) -> list[str]:
+    more = [f"  and {len(bad) - _MOST_BAD:,} more"] if len(bad) > _MOST_BAD else []
+    return [*(f"  {text}" for text in bad[:_MOST_BAD]), *more]
+
+
 def show_preview(
-    preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, console: Console | None = None
+    preview: Preview,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    console: Console | None = None,
+    full: bool = False,
 ) -> None:
-    """Print it."""
+    """Print it. full: all tokens of the samples."""
     console = console or Console()
-    _show_samples(console, preview, tokenizer, samples)
+    _show_samples(console, preview, tokenizer, samples, full)
     _show_lengths(console, preview)
     console.print()
-    for line in [*_token_lines(preview), *_long_lines(preview), *_plan_lines(preview)]:
+    for line in [*_token_lines(preview), *_bad_lines(preview), *_long_lines(preview), *_plan_lines(preview)]:
         console.print(line, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- documents
 
 
-def _show_samples(console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
+def _show_samples(
+    console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, full: bool
+) -> None:
     """The first documents of every part in turn, so that each source is seen."""
     coloured = console.color_system is not None
     places = [(one.table, row) for row in range(samples) for one in preview.read if row < len(one.table)][:samples]
@@ -123,19 +150,39 @@ def _show_samples(console: Console, preview: Preview, tokenizer: PreTrainedToken
         console.rule(
             f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
         )
-        ids, mask = table.tokens(row, min(length, _MOST_TOKENS))
-        text = rendered(tokenizer, ids, mask, coloured)
+        ids, mask = table.tokens(row, length)
+        shown = np.ones(length, bool) if full or length <= _MOST_TOKENS else _worth_showing(mask)
+        text = rendered(tokenizer, ids, mask, coloured, shown)
         console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
-        if length > _MOST_TOKENS:
-            console.print(f"... and {length - _MOST_TOKENS:,} tokens more", style="dim")
     console.rule(style="dim")
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, ids: Array, trained: Array, coloured: bool) -> Text:
-    """A document's text: what is trained in green, or between marks."""
+def _worth_showing(trained: Array) -> Array:
+    """Which tokens of a long document are shown: where it begins, and of each part that is trained both ends, with what
+    is beside them."""
+    shown = np.zeros(len(trained), bool)
+    shown[:_FIRST] = True
+    edges = np.diff(np.concatenate([[0], trained != 0, [0]]).astype(np.int8))
+    for begin, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+        shown[max(0, begin - _BESIDE) : min(end, begin + _TRAINED[0])] = True
+        shown[max(begin, end - _TRAINED[1]) : end + _BESIDE] = True
+    return shown
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, ids: Array, trained: Array, coloured: bool, shown: Array | None = None
+) -> Text:
+    """A document's text: what is trained in green, or between marks. shown: which tokens; others are counted."""
     text = Text()
-    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
-    for begin, end in pairwise(borders):
+    shown = np.ones(len(ids), bool) if shown is None else shown
+    changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
+    for begin, end in pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]):
+        if not shown[begin]:
+            what = "trained tokens" if trained[begin] else "tokens"
+            text.append(
+                f"\n[... {end - begin:,} {what}: --full shows them ...]\n", style="italic" if coloured else None
+            )
+            continue
         piece = tokenizer.decode(ids[begin:end].tolist())
         if not trained[begin]:
             text.append(piece, style="dim" if coloured else None)
@@ -195,6 +242,13 @@ def _round_up(number: int) -> int:
     """1, 2 or 5 times a power of ten."""
     scale = 10 ** (len(str(number)) - 1)
     return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= number))
+
+
+def _bad_lines(preview: Preview) -> list[str]:
+    if not preview.bad:
+        return []
+    share = "" if preview.exact else " of the sample"
+    return [f"bad      {len(preview.bad):,} rows{share} are left out (data.bad_rows=drop):", *_named(preview.bad)]
 
 
 def _long_lines(preview: Preview) -> list[str]:

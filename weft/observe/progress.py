@@ -1,4 +1,4 @@
-"""What the first rank shows while it trains: a live bar on a terminal, one line per step elsewhere."""
+"""What the first rank shows while it trains: a live bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -17,31 +17,44 @@ from weft.terminal import Console
 
 # Steps that the estimate of the remaining time looks back on: the first ones are slow.
 _WINDOW = 20
+# Seconds between two lines that are no terminal's: of steps, and of what goes on within one.
+_STEP_SECONDS, _DOING_SECONDS = 5.0, 10.0
+# Of a step of `weft rl`: metric, and what the line calls it. kl_old is there only where it is not zero, as it always is
+# while nothing has moved since the rollout.
+_POLICY = {
+    "reward": "reward", "reward_std": "reward_std", "kl": "kl", "policy/kl_old": "kl_old",
+    "completions/mean_length": "length", "staleness/mean": "staleness",
+}  # fmt: skip
 
 
 class Progress:
     """`with Progress(total_steps) as progress: progress.step(line)`, with the line of metrics.jsonl.
 
-    show: False for ranks that print nothing. extra: further keys of the line to show, such as `reward/mean`.
+    show: False for ranks that print nothing. every: elsewhere than on a terminal, optimizer steps between two lines;
+    None: a line every few seconds at most. The first and the last step have one in any case, and one that is skipped.
     """
 
     def __init__(
         self,
         total_steps: int,
         show: bool = True,
-        extra: tuple[str, ...] = (),
+        every: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._show, self._extra, self._clock = total_steps, show, extra, clock
+        self._total, self._show, self._every, self._clock = total_steps, show, every, clock
         self._console = console or Console()
         self._done = 0
         self._times: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
         self._bar: Bar | None = None
         self._task: TaskID | None = None
+        self._status = self._doing = self._unsaid = ""
+        self._said_at: float | None = None  # the last line of a step
+        self._told_at = self._times[-1]  # the last line of any kind
 
     def __enter__(self) -> Progress:
         self._times = deque([self._clock()], maxlen=_WINDOW + 1)
+        self._told_at = self._times[-1]
         if self._show and self._console.is_terminal:
             # Where the terminal is narrow, the bar goes first and the end of the status next.
             width = len(f"step {self._total}/{self._total}")
@@ -60,6 +73,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._say_step()  # the last, where the run ends early
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -71,15 +85,47 @@ class Progress:
         self._times.append(self._clock())
         if not self._show:
             return
-        status, eta = "  ".join(describe(line, self._extra)), f"ETA {duration(self.remaining())}"
+        status, eta = "  ".join(describe(line)), f"ETA {duration(self.remaining())}"
+        if self._bar is not None:
+            self._status = f"{eta}  {status}"
+            self._draw()
+            return
+        self._unsaid = f"step {self._done}/{self._total}  {status}  {eta}"
+        if self._is_due(line):
+            self._say_step()
+
+    def doing(self, text: str) -> None:
+        """What goes on within a step, as it is now: in the bar, or as a line now and then; `""`: it is over."""
+        self._doing = text
+        if self._bar is not None:
+            self._draw()
+        elif self._show and text and self._clock() - self._told_at >= _DOING_SECONDS:
+            self.note(text)
+
+    def _is_due(self, line: Mapping[str, object]) -> bool:
+        if self._done == self._total or line.get("skipped"):
+            return True
+        if self._every is not None:
+            return self._said_at is None or self._done % self._every == 0
+        if "rollout" in line and "reward" not in line:  # the last optimizer step of a rollout step says it all
+            return False
+        return self._said_at is None or self._times[-1] - self._said_at >= _STEP_SECONDS
+
+    def _say_step(self) -> None:
+        if self._unsaid:
+            text, self._unsaid = self._unsaid, ""
+            self._said_at = self._times[-1]
+            self._print(text)
+
+    def _draw(self) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, status=escape(f"{eta}  {status}"))
-        else:
-            self._print(f"step {self._done}/{self._total}  {status}  {eta}")
+            status = "  ".join(filter(None, (self._doing, self._status)))
+            self._bar.update(self._task, completed=self._done, status=escape(status))
 
     def note(self, text: str) -> None:
-        """A line of text, above the bar where there is one."""
+        """A line of text, above the bar where there is one, and behind the line of the step that it belongs to."""
         if self._show:
+            self._say_step()
             self._print(text)
 
     def notes(self, texts: Iterable[str]) -> None:
@@ -94,6 +140,7 @@ class Progress:
         return pace * max(0, self._total - self._done)
 
     def _print(self, text: str) -> None:
+        self._told_at = self._clock()
         # A line that is read by another program must not be folded at rich's guess of a width.
         self._console.print(text, soft_wrap=True)
 
@@ -110,14 +157,19 @@ def loading(
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[str]:
-    """The few words on a step that fit a line."""
+def describe(line: Mapping[str, object]) -> list[str]:
+    """The few words on a step that fit a line. A policy's loss is zero in value wherever ratios are 1: its rewards are
+    shown in its place."""
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
+    if "rollout" in line:
+        shown = {word: line[key] for key, word in _POLICY.items() if line.get(key) is not None}
+        words = [f"{word} {number(value, '.4g')}" for word, value in shown.items() if value or word != "kl_old"]
+    else:
+        words = [f"loss {number(line.get('loss'), '.4f')}"]
     if "loss" not in line:  # nothing was trained
-        return [f"{key} {number(line.get(key), '.4g')}" for key in extra]
-    words = [
-        f"loss {number(line.get('loss'), '.4f')}",
+        return words
+    words += [
         f"grad_norm {number(line.get('grad_norm'), '.3g')}",
         f"lr {number(line.get('lr'), '.2e')}",
         f"{number(line.get('tokens_per_second'), ',.0f')} tokens/s",
@@ -126,7 +178,7 @@ def describe(line: Mapping[str, object], extra: tuple[str, ...] = ()) -> list[st
         words.append(f"mfu {number(line.get('mfu'), '.1%')}")
     if line.get("memory_gib") is not None:
         words.append(f"{number(line.get('memory_gib'), '.2f')} GiB")
-    return words + [f"{key} {number(line.get(key), '.4g')}" for key in extra if key in line]
+    return words
 
 
 def duration(seconds: float) -> str:

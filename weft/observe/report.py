@@ -129,7 +129,7 @@ def page(runs: Sequence[RunData]) -> str:
     template = files("weft.observe").joinpath("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
     several = len(runs) > 1
-    main, others = charts(runs)
+    main, others, zero = without_zeros(*charts(runs), one_by_one=not several)
     return environment.from_string(template).render(
         title=" / ".join(run.name for run in runs),
         several=several,
@@ -139,6 +139,7 @@ def page(runs: Sequence[RunData]) -> str:
         differing=_differing(runs) if several else [],
         charts=[_drawn(chart) for chart in main],
         others=[_drawn(chart) for chart in others],
+        zero=zero,
         version=__version__,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
     )
@@ -288,6 +289,29 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
         if key not in charted and key != "eval/loss" and not key.startswith("time/")
     ]
     return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+
+
+def without_zeros(
+    main: Sequence[Chart], others: Sequence[Chart], *, one_by_one: bool
+) -> tuple[list[Chart], list[Chart], list[str]]:
+    """Both without what is zero throughout, and its names. one_by_one: the series of a chart are metrics of one run, of
+    which each may go; else they are one metric of several runs, which are compared."""
+    zero: list[str] = []
+
+    def kept(charts: Sequence[Chart]) -> list[Chart]:
+        found = []
+        for chart in charts:
+            flat = [series.name for series in chart.series if series.is_zero]
+            if len(flat) == len(chart.series):
+                zero.append(chart.title)
+                continue
+            if flat and one_by_one:
+                zero.append(f"{chart.title} ({', '.join(flat)})")
+                chart = replace(chart, series=[series for series in chart.series if not series.is_zero])
+            found.append(chart)
+        return found
+
+    return kept(main), kept(others), zero
 
 
 def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:

@@ -49,14 +49,14 @@ class LogitTransform:
         return self.softcap * torch.tanh(logits * (self.scale / self.softcap))
 
 
-class _Scaling(NamedTuple):
+class Scaling(NamedTuple):
     """z = outer * tanh(inner * x) with a softcap, z = inner * x without (outer is None)."""
 
     inner: float
     outer: float | None
 
     @classmethod
-    def of(cls, transform: LogitTransform, temperature: float) -> _Scaling:
+    def of(cls, transform: LogitTransform, temperature: float) -> Scaling:
         if transform.softcap is None:
             return cls(transform.scale / temperature, None)
         return cls(transform.scale / transform.softcap, transform.softcap / temperature)
@@ -104,7 +104,7 @@ def chunked_readouts(
         raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
-    scaling = _Scaling.of(transform, temperature)
+    scaling = Scaling.of(transform, temperature)
     # fp16 gradients would underflow under a direction that knows nothing of the loss scale.
     if entropy or exact or weight.dtype == torch.float16 or not torch.is_grad_enabled():
         direction = None
@@ -129,7 +129,7 @@ def logprob_and_top1(
     Shapes and dtypes of arguments and results are those of chunked_readouts. Two tokens that tie for the first place
     are both the likeliest.
     """
-    logits = _Logits(hidden.to(weight.dtype), weight, bias, _Scaling.of(transform, temperature))
+    logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.of(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
     assert running.largest is not None
     _fold_all(logits, targets, running, tile)
@@ -145,10 +145,10 @@ def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
 
 
-class _Logits:
+class Logits:
     """Computes tiles of x (the logits times scaling.inner) into one buffer that all tiles share."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: _Scaling) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> None:
         self.hidden, self.weight, self.bias, self.scaling = hidden, weight, bias, scaling
         self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self._buffer = weight.new_empty(0)
@@ -157,8 +157,8 @@ class _Logits:
         """(columns, their rows) of the tiles, by default near square."""
         device = self.weight.device.type
         height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
-        for columns in _slices(len(self.weight), width):
-            yield columns, _slices(len(self.hidden), height)
+        for columns in slices(len(self.weight), width):
+            yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
         """How many tokens a tile of the whole vocabulary may hold."""
@@ -179,11 +179,11 @@ class _Logits:
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The tile's rows, block by block, in fp32 or fp64: views of the tile where its dtype is that, else copies."""
         budget = _BLOCK_BYTES.get(tile.device.type, _BLOCK_BYTES_ACCELERATOR)
-        for rows in _slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
+        for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
+def slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
@@ -197,14 +197,14 @@ class _Readouts(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         direction: Direction | None,
-        scaling: _Scaling,
+        scaling: Scaling,
         entropy: bool,
         tile: tuple[int, int] | None,
         sampled: tuple[LogitTransform, float] | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        needs = _Needs(*ctx.needs_input_grad[:3])
-        logits = _Logits(hidden.to(weight.dtype), weight, bias, scaling)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
         running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
         if direction is not None and any(needs):
             gradients = _fold_and_differentiate(logits, targets, direction.values_N, running, needs, tile)
@@ -230,16 +230,16 @@ class _Readouts(torch.autograd.Function):
         if anticipated is not None:
             gradients = anticipated.scaled_to(grad_logprob)
         else:
-            logits = _Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
+            logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
             upstream = _Upstream(grad_logprob, grad_entropy, lse, entropy)
-            gradients = _differentiate(logits, targets, upstream, _Needs(*ctx.needs_input_grad[:3]), ctx.tile)
+            gradients = _differentiate(logits, targets, upstream, Needs(*ctx.needs_input_grad[:3]), ctx.tile)
         narrow = (
             x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
         )
         return *narrow, None, None, None, None, None, None
 
 
-class _Needs(NamedTuple):
+class Needs(NamedTuple):
     """Which gradients are wanted."""
 
     hidden: bool
@@ -247,7 +247,7 @@ class _Needs(NamedTuple):
     bias: bool
 
 
-class _Gradients(NamedTuple):
+class Gradients(NamedTuple):
     """Gradients of the logits' inputs, [N, H], [V, H] and [V], where wanted."""
 
     hidden: Tensor | None
@@ -255,7 +255,7 @@ class _Gradients(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def start(cls, logits: _Logits, needs: _Needs, weight_dtype: torch.dtype) -> _Gradients:
+    def start(cls, logits: Logits, needs: Needs, weight_dtype: torch.dtype) -> Gradients:
         """Zeros; the hidden states' and the bias's gradients are sums over many tiles, so wide."""
         hidden, weight = logits.hidden, logits.weight
         return cls(
@@ -266,15 +266,15 @@ class _Gradients(NamedTuple):
 
 
 def _differentiate(
-    logits: _Logits, targets: Tensor, upstream: _Upstream, needs: _Needs, tile: tuple[int, int] | None
-) -> _Gradients:
+    logits: Logits, targets: Tensor, upstream: _Upstream, needs: Needs, tile: tuple[int, int] | None
+) -> Gradients:
     """Exact gradients for any upstream gradient, computing each tile of logits once more."""
-    out = _Gradients.start(logits, needs, logits.weight.dtype)
+    out = Gradients.start(logits, needs, logits.weight.dtype)
     for columns, all_rows in logits.tiles(tile):
-        total = _Sum(out.weight[columns], logits.wide) if out.weight is not None else None
+        total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
         for rows in all_rows:
             grad = _gradient_of_tile(logits, rows, columns, targets[rows], upstream.rows(rows))
-            _spread(grad, logits, rows, columns, out)
+            spread(grad, logits, rows, columns, out)
             if total is not None:
                 total.add(grad.T, logits.hidden[rows])
         if total is not None:
@@ -282,7 +282,7 @@ def _differentiate(
     return out
 
 
-def _spread(grad: Tensor, logits: _Logits, rows: slice, columns: slice, out: _Gradients) -> None:
+def spread(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
     """Adds a tile's gradient [t, v] to those of the hidden states and of the bias."""
     if out.hidden is not None:
         _add_product(out.hidden[rows], grad, logits.weight[columns])
@@ -293,10 +293,10 @@ def _spread(grad: Tensor, logits: _Logits, rows: slice, columns: slice, out: _Gr
 class _Anticipated:
     """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
 
-    def __init__(self, direction: Direction, gradients: _Gradients) -> None:
+    def __init__(self, direction: Direction, gradients: Gradients) -> None:
         self.direction, self.gradients = direction, gradients
 
-    def scaled_to(self, actual: Tensor) -> _Gradients:
+    def scaled_to(self, actual: Tensor) -> Gradients:
         """The gradients for `actual`, if it is a multiple of the direction, which is noted."""
         direction, actual = self.direction.values_N.double(), actual.double()
         square = direction.dot(direction)
@@ -325,29 +325,27 @@ def _scale_(values: Tensor, factor: Tensor) -> None:
 
 
 def _fold_and_differentiate(
-    logits: _Logits,
+    logits: Logits,
     targets: Tensor,
     direction: Tensor,
     running: _Running,
-    needs: _Needs,
+    needs: Needs,
     tile: tuple[int, int] | None,
-) -> _Gradients:
+) -> Gradients:
     """Running values and, from the same logits, gradients for this upstream gradient [N] of logprob."""
     rows_per_tile = tile[0] if tile else logits.rows_of_all_columns()
     one = rows_per_tile >= len(targets)
-    out = _Gradients.start(logits, needs, logits.weight.dtype if one else logits.wide)
+    out = Gradients.start(logits, needs, logits.weight.dtype if one else logits.wide)
     columns = slice(0, len(logits.weight))
-    for rows in _slices(len(targets), rows_per_tile):
+    for rows in slices(len(targets), rows_per_tile):
         grad = _softmax_and_gradient(logits, rows, targets[rows], direction[rows], running)
-        _spread(grad, logits, rows, columns, out)
+        spread(grad, logits, rows, columns, out)
         if out.weight is not None:
             _add_product(out.weight, grad.T, logits.hidden[rows])
     return out
 
 
-def _softmax_and_gradient(
-    logits: _Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running
-) -> Tensor:
+def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running) -> Tensor:
     """Fills in running values of these tokens; [t, V] gradient as of `_gradient_of_tile`."""
     columns = slice(0, len(logits.weight))
     tile = logits.tile(rows, columns)
@@ -357,7 +355,7 @@ def _softmax_and_gradient(
     for block, z in logits.blocks(tile):
         slope = None
         if outer is not None:
-            slope = _tanh_slope_(z).mul_(inner * outer)
+            slope = tanh_slope_(z).mul_(inner * outer)
             z.mul_(outer)
         index = local[block, None]
         picked[block] = torch.where(here[block], z.gather(1, index).squeeze(1), picked[block])
@@ -393,13 +391,13 @@ class _Running(NamedTuple):
         return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
 
 
-def _fold_all(logits: _Logits, targets: Tensor, running: _Running, tile: tuple[int, int] | None) -> None:
+def _fold_all(logits: Logits, targets: Tensor, running: _Running, tile: tuple[int, int] | None) -> None:
     for columns, all_rows in logits.tiles(tile):
         for rows in all_rows:
             _fold(logits, rows, columns, targets[rows], running)
 
 
-def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
+def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
     """Takes one tile into the running values."""
     tile = logits.tile(rows, columns)
     here, local = _local_targets(targets, columns)
@@ -414,18 +412,18 @@ def _fold(logits: _Logits, rows: slice, columns: slice, targets: Tensor, running
             largest = running.largest[rows][block]
             torch.maximum(largest, z.amax(1), out=largest)
         if running.entropy is None:
-            lse, entropy = _log_sum_exp_(z), None
+            lse, entropy = log_sum_exp_(z), None
         else:
             lse, entropy = _log_sum_exp_and_entropy_(z)
         _merge(running, slice(rows.start + block.start, rows.start + block.stop), lse, entropy)
 
 
 def _read_as_sampled(
-    logits: _Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
+    logits: Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
 ) -> Tensor:
     """[N] log-probability of each target, as rl.on_policy=exact has it; fills in the running values for backward."""
     logprob = torch.empty_like(running.lse)
-    for rows in _slices(len(targets), logits.rows_of_all_columns()):
+    for rows in slices(len(targets), logits.rows_of_all_columns()):
         z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
         logprob[rows], every = token_logprobs(z, targets[rows], temperature)
         picked = z.gather(1, targets[rows, None])[:, 0] / temperature
@@ -442,7 +440,7 @@ def _local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
-def _log_sum_exp_(z: Tensor) -> Tensor:
+def log_sum_exp_(z: Tensor) -> Tensor:
     """[b] log-sum-exp of the rows of z [b, v], which is overwritten (torch.logsumexp is 5 x slower on a CPU)."""
     largest = z.amax(1, keepdim=True)
     return z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
@@ -485,7 +483,7 @@ class _Upstream(NamedTuple):
         return _Upstream(*(x if x is None else x[rows] for x in self))
 
 
-def _gradient_of_tile(logits: _Logits, rows: slice, columns: slice, targets: Tensor, upstream: _Upstream) -> Tensor:
+def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tensor, upstream: _Upstream) -> Tensor:
     """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
 
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
@@ -497,7 +495,7 @@ def _gradient_of_tile(logits: _Logits, rows: slice, columns: slice, targets: Ten
         g = upstream.rows(block)
         slope = None
         if outer is not None:
-            slope = _tanh_slope_(z).mul_(outer * inner)
+            slope = tanh_slope_(z).mul_(outer * inner)
             z.mul_(outer)
         z.sub_(g.lse[:, None])
         if g.entropy is None:
@@ -516,7 +514,7 @@ def _gradient_of_tile(logits: _Logits, rows: slice, columns: slice, targets: Ten
     return tile
 
 
-def _tanh_slope_(x: Tensor) -> Tensor:
+def tanh_slope_(x: Tensor) -> Tensor:
     """1 - tanh(x)^2, the derivative of tanh; x becomes tanh(x)."""
     return torch.square(x.tanh_()).neg_().add_(1.0)
 
@@ -529,7 +527,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-class _Sum:
+class WideSum:
     """A sum of matrix products, kept in a wider dtype where the result's is narrow, written to `out` at the end."""
 
     def __init__(self, out: Tensor, wide: torch.dtype) -> None:

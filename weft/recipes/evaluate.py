@@ -50,6 +50,11 @@ class HeldOut:
         named = [f"{name} {report.digest}" for name, report in self.reports.items()]
         return hashlib.blake2b("\n".join(named).encode(), digest_size=8).hexdigest()
 
+    @property
+    def bad(self) -> list[tuple[str, str]]:
+        """DataReport.bad of all."""
+        return [row for report in self.reports.values() for row in report.bad]
+
     def lines(self) -> list[str]:
         """What a run says of it before it trains."""
         found = [f"held out {report}" for report in self.reports.values()]

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -101,6 +101,17 @@ def write_config(config: AnyConfig, folder: Path) -> None:
     os.replace(partial, folder / "config.yaml")
 
 
+def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
+    """RUN/bad_rows.jsonl, a line for each row that was left out (data.bad_rows); none without such rows. bad: (its
+    source, what is wrong)."""
+    path = folder / "bad_rows.jsonl"
+    if not bad:
+        path.unlink(missing_ok=True)
+        return
+    lines = (json.dumps({"source": source, "error": error}, ensure_ascii=False) for source, error in bad)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+
+
 def cut_lines(path: Path, after: int) -> int:
     """Move the lines of later steps than `after` from NAME.jsonl to NAME.dropped.jsonl; how many there were.
 
@@ -153,7 +164,7 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 # What a run leaves in its folder. Files of others stay.
 _LEFT = (
     "config.yaml", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl", "summary.json",
-    "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard", "engines",
+    "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard", "engines",
 )  # fmt: skip
 
 

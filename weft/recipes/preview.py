@@ -1,9 +1,9 @@
-"""`weft data preview`: what training would see of the data, from a sample of it or from all."""
+"""`weft data preview`: what training would see of the data, from all of it or from a sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,10 +14,11 @@ from weft.data.blocks import Block
 from weft.data.opened import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
-from weft.errors import UserError
-from weft.observe.preview import Planned, Preview, Read, Sampled, show_preview, show_sampled
+from weft.errors import UserError, first_line
+from weft.observe.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled
+from weft.observe.progress import loading
 
-# Of a larger file so many bytes are read, from all over it.
+# With --sample so many bytes of a larger file are read, from all over it.
 SAMPLE_BYTES = 1 << 20
 _PLANNED = 8  # steps that are planned
 
@@ -27,22 +28,33 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
 
     Rows are read and checked first, which takes no time: what tokenizers need is imported after that.
     """
-    sources = open_data(config.data)
-    sampled = [_sample(source, part, options.all) for source in sources for part in source.parts]
-    if not any(one.formats for one in sampled):
-        raise UserError(f"{sampled[0].part.origin}: holds no documents. data.path must name data with {NEEDED}.")
+    sources, bad = open_data(config.data), list[str]()
+    with loading(what="reading") as shown:
+        sampled = [_read(source, part, options.sample, bad, shown) for source in sources for part in source.parts]
+    count = sum(sum(one.formats.values()) for one in sampled)
+    if config.data.bad_rows == "error":
+        refuse_bad(bad, count + len(bad))
+    if not count:
+        found = (
+            f"all {len(bad):,} rows are bad. The first: {bad[0]}" if bad else f"data.path must name data with {NEEDED}."
+        )
+        raise UserError(f"{sampled[0].part.origin}: holds no documents. {found}")
     show_sampled(sampled)
     _tokenised(config, sampled, options)
 
 
-def _sample(source: Source, part: Part, everything: bool) -> Sampled:
-    whole = everything or part.size <= SAMPLE_BYTES
-    blocks = list(part.blocks() if whole else _sampled(part))
+def _read(source: Source, part: Part, sample: bool, bad: list[str], shown: Callable[[int, int], None]) -> Sampled:
+    """What is in a part, row by row. bad: is given what is wrong with each bad row."""
+    whole = not sample or part.size <= SAMPLE_BYTES
+    blocks = None if whole else list(_sampled(part))
     formats: dict[str, int] = {}
-    for block in blocks:
-        for _, record in block.records(source.reading(chat=True)):
+    done = 0
+    for block in part.blocks() if blocks is None else blocks:
+        for _, record in block.records(source.reading(chat=True), lambda _, error: bad.append(first_line(error))):
             formats[record.format] = formats.get(record.format, 0) + 1
-    taken = 1.0 if whole else min(1.0, sum(block.size for block in blocks) / part.size)
+        done += block.size
+        shown(min(done, part.size), part.size)
+    taken = 1.0 if whole else min(1.0, done / part.size)
     return Sampled(source, part, blocks, formats, taken)
 
 
@@ -61,41 +73,54 @@ def _sampled(part: Part) -> Iterator[Block]:
 
 def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
     from weft.data.encode import has_template, read_encoding
-    from weft.data.limits import Limits, check_trained, length_limit
+    from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
-    from weft.data.tokenise import Work
+    from weft.data.tokenise import Tokenising, Work, tokenise
     from weft.data.tokenizer import load_tokenizer
 
     tokenizer, read = load_tokenizer(config.model.path), []
     encoding = read_encoding(config.data, tokenizer)
-    for one in sampled:
-        work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)))
-        encoder = work.make()
-        chunks = [work.encode(encoder, block) for block in one.blocks]
-        read.append(Read(one.source, in_memory(one.part.origin, one.part.by_line, chunks), one.taken))
-    check_trained([one.table for one in read])
-    limits = Limits(*length_limit(config.data, config.step.max_tokens_per_device), config.data.long_documents)
+    with loading(what="tokenising") as shown:
+        how = Tokenising(config.data.workers, config.data.cache, shown)
+        for one in sampled:
+            work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)), drop=True)
+            if one.blocks is None:
+                (table,) = tokenise([(one.part, work)], how)
+            else:
+                encoder = work.make()
+                chunks = [work.encode(encoder, block) for block in one.blocks]
+                table = in_memory(one.part.origin, one.part.by_line, chunks)
+            read.append(Read(one.source, table, one.taken))
+    bad = [text for one in read for _, text in bad_rows(one.table)]
+    if config.data.bad_rows == "error":
+        refuse_bad(bad, sum(len(one.table) + len(one.table.bad) for one in read))
+    limit = length_limit(config.data, config.step.max_tokens_per_device)
+    limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
     # What training would refuse is left out of the plan, to show what the rest makes.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)
-    show_preview(Preview(config, limits, read, planned), tokenizer, options.samples)
+    show_preview(Preview(config, limits, read, planned, bad), tokenizer, options.samples, full=options.full)
 
 
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
     """The first steps that the documents at hand make; None where there are none."""
+    import numpy as np
+
     from weft.data.order import Share, Steps
     from weft.engine.plan import DocumentMeta, plan_step, unread_tokens
 
     whole = config.model.router_aux_loss != "none"
-    metas = [
-        DocumentMeta(int(length), float(trained), int(trained), unread=unread_tokens(int(length), whole=whole))
-        for piece in pieces
-        for length, trained in zip(piece.lengths, piece.losses, strict=True)
-    ]
-    if not metas:
+    lengths = [int(length) for piece in pieces for length in piece.lengths]
+    if not lengths:
         return None
+    losses = np.concatenate([piece.losses for piece in pieces])
+
+    def meta(index: int) -> DocumentMeta:
+        length, trained = lengths[index], int(losses[index])
+        return DocumentMeta(length, float(trained), trained, unread=unread_tokens(length, whole=whole))
+
     steps = Steps(
-        [meta.length for meta in metas],
+        lengths,
         documents=config.step.documents,
         tokens=config.step.tokens,
         epochs=1,
@@ -105,7 +130,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.shapes
     plans = [
-        plan_step([metas[i] for i in step.documents], ranks=world, budget=budget, shapes=shapes)
+        plan_step([meta(i) for i in step.documents], ranks=world, budget=budget, shapes=shapes)
         for step in islice(steps, _PLANNED)
     ]
     return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world)

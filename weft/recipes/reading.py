@@ -61,6 +61,7 @@ def read_data(
         long_documents=config.data.long_documents,
         vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
         encoding=read_encoding(config.data, tokenizer),
+        bad_rows=config.data.bad_rows,
         how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 

@@ -28,7 +28,7 @@ from weft.objectives.policy import choose_policy_loss
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
-from weft.recipes.folder import Held, hold_folder, write_config
+from weft.recipes.folder import Held, hold_folder, write_bad_rows, write_config
 from weft.recipes.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.recipes.resume import after_the_last
 from weft.recipes.rl_actors import Actors, open_actors
@@ -45,6 +45,7 @@ from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.learners import Learners
+from weft.rl.meter import Meter, Show
 from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
@@ -56,6 +57,8 @@ from weft.rl.turns import Turns, shares_devices, sleeping_parts
 from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import RolloutEngine, Sampling
 from weft.terminal import say
+
+_PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
 
 
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
@@ -85,6 +88,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         notes = (*exposure(config.cluster.address), *start.notes, *settled.notes, *notes_on_replay(config, replayed))
         config, start = settled.config, replace(start, notes=notes)
         write_config(settled.recorded, held.folder)
+        write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups):
             opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, device=options.device)
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
@@ -167,6 +171,7 @@ class Run:
     replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
     on_step: OnStep | None = None
     device: Device = "cpu"
+    show: Show = lambda text: None  # is told how far rollouts are
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
     version: int = 0  # of the weights that the trainers have: rollout steps that are trained
@@ -197,11 +202,12 @@ async def train(run: Run) -> None:
     """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
-    progress = Progress(plan.steps, extra=("reward",))
+    progress = Progress(plan.steps, every=config.train.log_every)
+    run.show = progress.doing
     async with AsyncExitStack() as opened:
         opened.push_async_exit(run.learners.ending)
         turns, sampling, evaluator = await prepare(run, opened)
-        with recorder, StopSignals() as signals, progress:
+        with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, turns, sampling, evaluator, recorder))
             make = replay(run) if run.replayed else partial(roll_out, run, turns.engine, sampling)
             producer = await opened.enter_async_context(
@@ -286,7 +292,9 @@ async def collect(run: Run) -> None:
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
         turns, sampling, _ = await prepare(run, opened)
-        with recorder, StopSignals() as signals, Progress(run.plan.rollouts, extra=("reward",)) as progress:
+        progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
+        run.show = progress.doing
+        with recorder, StopSignals(_PROMISE) as signals, progress:
             await turns.to_rollouts(0)
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
                 step = await roll_out(run, turns.engine, sampling, number)
@@ -364,18 +372,25 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     """A group of samples for each prompt of a rollout step, with rewards."""
     rl, step = run.config.rl, RolloutStep(number)
 
-    def generate(prompt: Prompt) -> Awaitable[Group]:
-        return rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
+    meter = Meter(f"rollout step {number}", lambda: engine.drawn)
+
+    async def generate(prompt: Prompt) -> Group:
+        group = await rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
+        meter.done += len(group.samples)
+        return group
 
     async def reward(group: Group) -> None:
         decode(group.samples, run.task.tokenizer)
-        await run.task.rewards.score(group.samples, step.failures)
+        with meter.judging(len(group.samples)):
+            await run.task.rewards.score(group.samples, step.failures)
 
     async def answer(prompts: Sequence[Prompt]) -> list[Group]:
+        meter.wanted += len(prompts) * rl.group_size
         return await rewarded_groups(prompts, generate, reward, step.phases)
 
-    # Groups are chosen by what the reward functions said (DAPO, arXiv:2503.14476, equation 11), before shaping.
-    step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
+    async with meter.shown(run.show):
+        # Groups are chosen by what the reward functions said (DAPO, arXiv:2503.14476, equation 11), before shaping.
+        step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
     shape_rewards(step.groups, run.config)
     if rl.dynamic_sampling:
         step.metrics["rollout/replaced"] = float(replaced)

@@ -44,7 +44,7 @@ from weft.observe.trackers import check_installed
 from weft.planner.devices import accelerator
 from weft.recipes.ahead import ahead
 from weft.recipes.evaluate import Evaluator, ended_by
-from weft.recipes.folder import open_folder
+from weft.recipes.folder import open_folder, write_bad_rows
 from weft.recipes.hooks import NO_HOOKS, Hooks
 from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
@@ -52,17 +52,19 @@ from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
 
 FRESH = Start()
+_PROMISE = "the step that runs is finished and saved first, and then the run ends"
 LaidOut = tuple[StepPlan, Rows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
     # What is wrong with it is said before anything is read.
-    hooks = replace(hooks, objective=choose_objective(config.train.objective, hooks.objective))
+    objective = choose_objective(config.train.objective, hooks.objective)
+    hooks, readouts = replace(hooks, objective=objective), objective.readouts
     check_installed(config.track)
     if options.dry_run:
         with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
-            engine = Engine(EngineConfig.of(config), ranks, weights=False)
+            engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=readouts)
             print_dry_run(config, engine, parameters=options.parameters)
         return
     config = dated(config)
@@ -88,8 +90,11 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             flight.at("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
-                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=start.state is None)
+                    fill = start.state is None
+                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
                 notes = take_up(config, engine, start, folder)
+            if ranks.is_first:
+                write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
             train(config, engine, data, folder, phases, start, hooks)
 
@@ -110,9 +115,15 @@ def train(
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data.report, folder, steps, start)
-    progress = Progress(len(steps), show=engine.ranks.is_first)
+    progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
-    with recorder, saver, StopSignals() as signals, progress, upcoming as laid_out_ahead:
+    with (
+        recorder,
+        saver,
+        StopSignals(_PROMISE * engine.ranks.is_first) as signals,
+        progress,
+        upcoming as laid_out_ahead,
+    ):
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
         progress.notes(evaluator.take_news())

@@ -36,6 +36,11 @@ class HeldOutPrompts:
     def __bool__(self) -> bool:
         return bool(self.named)
 
+    @property
+    def bad(self) -> list[tuple[str, str]]:
+        """Prompts.bad of all."""
+        return [row for prompts in self.named.values() for row in prompts.bad]
+
     def all(self) -> list[Prompt]:
         """All of them, for what is to be checked of each."""
         return [prompt for prompts in self.named.values() for prompt in prompts]

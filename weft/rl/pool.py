@@ -13,14 +13,22 @@ from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.sync.wire import Ticket
 
 Entry = tuple[Request, asyncio.Future[list[Completion]]]
-TURN = 0.2  # seconds that a standalone engine generates until it can take new weights
 
 
 class BatchPool:
-    """Implements RolloutEngine over actors that have a method `generate`."""
+    """Implements RolloutEngine over actors that generate in turns. drawn: tokens so far.
+
+    method: of the actors: (new requests by number, seconds) -> (what is finished, tokens that were drawn). turn: its
+    seconds.
+    """
+
+    method, turn = "generate", 2.0
 
     def __init__(self, actors: ActorGroup) -> None:
-        self.actors = actors
+        self.actors, self.drawn = actors, 0
+        self._turns = [asyncio.Lock() for _ in range(len(actors))]
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
         self._waiting: list[Entry] = []
         self._idle = set(range(len(actors)))
         self._working: set[asyncio.Task[None]] = set()
@@ -67,9 +75,24 @@ class BatchPool:
                 self._deal_soon()
 
     async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
-        """Have an engine answer these."""
-        found = await self.actors.one(number, "generate", [request for request, _ in entries])
-        for (_, future), completions in zip(entries, found, strict=True):
+        """Have an engine answer these, turn by turn."""
+        asked = {next(self._numbers): entry for entry in entries}
+        self._asked |= {key: future for key, (_, future) in asked.items()}
+        requests = {key: request for key, (request, _) in asked.items()}
+        try:
+            while self._asked.keys() & asked.keys():
+                async with self._turns[number]:
+                    finished, drawn = await self.actors.one(number, self.method, requests, self.turn)
+                self.drawn += drawn
+                requests = {}
+                self._answer(finished)
+        finally:
+            for key in self._asked.keys() & asked.keys():
+                del self._asked[key]
+
+    def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
+        for key, completions in finished.items():
+            future = self._asked.pop(key)
             if not future.done():
                 future.set_result(completions)
 
@@ -114,10 +137,12 @@ class EmbeddedPool(BatchPool):
 
 
 class StandalonePool(BatchPool):
-    """Copies in processes of their own, which generate in short turns, so that weights may change between two of them.
+    """Copies in processes of their own, whose turns are short, because weights may change between two of them.
 
     keep: what is under way at a sync goes on under the new weights; otherwise it begins again (rollout.unfinished).
     """
+
+    method, turn = "advance", 0.2
 
     def __init__(
         self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], keep: bool = True
@@ -125,9 +150,6 @@ class StandalonePool(BatchPool):
         super().__init__(actors)
         self._trainers, self._keep = trainers, keep
         self._tickets = [own[0] for own in tickets.values()]
-        self._turns = [asyncio.Lock() for _ in range(len(actors))]
-        self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' weights to all, between two turns."""
@@ -170,26 +192,6 @@ class StandalonePool(BatchPool):
     async def sleep(self) -> None:
         """Give up their memory; nothing may be under way."""
         await self.actors.all("sleep")
-
-    async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
-        asked = {next(self._numbers): entry for entry in entries}
-        self._asked |= {key: future for key, (_, future) in asked.items()}
-        requests = {key: request for key, (request, _) in asked.items()}
-        try:
-            while self._asked.keys() & asked.keys():
-                async with self._turns[number]:
-                    finished = await self.actors.one(number, "advance", requests, TURN)
-                requests = {}
-                self._answer(finished)
-        finally:
-            for key in self._asked.keys() & asked.keys():
-                del self._asked[key]
-
-    def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
-        for key, completions in finished.items():
-            future = self._asked.pop(key)
-            if not future.done():
-                future.set_result(completions)
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

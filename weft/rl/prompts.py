@@ -6,12 +6,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
+from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.messages import read_messages
@@ -19,7 +21,7 @@ from weft.data.opened import Data, Source, open_data
 from weft.data.order import Share, epoch_order
 from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 from weft.rl.chat import Chats
 from weft.rl.environments import environment_class
 from weft.rl.types import Prompt
@@ -37,12 +39,14 @@ _FOREIGN = {
 class PromptRules:
     """What prompts must be like.
 
-    longest: tokens; drop: whether longer ones are left out, else they are an error. chat: a text is what a user says.
+    longest: tokens; drop: whether longer ones are left out, else they are an error; drop_bad: the same of rows that are
+    no prompts. chat: a text is what a user says.
     instruction: put behind each. tools: JSON schemas for those that bring none. vocab_size: ids are below it.
     """
 
     longest: int
     drop: bool = False
+    drop_bad: bool = False
     chat: bool = False
     instruction: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -61,10 +65,18 @@ def require_room(config: RlConfig, shape: PretrainedConfig) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a run. shares: the sources that they are of, for the order; dropped: how many were too long."""
+    """The prompts of a run. shares: the sources that they are of, for the order; dropped: how many were too long; bad:
+    (its source, what is wrong) of each row that was left out."""
 
-    def __init__(self, label: str, prompts: Sequence[Prompt], shares: Sequence[Share], dropped: int = 0) -> None:
-        self.label, self.prompts, self.shares, self.dropped = label, prompts, shares, dropped
+    def __init__(
+        self,
+        label: str,
+        prompts: Sequence[Prompt],
+        shares: Sequence[Share],
+        dropped: int = 0,
+        bad: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.label, self.prompts, self.shares, self.dropped, self.bad = label, prompts, shares, dropped, bad
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -79,7 +91,8 @@ class Prompts(Sequence[Prompt]):
     def __str__(self) -> str:
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         text = f"{self.label}: {len(self):,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
-        return text + (f"; {self.dropped:,} longer ones dropped" if self.dropped else "")
+        text += f"; {self.dropped:,} longer ones dropped" if self.dropped else ""
+        return text + (f"; {len(self.bad):,} bad rows left out" if self.bad else "")
 
     @property
     def digest(self) -> str:
@@ -107,6 +120,7 @@ def load_rl_prompts(
     rules = PromptRules(
         longest=config.rollout.max_prompt_tokens,
         drop=config.data.long_documents == "drop",
+        drop_bad=config.data.bad_rows == "drop",
         chat=config.rl.chat,
         instruction=config.rl.instruction,
         tools=() if environment is None else tuple(environment.tools),
@@ -120,17 +134,28 @@ def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, encoding: Encod
     reader = _Reader(tokenizer, encoding, rules)
     shares: list[Share] = []
     prompts: list[Prompt] = []
-    dropped = 0
+    dropped, bad = 0, list[tuple[str, str]]()
     sources = open_data(data)
     for source in sources:
-        found = list(reader.read(source))
+        wrong: list[str] = []
+        found = list(reader.read(source, partial(_keep, wrong) if rules.drop_bad else refuse))
+        bad += [(source.label, text) for text in wrong]
+        if wrong and not found:
+            raise UserError(
+                f"data.bad_rows: drop leaves no prompt of {source.label}: all {len(wrong):,} rows are bad. The first: "
+                f"{wrong[0]}"
+            )
         kept = [prompt for prompt in found if len(prompt.tokens) <= rules.longest]
         _check(source, found, kept, rules)
         shares.append(Share(len(kept), source.weight))
         prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(kept)]
         dropped += len(found) - len(kept)
     label = sources[0].label if len(sources) == 1 else f"{len(sources)} sources"
-    return Prompts(label, prompts, shares, dropped)
+    return Prompts(label, prompts, shares, dropped, bad)
+
+
+def _keep(wrong: list[str], number: int, error: UserError) -> None:
+    wrong.append(first_line(error))
 
 
 def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rules: PromptRules) -> None:
@@ -176,18 +201,24 @@ class _Reader:
         self.chats = Chats(tokenizer, encoding)
         self.has_template = has_template(tokenizer, encoding)
 
-    def read(self, source: Source) -> Iterator[Prompt]:
+    def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
         """The prompts of a source; indices are yet to be given."""
         for part in source.parts:
             for block in part.blocks():
                 rows = []
-                for row in block.rows():
-                    if row.escaped:
-                        check_unicode(row.where, row.values)
-                    rows.append(self._row(row.where, with_named(row.where, row.values, source.columns), source))
-                yield from self._tokenised(rows)
+                for row in block.rows(bad):
+                    try:
+                        rows.append(self._checked(row, source))
+                    except UserError as error:
+                        bad(row.number, error)
+                yield from self._tokenised(rows, bad)
 
-    def _tokenised(self, rows: Sequence[_Read]) -> Iterator[Prompt]:
+    def _checked(self, row: Row, source: Source) -> _Read:
+        if row.escaped:
+            check_unicode(row.where, row.values)
+        return self._row(row.where, with_named(row.where, row.values, source.columns), source)
+
+    def _tokenised(self, rows: Sequence[_Read], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
         for is_chat, tokenise in ((True, self.chats.rendered), (False, self._plain)):
             places = [i for i, row in enumerate(rows) if (row.messages is not None) == is_chat]
@@ -195,7 +226,8 @@ class _Reader:
                 ids.update(zip(places, tokenise([rows[i].text for i in places]), strict=True))
         for i, row in enumerate(rows):
             if not ids[i]:
-                raise UserError(f"{row.where}: `prompt` is empty: write what is to be answered.")
+                bad(i, UserError(f"{row.where}: `prompt` is empty: write what is to be answered."))
+                continue
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:

@@ -33,6 +33,7 @@ class ServedPool:
         self.actors = actors
         self._trainers, self._tickets, self._folder = trainers, [own[0] for own in tickets.values()], folder
         self._loads = [0] * len(actors)
+        self.drawn = 0  # tokens of what has been answered
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion for each of the request's seeds."""
@@ -41,6 +42,7 @@ class ServedPool:
         self._loads[place] += load
         try:
             completions: list[Completion] = await self.actors.one(place, "ask", "generate", request)
+            self.drawn += sum(len(completion.tokens) for completion in completions)
             return completions
         finally:
             self._loads[place] -= load

@@ -56,8 +56,9 @@ from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, p
 from weft.rl.exact import prove_exact
 from weft.rl.turns import sleeping_parts
 from weft.rl.types import Floats, Sample
-from weft.rollout.base import Completion, Request, Synced
+from weft.rollout.base import Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.generate import Numbered
 from weft.rollout.sync.sender import Receiver, Sender, options_of
 from weft.rollout.sync.wire import SyncError, Ticket, device_memory
 from weft.terminal import say
@@ -166,10 +167,10 @@ class Trainer:
             self.engine.sleep(*asleep)
         return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
-    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Completions by this rank's copy alone."""
+    def generate(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+        """Completions by this rank's copy alone (EmbeddedEngine.advance)."""
         flight.at("generate")
-        return self.embedded.generate(requests)
+        return self.embedded.advance(asked, seconds)
 
     def sleep_engine(self) -> int:
         """Give up the memory of the embedded engine; bytes of its copy."""

@@ -70,8 +70,11 @@ class Completion:
 class RolloutEngine(Protocol):
     """What generates, as the controller sees it. Every call ends within its own time limit, or raises.
 
-    Engines take weights by a sync (weft/rollout/sync); `version` is that of the last one that was proven.
+    Engines take weights by a sync (weft/rollout/sync); `version` is that of the last one that was proven. drawn: tokens
+    so far, as far as they are known before requests are answered.
     """
+
+    drawn: int
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion for each of the request's seeds, in their order. Many requests may wait at once."""

@@ -23,7 +23,7 @@ from weft.models.walker import checked, walk
 from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
-from weft.rollout.generate import MAX_TOKENS, Generator
+from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
 
 
 class EmbeddedEngine:
@@ -90,6 +90,12 @@ class EmbeddedEngine:
         """The completions of each request, on this rank alone; as Generator has it."""
         assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.generate(requests, proceed)
+
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+        """As Generator has it, on this rank alone, and how many tokens were drawn."""
+        assert self.generator is not None and self._emptied is None, "asleep"
+        before = self.generator.work.tokens
+        return self.generator.advance(asked, seconds), self.generator.work.tokens - before
 
     def _manifest(self) -> dict[str, Tensor]:
         return manifest_of(self.engine, self.engine.precision.compute)

@@ -6,8 +6,9 @@ the batch, and others take its room. What a sample becomes depends on its prompt
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,11 +32,12 @@ _JOIN = 0.25  # samples join a running batch where so much of its room is free: 
 
 @dataclass
 class Work:
-    """What a generator did. steps: forwards of one token per row; row_steps: rows of these, added up. most_rows: at
-    once."""
+    """What a generator did. tokens: that were drawn. steps: forwards of one token per row; row_steps: rows of these,
+    added up. most_rows: at once."""
 
     prompts: int = 0
     prompt_tokens: int = 0
+    tokens: int = 0
     steps: int = 0
     row_steps: int = 0
     most_rows: int = 0
@@ -109,6 +111,7 @@ class _Waiting:
 
 
 Finished = list[tuple[Request, list[Completion]]]
+Numbered = dict[int, list[Completion]]  # by the number that its request was given
 
 
 class Generator:
@@ -139,6 +142,7 @@ class Generator:
         self._device = model.device
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Sample] = []  # row by row
+        self._asked: dict[int, int] = {}  # by advance(): id of a request under way -> its number
 
     @property
     def busy(self) -> bool:
@@ -161,6 +165,27 @@ class Generator:
             jobs = self._advance() + self._admit()
         ended = [job for job in dict.fromkeys(jobs) if job.ended]
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
+
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> Numbered:
+        """Go on with what was asked for, and with these requests, by their numbers: for so long, or until all is done.
+        What is finished by then; weights may change between two calls."""
+        end = time.monotonic() + seconds
+        for number, request in asked.items():
+            self.add(request)
+            self._asked[id(request)] = number
+        finished: Numbered = {}
+        while self.busy:
+            finished |= self._numbered(self.step())
+            if time.monotonic() >= end:
+                break
+        return finished
+
+    def end(self) -> Numbered:
+        """End everything that advance() was asked for: what there is of it."""
+        return self._numbered(self.abort())
+
+    def _numbered(self, finished: Finished) -> Numbered:
+        return {self._asked.pop(id(request)): completions for request, completions in finished}
 
     def renew(self, version: int, keep: bool = True) -> None:
         """The model's weights have changed, to this version. Samples that are being written go on behind what they
@@ -300,6 +325,7 @@ class Generator:
 
     def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: Drawn) -> None:
         logprobs = drawn.logprobs_R.tolist()
+        self.work.tokens += len(samples)
         for sample, token, logprob in zip(samples, drawn.tokens_R.tolist(), logprobs, strict=True):
             if logprob != logprob:
                 raise RuntimeError(f"{sample.job.request.id}: the model's logits are not finite.")

@@ -5,7 +5,6 @@ It gives rollouts on other devices than the trainer's without another inference 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -24,7 +23,7 @@ from weft.models.lora import LoraPlan, Target, add_delta, untied_for
 from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
-from weft.rollout.generate import MAX_TOKENS, Generator
+from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
 from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.wire import (
     Delivery,
@@ -36,8 +35,6 @@ from weft.rollout.sync.wire import (
     check_manifest,
     device_memory,
 )
-
-Finished = dict[int, list[Completion]]
 
 
 class Standalone:
@@ -65,7 +62,6 @@ class Standalone:
         self._had: int | None = None  # the last that was proven, also while asleep
         self._filled: Filled | None = None
         self._generator: Generator | None = None
-        self._asked: dict[int, int] = {}  # id of a request under way -> its number
 
     def host(self) -> str:
         """Address of the machine that it runs on."""
@@ -82,24 +78,16 @@ class Standalone:
         flight.at("generate")
         return self._ready().generate(requests, proceed)
 
-    def advance(self, asked: Mapping[int, Request], seconds: float) -> Finished:
-        """Go on with what was asked for, and with these requests, by their numbers: for so long, or until all is done.
-        What is finished by then. Weights may change between two calls; SyncError where there are none."""
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+        """As Generator has it, and how many tokens were drawn; SyncError where there are no weights."""
         flight.at("generate")
-        generator, end = self._ready(), time.monotonic() + seconds
-        for number, request in asked.items():
-            generator.add(request)
-            self._asked[id(request)] = number
-        finished: Finished = {}
-        while generator.busy:
-            finished |= self._numbered(generator.step())
-            if time.monotonic() >= end:
-                break
-        return finished
+        generator = self._ready()
+        before = generator.work.tokens
+        return generator.advance(asked, seconds), generator.work.tokens - before
 
-    def end(self) -> Finished:
+    def end(self) -> Numbered:
         """End everything that was asked for: what there is of it."""
-        return {} if self._generator is None else self._numbered(self._generator.abort())
+        return {} if self._generator is None else self._generator.end()
 
     def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
         """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole. keep:
@@ -134,9 +122,6 @@ class Standalone:
             why = "it sleeps" if asleep else "none were synced yet, or the last sync failed"
             raise SyncError(f"this engine has no weights: {why}")
         return self._generator
-
-    def _numbered(self, finished: Sequence[tuple[Request, list[Completion]]]) -> Finished:
-        return {self._asked.pop(id(request)): completions for request, completions in finished}
 
     def _take(self, part: Part) -> None:
         if part.kind != "adapter":

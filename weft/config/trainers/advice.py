@@ -133,7 +133,7 @@ IS_TRAINING = "`weft sft` trains, and evaluates where `eval.path` is set: leave 
 # what comes out
 OUTPUT = "say `run.dir`."
 NEVER_OVERWRITTEN = "a folder that holds a run is never overwritten: set another `run.dir`, or go on with --resume."
-LOGGING = "every step is written to RUN/metrics.jsonl: leave it out."
+LOGGING = "every step is written to RUN/metrics.jsonl; say `train.log_every` for the lines that are printed."
 TRACKER = "say `track.to`: a list of tensorboard, wandb, trackio and mlflow."
 PROJECT = "say `track.project`."
 RUN_NAME = "say `track.name`; the run's folder is `run.dir`."

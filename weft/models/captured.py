@@ -1,0 +1,66 @@
+"""What modules of a model give for each token, taken out of a forward by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import UserError
+from weft.objectives.readouts import HIDDEN, TOP, Wanted
+
+
+def check_readouts(module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool) -> None:
+    """UserError where this model has no such module, or fewer logits, or its layers are compiled."""
+    names = [name for name, _ in module.named_modules() if name]
+    for name in wanted.hidden:
+        if name not in names:
+            near = get_close_matches(name, names, 3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UserError(f"train.objective: `{HIDDEN}{name}` in `readouts`: the model has no module {name}.{hint}")
+    if wanted.hidden and compiled:
+        raise UserError(
+            f"train.objective: `{HIDDEN}{wanted.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
+            "Set model.compile=false."
+        )
+    if wanted.top > vocabulary:
+        raise UserError(
+            f"train.objective: `{TOP}{wanted.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer."
+        )
+
+
+@contextmanager
+def captured(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
+    """Of forwards inside: name -> [tokens, width], with gradients, fp32 or wider. tokens: of the flattened row.
+
+    Layers that are computed again in backward are not listened to then.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        values = output[0] if isinstance(output, tuple) else output
+        if not isinstance(values, Tensor) or not values.is_floating_point() or not _is_of_tokens(values, tokens):
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise UserError(
+                f"train.objective: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
+                f"{tokens} tokens."
+            )
+        found[name] = values.reshape(tokens, -1).to(torch.promote_types(values.dtype, torch.float32))
+
+    hooks = [
+        module.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_of_tokens(values: Tensor, tokens: int) -> bool:
+    return values.ndim >= 2 and tokens in (len(values), len(values) * values.shape[1])

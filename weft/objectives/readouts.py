@@ -1,0 +1,36 @@
+"""The names of what an objective may ask of the model, for every prediction of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+NAMES = ("logprob", "entropy", "logsumexp", "chosen_logits")
+TOP, TOP_IDS, HIDDEN = "top_logits/", "top_ids/", "hidden/"  # with how many, and of which module
+OFFERED = "logprob, entropy, logsumexp, chosen_logits, top_logits/K (as in top_logits/20) and hidden/MODULE"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """top: so many of the largest logits, 0 for none. hidden: names of modules. unknown: names that are none."""
+
+    top: int
+    hidden: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @staticmethod
+    def of(readouts: Collection[str]) -> Wanted:
+        hidden = sorted(name.removeprefix(HIDDEN) for name in readouts if name.startswith(HIDDEN))
+        tops = [name.removeprefix(TOP) for name in readouts if name.startswith(TOP)]
+        counts = [int(count) for count in tops if count.isdecimal() and int(count) > 0]
+        rest = [name for name in readouts if not name.startswith((TOP, HIDDEN))]
+        unknown = [
+            *(name for name in rest if name not in NAMES),
+            *([TOP + tops[0]] if len(counts) != len(tops) else []),
+        ]
+        return Wanted(max(counts, default=0), tuple(hidden), tuple(sorted(unknown)))
+
+
+def needs_logits(readouts: Collection[str]) -> bool:
+    """Whether single logits are asked for, and not only what is known of the whole distribution."""
+    return any(name.startswith(TOP) or name in ("logsumexp", "chosen_logits") for name in readouts)

@@ -1,0 +1,182 @@
+"""Logits of chosen tokens, the largest logits, and log-sum-exp, from hidden states, without ever holding all logits.
+
+N predictions, H hidden width, V vocabulary, C chosen tokens of each prediction, K largest. As in head.py logits are
+computed a tile at a time, and once more in backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.ops.head import (
+    Gradients,
+    Logits,
+    LogitTransform,
+    Needs,
+    Scaling,
+    WideSum,
+    log_sum_exp_,
+    spread,
+    tanh_slope_,
+)
+
+
+class Selected(NamedTuple):
+    """chosen: [N, C] logits of the tokens that were asked for. top, top_ids: [N, K] the largest logits, the largest
+    first, and the tokens that have them. logsumexp: [N], so that a logit less that is a log-probability."""
+
+    chosen: Tensor
+    top: Tensor
+    top_ids: Tensor
+    logsumexp: Tensor
+
+
+def selected_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    transform: LogitTransform,
+    *,
+    top: int = 0,
+    temperature: float = 1.0,
+    tile: tuple[int, int] | None = None,
+) -> Selected:
+    """Of z = transform(hidden @ weight.T + bias) / temperature what is asked for, with exact gradients of all but ids.
+
+    hidden: [N, H]. weight: [V, H]. bias: [V] or None. ids: [N, C] int64 in [0, V); one outside gives NaN. top: K, at
+    most V. tile: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not None, for
+    N = 0.
+    """
+    assert hidden.ndim == 2 and ids.ndim == 2 and len(ids) == len(hidden), (hidden.shape, ids.shape)
+    assert 0 <= top <= len(weight), (top, weight.shape)
+    return Selected(*_Selected.apply(hidden, weight, bias, ids, top, Scaling.of(transform, temperature), tile))
+
+
+class _Running(NamedTuple):
+    """What is known from the columns seen so far. chosen: NaN until seen."""
+
+    chosen: Tensor
+    top: Tensor
+    top_ids: Tensor
+    lse: Tensor
+
+    @classmethod
+    def start(cls, ids: Tensor, top: int, dtype: torch.dtype) -> _Running:
+        lowest = float("-inf")
+        largest = torch.full((len(ids), top), lowest, dtype=dtype, device=ids.device)
+        return cls(
+            torch.full(ids.shape, float("nan"), dtype=dtype, device=ids.device),
+            largest,
+            torch.zeros_like(largest, dtype=torch.int64),
+            torch.full((len(ids),), lowest, dtype=dtype, device=ids.device),
+        )
+
+    def rows(self, rows: slice) -> _Running:
+        return _Running(*(values[rows] for values in self))
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        top: int,
+        scaling: Scaling,
+        tile: tuple[int, int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
+        running = _Running.start(ids, top, logits.wide)
+        for columns, all_rows in logits.tiles(tile):
+            for rows in all_rows:
+                values = logits.tile(rows, columns)
+                for block, z in logits.blocks(values):
+                    if scaling.outer is not None:
+                        z.tanh_().mul_(scaling.outer)
+                    place = slice(rows.start + block.start, rows.start + block.stop)
+                    _fold(z, ids[place], columns, running.rows(place))
+        ctx.save_for_backward(hidden, weight, bias, torch.cat([ids, running.top_ids], 1), running.lse)
+        ctx.mark_non_differentiable(running.top_ids)
+        ctx.scaling, ctx.tile, ctx.chosen = scaling, tile, ids.shape[1]
+        return tuple(running)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, chosen: Tensor | None, top: Tensor | None, _: Any, lse: Tensor | None) -> Any:
+        hidden, weight, bias, ids, saved_lse = ctx.saved_tensors
+        upstream = torch.zeros(ids.shape, dtype=saved_lse.dtype, device=ids.device)
+        if chosen is not None:
+            upstream[:, : ctx.chosen] = chosen
+        if top is not None:
+            upstream[:, ctx.chosen :] = top
+        logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
+        out = Gradients.start(logits, Needs(*ctx.needs_input_grad[:3]), weight.dtype)
+        for columns, all_rows in logits.tiles(ctx.tile):
+            total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
+            for rows in all_rows:
+                mass = None if lse is None else lse[rows]
+                grad = _gradient_of_tile(logits, rows, columns, ids[rows], upstream[rows], mass, saved_lse[rows])
+                spread(grad, logits, rows, columns, out)
+                if total is not None:
+                    total.add(grad.T, logits.hidden[rows])
+            if total is not None:
+                total.finish()
+        narrow = (x if x is None else x.to(like.dtype) for x, like in zip(out, (hidden, weight, bias), strict=True))
+        return *narrow, None, None, None, None
+
+
+def _local(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """([t, C] whether each is one of these columns, [t, C] its index among them, or any valid one)."""
+    width = columns.stop - columns.start
+    local = ids - columns.start
+    return (local >= 0) & (local < width), local.clamp(0, width - 1)
+
+
+def _fold(z: Tensor, ids: Tensor, columns: slice, running: _Running) -> None:
+    """Takes logits [t, v] of these columns, which are overwritten, into the running values of their rows."""
+    here, local = _local(ids, columns)
+    running.chosen.copy_(torch.where(here, z.gather(1, local), running.chosen))
+    count = running.top.shape[1]
+    if count:
+        values, places = z.topk(min(count, z.shape[1]), 1)
+        values, order = torch.cat([running.top, values], 1).topk(count, 1)
+        running.top_ids.copy_(torch.cat([running.top_ids, places + columns.start], 1).gather(1, order))
+        running.top.copy_(values)
+    running.lse.copy_(torch.logaddexp(running.lse, log_sum_exp_(z)))
+
+
+def _gradient_of_tile(
+    logits: Logits, rows: slice, columns: slice, ids: Tensor, upstream: Tensor, mass: Tensor | None, lse: Tensor
+) -> Tensor:
+    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
+
+    upstream: of the logits of `ids`; mass: of log-sum-exp, whose derivative is the softmax.
+    """
+    tile = logits.tile(rows, columns)
+    inner, outer = logits.scaling
+    for block, z in logits.blocks(tile):
+        slope = None
+        if outer is not None:
+            slope = tanh_slope_(z).mul_(outer * inner)
+            z.mul_(outer)
+        if mass is None:
+            z.zero_()
+        else:
+            z.sub_(lse[block, None]).exp_().mul_(mass[block, None])
+        here, local = _local(ids[block], columns)
+        z.scatter_add_(1, local, upstream[block] * here)
+        if slope is not None:
+            z.mul_(slope)
+        elif inner != 1.0:
+            z.mul_(inner)
+        if z.dtype != tile.dtype:
+            tile[block] = z
+    return tile
