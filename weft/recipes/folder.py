@@ -164,7 +164,8 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 # What a run leaves in its folder. Files of others stay.
 _LEFT = (
     "config.yaml", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl", "summary.json",
-    "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard", "engines",
+    "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard",
+    "engines",
 )  # fmt: skip
 
 
