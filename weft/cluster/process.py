@@ -87,7 +87,13 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
         return None
     if rank:
         return dist.TCPStore(address, port, is_master=False, timeout=wait)
-    listener = socket.create_server((address, port), backlog=1024)
+    try:
+        listener = socket.create_server((address, port), backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"port {port} of {address}, where the ranks are to meet (MASTER_PORT), cannot be listened at: "
+            f"{os.strerror(error.errno or 0)}. Start again; where MASTER_PORT is yours, set another."
+        ) from error
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=wait
     )
