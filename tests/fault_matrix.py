@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,7 @@ hangs (ten times that while it loads, and in its first step). Afterwards no proc
 temporary directory (where the controller was killed, or ended by SIGTERM before the first step: after the next start).
 Lost: what `weft rl --resume` does again; it was run where a run had ended early and had a folder to go on from.
 """
+_writing = threading.Lock()
 Row = tuple[str, str, str]  # the case, its row of the table, what is not as it should be
 
 
@@ -43,14 +45,14 @@ def main(words: Sequence[str]) -> int:
     def chosen(cases: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(name, case) for name, case in cases.items() if not words or any(word in name for word in words)]
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(3) as rl_pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(4) as rl_pool:
         shared, task = write_shared(Path(folder)), make_task(Path(folder))
         begun = pool.map(lambda item: measure(*item, shared), chosen(CASES | MORE))
-        rows = [*rl_pool.map(lambda item: measure_rl(*item, task), chosen(RL_CASES)), *begun]
+        rl = sorted(chosen(RL_CASES), key=lambda item: item[1].on_ray)  # which take longest
+        rows = [*rl_pool.map(lambda item: measure_rl(*item, task), rl), *begun]
     failed = [(name, problem) for name, _, problem in rows if problem]
     for name, problem in failed:
         print(f"{name}: {problem}", flush=True)
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), [row for _, row, _ in rows if row]), encoding="utf-8")
     print(f"{len(rows) - len(failed)} of {len(rows)} cases ended as they should")
     return int(bool(failed))
 
@@ -64,8 +66,7 @@ def measure_rl(name: str, case: RlCase, task: Path) -> Row:
     except AssertionError as error:
         return name, "", str(error)[:2000]
     seconds = f"{run.seconds():.1f}" if run.struck.exists() and case.status else "-"
-    print(name, flush=True)
-    return name, f"{rl_row_begins(name, case)} {seconds} | {lost} |", ""
+    return name, kept(f"{rl_row_begins(name, case)} {seconds} | {lost} |"), ""
 
 
 def rl_row_begins(name: str, case: RlCase) -> str:
@@ -89,7 +90,7 @@ def measure(name: str, case: Case, shared: Path) -> Row:
     except AssertionError as error:
         return name, "", str(error)[:2000]
     seconds = f"{run.seconds():.1f}" if run.struck.exists() else "-"  # not struck: refused before that
-    return name, f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |", ""
+    return name, kept(f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |"), ""
 
 
 def row_begins(name: str, case: Case) -> str:
@@ -113,6 +114,13 @@ def lost(case: Case, run: Path) -> str:
     if done >= at:
         return "nothing"
     return f"step {at}" if done == at - 1 else f"steps {done + 1} to {at}"
+
+
+def kept(row: str) -> str:
+    """The same, written into the page at once: all take half an hour."""
+    with _writing:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), [row]), encoding="utf-8")
+    return row
 
 
 def page(text: str, rows: Sequence[str]) -> str:
