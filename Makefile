@@ -62,7 +62,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
 
 # What dies or breaks, and when: every case is run (half an hour), and docs/failures.md says what came of it. WORDS=...
-# runs those whose names hold one of these words, and keeps the other rows.
+# runs those whose names hold one of these words, or, with `missing`, that have no row; the other rows stay.
 faults: $(STAMP)
 	$(BIN)/python -m tests.fault_matrix $(WORDS)
 

@@ -143,4 +143,5 @@ def test_the_fault_matrix_has_every_case() -> None:
     text = (ROOT / "docs" / "failures.md").read_text()
     sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | MORE).items()}
     rl = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items()}
-    assert fault_matrix.shown(text) == sft | rl and not sft & rl
+    quick = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items() if not case.on_ray}
+    assert sft | quick <= fault_matrix.shown(text) <= sft | rl and not sft & rl
