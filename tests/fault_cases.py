@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.control_group import memory_group
 from tests.faults import Fault, Run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
@@ -49,7 +50,8 @@ class Case:
     """One fault in a run of nproc ranks, and what is seen of it.
 
     says: patterns that standard error matches, in this order. within: seconds, from the fault to the end of all ranks.
-    saved: the last step whose checkpoint stands, None for the one before the fault.
+    saved: the last step whose checkpoint stands, None for the one before the fault. megabytes: of memory that the
+    kernel lets it have, 0 for all there is.
     """
 
     fault: Fault
@@ -60,12 +62,14 @@ class Case:
     within: float = 20.0
     traceback: bool = False
     saved: int | None = None
+    megabytes: int = 0
 
 
 DOCUMENTS = r"documents ../chats\.jsonl:\d+"
 STOPPED = r"1 other rank was stopped\."
 RECORD = r"What each rank was doing is in run/flight\."
 QUICK = ["train.timeout=4"]
+BY_PROCESSES = ["data.workers=2", "data.cache=cache"]
 
 CASES = {
     # ------------------------------------------------------------ a rank that dies, in each phase
@@ -119,6 +123,23 @@ CASES = {
         [r"^error: RuntimeError: boom", f"in step 2 of 6, backward of micro-batch 2, {DOCUMENTS}", "Traceback", RECORD],
         traceback=True,
     ),
+    "killed while tokenising": Case(
+        Fault(do="kill, tokenising", phase="tokenising", step=0), 2, 10,
+        [r"^rank \d was killed by SIGKILL", "^reading the data$"], BY_PROCESSES,
+    ),
+    "stopped while tokenising": Case(
+        Fault(do="stop, tokenising", phase="tokenising", step=0), 2, 11,
+        [r"^rank \d .*is stopped \(SIGSTOP\)", "^reading the data"], [*BY_PROCESSES, *QUICK],
+    ),
+    "a process that tokenises is killed": Case(
+        Fault(do="kill a worker", phase="tokenising", step=0), 2, 10,
+        [r"^rank \d failed: a process that tokenises has died \(killed by SIGKILL\)"], BY_PROCESSES,
+    ),
+    "a process that tokenises is stopped": Case(
+        Fault(do="stop a worker", phase="tokenising", step=0), 2, 11,
+        [r"^rank \d .*no progress for \d+ seconds \(train\.timeout\)", "reading the data", r"crew\.py"],
+        [*BY_PROCESSES, *QUICK],
+    ),
     "raises while reading data, one rank": Case(
         Fault(do="raise", phase="data", step=0), 1, 1, [r"^error: RuntimeError: boom\nreading the data"], traceback=True
     ),
@@ -169,6 +190,14 @@ CASES = {
          "in step 2 of 6, forward", STOPPED], ["train.timeout=2"], within=40.0,
     ),
     # ------------------------------------------------------------ memory, storage
+    "the kernel kills it, short of memory": Case(
+        Fault(do="fill memory", rank=1), 2, 12,
+        [
+            r"^rank 1 was killed by the kernel, which is short of memory", "in step 2 of 6, forward",
+            "model.recompute=full",
+        ],
+        megabytes=700,
+    ),
     "MemoryError": Case(
         Fault(do="memory", rank=1), 2, 12,
         [r"^rank 1 failed: MemoryError", "in step 2 of 6, forward", "max_tokens_per_device, set model.recompute=full"],
@@ -281,7 +310,8 @@ def last_whole(run: Path) -> int:
 def run_case(name: str, case: Case, shared: Path) -> tuple[Run, Path]:
     """The run, ended, and its folder, beside the model and the data."""
     folder = write_config(shared / re.sub(r"\W+", "-", name))
-    return Run(["sft", "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault).wait(), folder
+    with memory_group(case.megabytes) as group:
+        return Run(["sft", "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault, group).wait(), folder
 
 
 def check(case: Case, run: Run, folder: Path) -> None:

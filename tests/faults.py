@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from tests import forked
+from tests.control_group import enter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What `rank` does to itself when it comes to `phase` (of micro-batch `micro`, if given) of `step`; see DO.
 
-    rank -1: all of them. once: a file; where it exists the fault is over, and it is made when the fault strikes.
+    rank -1: all of them. nth: of the times that it comes there. after: a file that has to exist. once: a file; where it
+    exists the fault is over, and it is made when the fault strikes.
     """
 
     do: str
@@ -31,15 +33,25 @@ class Fault:
     step: int = 2
     micro: int | None = None
     rank: int = 0
+    nth: int = 1
+    after: str = ""
     once: str = ""
 
 
 class Run(forked.Run):
     """With a fault in it."""
 
-    def __init__(self, words: Sequence[str], folder: Path, fault: Fault | None = None, **variables: str) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        fault: Fault | None = None,
+        group: Path | None = None,
+        **variables: str,
+    ) -> None:
+        """group: a control group that it lives in."""
         self.struck = folder / "struck-at"
-        super().__init__(words, folder, None if fault is None else partial(_prepare, fault), **variables)
+        super().__init__(words, folder, partial(_settle, fault, group), **variables)
 
     def seconds(self) -> float:
         """From the fault to the end of everything; 0 where it did not get so far."""
@@ -49,25 +61,32 @@ class Run(forked.Run):
 # ---------------------------------------------------------------- what may go wrong
 
 
-def _prepare(fault: Fault) -> None:
-    """Let the fault strike where flight.at says that its moment has come."""
+def _settle(fault: Fault | None, group: Path | None) -> None:
+    enter(group)
+    if fault is not None:
+        prepare(fault)
+
+
+def prepare(fault: Fault, folder: Path = Path()) -> None:
+    """Let the fault strike where flight.at says that its moment has come. folder: where the moment is noted."""
     from weft.observe import flight
 
-    original, struck = flight.at, Path("struck-at").absolute()
+    original, struck, times = flight.at, (folder / "struck-at").absolute(), count(1)
 
     def at(phase: str, micro_batch: int = 0, *about: Any, **more: Any) -> None:
         original(phase, micro_batch, *about, **more)
         record = flight.own.record()
         here = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
-        if here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once)):
+        here = here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
+        if here and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
             if fault.once:
                 Path(fault.once).touch()
             struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
-    def step(number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
-        step_original(number, of, documents, count)
-        at("plan", 0, documents, count)
+    def step(number: int, of: int, documents: Sequence[str] = (), many: int | None = None) -> None:
+        step_original(number, of, documents, many)
+        at("plan", 0, documents, many)
 
     step_original = flight.step
     flight.at, flight.step = at, step
@@ -105,6 +124,29 @@ def _fill_metrics_disk(record: Any) -> None:
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(name))
 
 
+def _fill_rollouts_disk(record: Any) -> None:
+    """The next file of rollouts is /dev/full."""
+    folder = Path(record.run) / "rollouts"
+    step = len(list(folder.glob("*.parquet"))) + 1
+    (folder / f"step-{step:06d}.parquet.partial").symlink_to("/dev/full")
+
+
+def _wake_later(record: Any) -> None:
+    """Stopped, and let go on after some seconds."""
+    if not os.fork():
+        time.sleep(4)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fill_memory(record: Any) -> None:
+    """More than there is, piece by piece, until something ends it."""
+    pieces = []
+    while True:
+        pieces.append(b"x" * (16 << 20))
+
+
 def _limit_files(record: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -124,18 +166,22 @@ DO: dict[str, Callable[[Any], None]] = {
     "nothing": lambda record: None,
     "kill": _signal(signal.SIGKILL),
     "terminate": _signal(signal.SIGTERM),
+    "interrupt": _signal(signal.SIGINT),
     "stop": _signal(signal.SIGSTOP),
+    "stop for a while": _wake_later,
     "raise": _raise(lambda: RuntimeError("boom")),
     "exit": lambda record: os._exit(7),
     "sys.exit": _raise(lambda: SystemExit(7)),
     "crash": lambda record: ctypes.string_at(0) and None,
     "memory": _raise(MemoryError),
+    "fill memory": _fill_memory,
     "cuda memory": _raise(_out_of_cuda_memory),
     "allocate": _allocate,
     "sleep": lambda record: time.sleep(600),
     "sleep briefly": lambda record: time.sleep(4),
     "hold the lock": lambda record: ctypes.PyDLL(None).sleep(600) and None,
     "full metrics": _fill_metrics_disk,
+    "full rollouts": _fill_rollouts_disk,
     "small files": _limit_files,
     "vanish": lambda record: shutil.rmtree(record.run),
     "clock back": _set_clock_back,
@@ -214,6 +260,35 @@ def _slow_disk(fault: Fault) -> None:
     contents.write_export = slow
 
 
+def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
+    """The data is tokenised by processes; this one, or the first of them that has answered, gets a signal."""
+
+    def prepare(fault: Fault) -> None:
+        from weft.data import sources, tokenise
+        from weft.data.crew import Crew
+
+        tokenise.KEPT_BYTES = tokenise.CREW_BYTES = 0
+        sources.BLOCK_BYTES = 300
+        enter, receive, struck = Crew.__enter__, Crew._receive, Path("struck-at").absolute()
+        places: list[Any] = []
+
+        def entered(self: Crew) -> Crew:
+            enter(self)
+            places[:] = self._idle  # in the order of the processes
+            return self
+
+        def struck_once(self: Crew, connection: Any) -> Any:
+            if not struck.exists():
+                struck.write_text(str(time.monotonic()))
+                worker = self._processes[places.index(connection)].pid
+                os.kill(worker if who == "worker" else os.getpid(), number)
+            return receive(self, connection)
+
+        Crew.__enter__, Crew._receive = entered, struck_once  # type: ignore[method-assign]
+
+    return prepare
+
+
 BEFORE: dict[str, Callable[[Fault], None]] = {
     "not a number": _not_a_number,
     "other order": _plan(lambda metadata: metadata[::-1]),
@@ -222,5 +297,9 @@ BEFORE: dict[str, Callable[[Fault], None]] = {
     "other data": _other_data,
     "other code": _other_code,
     "slow disk, raise": _slow_disk,
+    "kill, tokenising": _tokenising("rank", signal.SIGKILL),
+    "stop, tokenising": _tokenising("rank", signal.SIGSTOP),
+    "kill a worker": _tokenising("worker", signal.SIGKILL),
+    "stop a worker": _tokenising("worker", signal.SIGSTOP),
 }
 DO |= {name: lambda record: None for name in BEFORE} | {"slow disk, raise": _raise(lambda: RuntimeError("boom"))}

@@ -63,7 +63,7 @@ def start(task: Path, run: Path, *more: str, hook: Hook | None = None, **options
     files = [str(run / "config.yaml")] if resume else []
     words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS]
     config = load_config(files, [*([] if resume else words), f"run.dir={run}", *more], RlConfig)
-    with mock.patch.object(rl, "open_actors", partial(_local_actors, hook=hook)):
+    with mock.patch.object(rl, "open_actors", partial(local_actors, hook=hook)):
         rl.run(config, RlOptions(device="cpu", world=1, resume=str(run) if resume else None, **options))
     return config
 
@@ -107,12 +107,15 @@ class LocalGroup:
 
 
 @contextmanager
-def _local_actors(config: RlConfig, options: RlOptions, *, fill: bool, hook: Hook | None) -> Iterator[Actors]:
-    trainers = LocalGroup("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
+def local_actors(
+    config: RlConfig, options: RlOptions, *, fill: bool, hook: Hook | None = None, kind: type[LocalGroup] = LocalGroup
+) -> Iterator[Actors]:
+    """What weft.recipes.rl_actors.open_actors gives, without Ray."""
+    trainers = kind("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
     engines = None
     if config.rollout.engine == "hf":
         make = partial(Standalone, config.model.path, dtype=torch.float32)
-        engines = LocalGroup("rollout engine", [make] * config.rollout.count, hook)
+        engines = kind("rollout engine", [make] * config.rollout.count, hook)
     try:
         yield Actors(cast(ActorGroup, trainers), {}, cast(ActorGroup, engines) if engines is not None else None)
     finally:

@@ -33,6 +33,7 @@ from weft.checkpoint import contents, save
 from weft.checkpoint.retention import whole_steps
 from weft.checkpoint.save import Saver
 from weft.cluster import pulse, reports
+from weft.cluster.options import RolloutsOptions
 from weft.cluster.pulse import Pulse
 from weft.cluster.rays import _Host, together
 from weft.cluster.reports import RankReport
@@ -40,7 +41,7 @@ from weft.cluster.status import kind_of
 from weft.config.rl_schema import RlAlgorithm
 from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
-from weft.observe import flight
+from weft.observe import flight, rollouts
 from weft.recipes import rl
 from weft.recipes.hopeless import EmptySteps, FlatSteps
 from weft.recipes.rl_actors import Actors
@@ -193,6 +194,38 @@ def test_rollouts_alone_go_on_behind_the_last(
     assert lines_of(run) == lines_of(unbroken) and rollouts_of(run) == rollouts_of(unbroken)
     with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another: weft rl"):
         start(task, whole, resume=True, rollout_only=True)
+
+
+def test_rollouts_that_are_damaged_are_skipped_by_name(
+    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest, by weft rollouts, and by a run of rollouts alone that goes on; a step that is asked for is named."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    os.truncate(run / "rollouts/step-000003.parquet", 100)
+    (run / "rollouts/step-000002.parquet").write_bytes(b"")
+    rollouts.run(RolloutsOptions(run=str(run)))
+    said = capsys.readouterr().out
+    assert "skipped" in said and "step-000003.parquet: holds no rollouts of weft: " in " ".join(said.split())
+    assert "step 1: 2 prompts, 6 samples" in said
+    with pytest.raises(UserError, match=r"step-000002.parquet: holds no rollouts of weft: .*0 bytes"):
+        rollouts.run(RolloutsOptions(run=str(run), step=2))
+    (run / "rollouts/step-000001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="step-000003.parquet: holds no rollouts of weft"):
+        rollouts.run(RolloutsOptions(run=str(run)))
+
+    with pytest.raises(UserError, match="step-000001.parquet: holds no rollouts of weft"):
+        start(task, tmp_path / "replayed", "train.steps=3", replay=str(run / "rollouts"))
+
+    only, unbroken = tmp_path / "only", tmp_path / "unbroken"
+    start(task, only, "train.steps=3", rollout_only=True)
+    shutil.copytree(only, unbroken)
+    os.truncate(only / "rollouts/step-000003.parquet", 100)
+    capsys.readouterr()
+    start(task, only, "train.steps=3", resume=True, rollout_only=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "skipped" in said and "resumed behind rollout step 2" in said
+    assert lines_of(only) == lines_of(unbroken) and rollouts_of(only) == rollouts_of(unbroken)
+    assert (only / "rollouts/dropped/step-000003.parquet").exists()
 
 
 @pytest.mark.parametrize(("method", "before"), [("generate", 2), ("update", 1), ("save", 0)])
@@ -442,7 +475,7 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
 ACTOR = """
 import os, sys, time
 from pathlib import Path
-from weft.observe import flight
+from weft.observe import flight, rollouts
 flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
 flight.begin(0, 1)
 if sys.argv[2] != "idle":

@@ -48,7 +48,8 @@ class RanksDisagreeError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """An actor of a cluster failed or died. kind: as in weft/cluster/status.py; report: its own, where it left one."""
+    """An actor of a cluster, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py;
+    report: its own, where it left one."""
 
     def __init__(self, message: str, kind: str, report: Any = None) -> None:
         super().__init__(message)

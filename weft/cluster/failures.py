@@ -188,8 +188,7 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
         return "killed", f"rank {rank} ended with exit status {status} and no message{where}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     if status == -signal.SIGKILL and seen.oom_kills:
-        text = f"rank {rank} was killed by the kernel, which is short of memory{where}"
-        return "memory", f"{text}\n{_memory_advice(where)}"
+        return "memory", by_kernel(f"rank {rank}", where)
     if status == -signal.SIGKILL:
         hint = _BY_KERNEL if seen.oom_kills is None else _NOT_BY_KERNEL
         return "killed", f"rank {rank} was killed by {name}{hint}{where}"
@@ -198,6 +197,11 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
         # NCCL's watchdog ends a process that way
         return "hang", f"rank {rank} was ended by {name} after train.timeout without progress{where}{calls}"
     return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{where}{calls}"
+
+
+def by_kernel(who: str, where: str) -> str:
+    """Who was killed for want of memory, where (a line, or nothing), and what to do."""
+    return f"{who} was killed by the kernel, which is short of memory{where}\n{_memory_advice(where)}"
 
 
 # ---------------------------------------------------------------- a rank that did not come

@@ -18,6 +18,7 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.failures import keep_own, of_this_rank
+from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
 from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
@@ -92,7 +93,7 @@ def _rank() -> int:
 
 def _settle_in(scratch: Path) -> None:
     """What a rank of weft's launcher does first, so that its end is noticed and explained."""
-    _end_with_parent()
+    end_with_parent()
     write_stacks_to(scratch / STACKS / str(_rank()))
     flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
     flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
@@ -106,7 +107,7 @@ def settle_actor(number: int) -> Path:
     write_stacks_to(into / STACKS / str(number))
     flight.own.open(into / flight.FOLDER / flight.live_name(number))
     flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
-    _end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     watch_for_ever(partial(_end_hung, debug=False))
     return into
 
@@ -206,13 +207,3 @@ def _end_rank(status: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, number)

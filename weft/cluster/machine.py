@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,16 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def oom_kills() -> int | None:

@@ -99,8 +99,8 @@ def _port_named() -> Iterator[None]:
         if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {os.environ['MASTER_PORT']} of this machine is in use, perhaps by another run: set MASTER_PORT to a "
-            "free one for all ranks (torchrun: --rdzv-endpoint HOST:PORT)."
+            f"port {os.environ['MASTER_PORT']} of this machine, where the ranks are to meet (MASTER_PORT), is in use, "
+            "perhaps by another run. Start again; where MASTER_PORT is yours, set a free one for all ranks."
         ) from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -18,19 +19,18 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.failures import explain, explain_hang, keep_evidence
-from weft.cluster.machine import ADDRESS, cpu_cores, free_port
+from weft.cluster.failures import by_kernel, explain, explain_hang, keep_evidence
+from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills
 from weft.cluster.pulse import Pulse, looked_after
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
-from weft.cluster.status import Kind
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
 from weft.importing import import_extra
@@ -88,6 +88,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
     try:
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
     except Exception as error:  # of no type of its own where a busy machine takes too long
+        _require_same_versions(address, str(error))
         what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
         token = "" if own or "RAY_AUTH_MODE" in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
         raise UserError(f"{what}: {first_line(error)}.{token}") from error
@@ -97,6 +98,21 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         yield
     finally:
         ray.shutdown()
+
+
+def _require_same_versions(address: str | None, refusal: str) -> None:
+    """UserError where that is why Ray refuses to join a cluster: each process of one has the same Ray and Python."""
+    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
+    if len(found) != 2:
+        return
+    (ray, python), (own_ray, own_python) = found
+    mend = (
+        f"install the cluster's Ray here (pip install ray=={ray})" if ray != own_ray else "start weft with its Python"
+    )
+    raise UserError(
+        f"cluster.address: the Ray cluster at {address} has Ray {ray} and Python {python}, and this process has Ray "
+        f"{own_ray} and Python {own_python}; they have to be the same: {mend}, or start the cluster with these."
+    )
 
 
 def _ray_base() -> str:
@@ -165,12 +181,14 @@ class ActorGroup:
     """Actors of one kind, numbered from 0. Every wait for them ends: they end themselves where they make no progress.
 
     name: what messages call one of them. pulse: looks after those of this machine, and knows where their records are.
+    oom_kills: of the kernel, before they began.
     """
 
     name: str
     handles: list[Any]
     pulse: Pulse
     placed: Any = None  # its placement group
+    oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
 
     @property
     def scratch(self) -> Path:
@@ -211,9 +229,10 @@ class ActorGroup:
         found = [report for report in reports.read_all(self.scratch) if report.rank == number]
         if found:  # it ended itself, and said why
             return ActorError(explain(found[0], f"{self.name} {number} failed: ", debug=False), found[0].kind, found[0])
-        kind: Kind = "killed"
-        last = next((line.strip() for line in reason.splitlines() if "exit" in line.lower()), "")
-        return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), kind, None)
+        if (oom_kills() or 0) > self.oom_kills or "running low on memory" in reason:  # the kernel, or Ray's monitor
+            return ActorError(by_kernel(f"{self.name} {number}", where), "memory", None)
+        last = next((line.strip() for line in reason.splitlines() if "has died" in line), "").partition(". ")[0]
+        return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), "killed", None)
 
     def _stuck(self) -> ActorError:
         """Which of them the others waited for in vain: asked for its stack, and looked at."""

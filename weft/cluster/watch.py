@@ -136,10 +136,18 @@ class Watch:
         for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
             silence = self._silence.seconds(rank, record, frozen_seconds)
             if record.limit is not None and silence > Silence.most(record.limit):
-                message = f"no progress for {silence:.0f} seconds"
+                message = f"no progress for {silence:.0f} seconds{self._frozen(rank)}"
                 report = RankReport(rank, time.monotonic(), message, kind="hang", where=record.where())
                 reports.write(report, self._scratch)
                 return
+
+    def _frozen(self, rank: int) -> str:
+        """Words for the state of a rank's process, where that says why nothing happens."""
+        for other, process in self._ranks():
+            with suppress(psutil.Error):
+                if other == rank and process.status() in FROZEN:
+                    return f"; it is {FROZEN[process.status()]}"
+        return ""
 
 
 @contextmanager

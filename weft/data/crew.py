@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,8 +21,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import weft
+from weft.cluster.machine import end_with_parent, oom_kills
 from weft.data.blocks import Block
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.observe import flight
 
 if TYPE_CHECKING:
@@ -28,8 +31,7 @@ if TYPE_CHECKING:
     from weft.data.tokenise import Work
 
 _AHEAD = 3  # blocks for each worker that may be done before their turn
-_SECONDS = 5.0  # between two signs of life
-_DIED = "a process that tokenises has died, perhaps for want of memory; data.workers sets how many there are"
+_ENDING_SECONDS = 1.0  # from the end of a connection to that of its process
 
 
 class Crew:
@@ -40,6 +42,7 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, int] = {}
+        self._oom_kills = oom_kills() or 0
 
     def __enter__(self) -> Crew:
         environment = {
@@ -87,24 +90,39 @@ class Crew:
             while turn in done:
                 yield sizes.pop(turn), _result(done.pop(turn))
                 turn += 1
-            for ready in wait(list(self._busy), _SECONDS) if self._busy else ():
+            for ready in wait(list(self._busy)) if self._busy else ():
                 connection = cast("Connection[Any, Any]", ready)
                 done[self._busy.pop(connection)] = self._receive(connection)
                 self._idle.append(connection)
-            flight.beat()
+                flight.beat()
 
     def _send(self, connection: Connection, number: int, block: Block) -> None:
         try:
             connection.send_bytes(pickle.dumps(block))
         except OSError:
-            raise RuntimeError(_DIED) from None
+            raise self._died() from None
         self._busy[connection] = number
 
     def _receive(self, connection: Connection) -> Any:
         try:
             return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            raise RuntimeError(_DIED) from None
+            raise self._died() from None
+
+    def _died(self) -> ActorError:
+        """What to say where one of them has ended."""
+        end = time.monotonic() + _ENDING_SECONDS
+        while not (ended := [p.returncode for p in self._processes if p.poll() is not None]) and time.monotonic() < end:
+            time.sleep(0.01)
+        if (oom_kills() or 0) > self._oom_kills:
+            text = "was killed by the kernel, which is short of memory: set data.workers to fewer"
+            return ActorError(f"a process that tokenises {text}.", "memory")
+        status = ended[0] if ended else 0
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return ActorError(
+            f"a process that tokenises has died ({how}). Where that was for want of memory, set data.workers to fewer.",
+            "killed",
+        )
 
 
 def _result(answer: tuple[str, Any]) -> Chunk:
@@ -146,4 +164,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL)  # one that is stopped reads no end of its connection
     serve(Connection(int(sys.argv[1])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.text import Text
@@ -11,7 +11,7 @@ from weft.cluster.options import RolloutsOptions
 from weft.errors import UserError
 from weft.rl.records import FOLDER, read_rollouts, rollout_files
 from weft.rl.types import Group, Sample, samples_of
-from weft.terminal import Console
+from weft.terminal import Console, say
 
 _WIDTH = 4  # spaces before what was said
 
@@ -21,16 +21,39 @@ def run(options: RolloutsOptions) -> None:
     files = rollout_files(Path(options.run) / FOLDER)
     if not files:
         raise UserError(f"{options.run}: holds no rollouts: name the folder of a run of weft rl.")
-    step = max(files) if options.step is None else options.step
-    if step not in files:
-        raise UserError(f"{options.run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
-    groups = read_rollouts(files[step])
-    if not groups:
-        raise UserError(f"{files[step]}: holds no samples: see another step with --step.")
+    step, groups = _newest(files) if options.step is None else (options.step, _read(options.run, files, options.step))
     console = Console()
     console.print(summary(step, groups))
     for group in chosen(groups, options.order)[: options.groups]:
         console.print(described(group, options.samples))
+
+
+def _read(run: str, files: Mapping[int, Path], step: int) -> list[Group]:
+    """The groups of the step that is asked for."""
+    if step not in files:
+        raise UserError(f"{run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
+    return _whole(files[step])
+
+
+def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
+    """The newest step that can be read, and its groups."""
+    problem = ""
+    for step in sorted(files, reverse=True):
+        try:
+            groups = _whole(files[step])
+        except UserError as error:
+            problem = problem or str(error)
+            continue
+        if problem:
+            say(f"skipped  {problem}")
+        return step, groups
+    raise UserError(problem)
+
+
+def _whole(path: Path) -> list[Group]:
+    if groups := read_rollouts(path):
+        return groups
+    raise UserError(f"{path}: holds no samples: see another step with --step.")
 
 
 def summary(step: int, groups: Sequence[Group]) -> str:

@@ -89,9 +89,16 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         config, start = settled.config, replace(start, notes=notes)
         write_config(settled.recorded, held.folder)
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
-        with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups):
+        go_on = again(held.folder, options)
+        with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups, go_on):
             opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, device=options.device)
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
+
+
+def again(folder: Path, options: RlOptions) -> str:
+    """The command line that goes on with a run."""
+    more = " --rollout-only" if options.rollout_only else f" --replay {options.replay}" if options.replay else ""
+    return f"weft rl --resume {folder}{more}"
 
 
 def list_replayed(options: RlOptions) -> list[Path]:

@@ -14,29 +14,29 @@ from weft.errors import ActorError, StorageError
 
 
 @contextmanager
-def told(folder: Path, groups: Mapping[str, ActorGroup]) -> Iterator[None]:
+def told(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
     """Keeps in RUN what actors were doing when one of them failed; files that cannot be written are a StorageError.
-    groups: by the folder of RUN that has their evidence."""
+    groups: by the folder of RUN that has their evidence. again: the command line that goes on."""
     try:
         yield
     except ActorError as error:
         for name, group in groups.items():
             group.keep_evidence(folder / name)
         if error.kind != "user":
-            error.add_note(what_stands(str(folder)).strip())
+            error.add_note(what_stands(str(folder)).strip() + f"\nGo on with: {again}")
         raise
     except OSError as error:
         if kind_of(error, str(folder)) != "storage":
             raise
-        raise StorageError(_said(error, folder)) from error
+        raise StorageError(_said(error, folder, again)) from error
 
 
-def _said(error: OSError, folder: Path) -> str:
+def _said(error: OSError, folder: Path, again: str) -> str:
     where = f"{error.filename}: " if error.filename else ""
     latest, stands = folder / "checkpoints" / "latest", ""
     if latest.exists():
         stands = f" The last whole checkpoint is {latest.parent / os.readlink(latest)}."
     return (
         f"could not write {where}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
-        f"and at the folder.{stands} Then go on: weft rl --resume {folder}"
+        f"and at the folder.{stands} Then go on: {again}"
     )

@@ -23,7 +23,7 @@ from weft.recipes.identity import model_fingerprint
 from weft.recipes.resume import Start
 from weft.rl.beside import CRITIC, steps_of_all
 from weft.rl.prompts import Prompts
-from weft.rl.records import EVALUATIONS, FOLDER, cut_rollouts, hold_routes, rollout_files
+from weft.rl.records import EVALUATIONS, FOLDER, cut_rollouts, hold_routes, read_rollouts, rollout_files
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, Run
@@ -112,13 +112,25 @@ def find_collected(folder: Path) -> RlStart:
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
             f"{from_weights(step_folder(folder / 'checkpoints', steps[-1]), 'rl')} --rollout-only"
         )
-    files, start, metrics = rollout_files(folder / FOLDER), RlStart(), folder / "metrics.jsonl"
+    files, metrics, whole, skipped = rollout_files(folder / FOLDER), folder / "metrics.jsonl", [RlStart()], list[str]()
     for text in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []:
         line = json.loads(text) if text.endswith("\n") else {}
-        if line.get("rollout") != start.rollout + 1 or line["rollout"] not in files:
+        if line.get("rollout") != len(whole) or line["rollout"] not in files:
             break
-        start = RlStart(rollout=line["rollout"], taken=line["taken"])
-    return replace(start, notes=(f"resumed  behind rollout step {start.rollout}",))
+        whole.append(RlStart(rollout=line["rollout"], taken=line["taken"]))
+    while whole[-1].rollout and (problem := _unreadable(files[whole[-1].rollout])):
+        skipped.append(f"skipped  {problem}")
+        whole.pop()
+    return replace(whole[-1], notes=(*skipped, f"resumed  behind rollout step {whole[-1].rollout}"))
+
+
+def _unreadable(rollouts: Path) -> str:
+    """Why a file of rollouts cannot be read; empty where it can."""
+    try:
+        read_rollouts(rollouts)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from weft.rl.environment_worker import ENDED, ORDER
 from weft.rl.workers import Worker, start_worker
 
+_OBEYS_SECONDS = 10.0  # in which one that is to be killed has ended
 _AT_ONCE = 1024  # conversations; a held-out set may have more, and the others wait
 
 
@@ -82,6 +83,7 @@ class _ForkServer:
             if not ended.done():
                 with suppress(OSError):
                     self._control.sendall(ORDER.pack(-number))
+                asyncio.get_running_loop().call_later(_OBEYS_SECONDS, self._require_end, ended)
 
         return Worker(answers, requests, lambda: asyncio.shield(ended), kill)
 
@@ -102,6 +104,12 @@ class _ForkServer:
             number, status = ENDED.unpack_from(self._heard)
             self._heard = self._heard[ENDED.size :]
             self._ended.pop(number).set_result(status)
+
+    def _require_end(self, ended: asyncio.Future[int | None]) -> None:
+        """This process obeys no orders where it is stopped: it is killed, and what it has made ends with it."""
+        if not ended.done():
+            self._worker.kill()
+            self._lost()
 
     def _lost(self) -> None:
         """It is gone, and ends what it has made."""

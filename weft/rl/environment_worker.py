@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import inspect
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.cluster.machine import end_with_parent
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.rl.environments import Environment, Reply
@@ -33,7 +33,6 @@ from weft.rl.user_process import IMPORT_SECONDS, be_ended_first, look_through, r
 
 ORDER = struct.Struct(">q")  # the number of a conversation, negative where its process is to be killed
 ENDED = struct.Struct(">qi")  # number, status
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 class LateError(Exception):
@@ -122,8 +121,7 @@ class ForkServer:
             os.setpgid(0, 0)
             for mine in (self._control, self._woken, self._wakes):
                 mine.close()
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            end_with_parent(signal.SIGKILL)
             be_ended_first()
             np.random.seed()  # else all would draw the same numbers; Python's own generator does that itself
             converse(self._kind, socket.socket(fileno=descriptor))

@@ -113,4 +113,6 @@ def _joined(root: str, path: str | None) -> str:
 def _ending(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by signal {-status}"
-    return "ended" if status is None else f"ended with status {status}"
+    if status is None:
+        return "ended with the one that all are forked from, which was killed or stopped"
+    return f"ended with status {status}"
