@@ -161,7 +161,7 @@ def engines() -> dict[str, RlCase]:
         common: dict[str, Any] = {"when": when, "on": "Ray, an engine", "saved": saved}
         found[f"a rollout engine is killed {name}"] = RlCase(
             fault=RlFault(who="engine", do="kill", **{"step": 0} | fault), status=10, **common,
-            words=[*apart, *keys, *(soon if name == "syncing weights" else ())],  # until then the trainers wait for it
+            words=[*apart, *keys],
             says=["rollout engine 0 died"],
         )  # fmt: skip
         found[f"a rollout engine is stopped {name}"] = RlCase(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -27,6 +28,7 @@ from weft.errors import ActorError, UserError
 from weft.models.adapter_files import file_names
 from weft.models.lora import LoraPlan
 from weft.rl.parity import parity_is_due, require_parity
+from weft.rl.pool import or_declined
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import desk as desks
 from weft.rollout.sync import planes
@@ -173,6 +175,23 @@ def test_a_tensor_that_is_wrong_is_named_at_both_ends(name: str) -> None:
 def test_an_engine_does_not_go_back() -> None:
     assert "stale weights: version 3" in str(Attempt(has=4).engine_error)
     assert Attempt(has=3).engine_error is None  # once more, after others failed
+
+
+def test_nobody_waits_for_an_engine_that_has_died() -> None:
+    """Its controller says so in its place."""
+    desk = Desk("127.0.0.1", 0, 60.0)
+    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 60.0)
+
+    async def dies() -> None:
+        raise ActorError("rollout engine 0 died", "killed")
+
+    with pytest.raises(ActorError, match="engine 0 died"):
+        asyncio.run(or_declined(dies(), ticket))
+    began = time.monotonic()
+    with pytest.raises(SyncError, match="engine-0 did not come for version 3: it has died"):
+        desk.welcome([ticket], 3)
+    assert time.monotonic() - began < 10
+    desk.close()
 
 
 def test_every_wait_ends_and_says_for_whom() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from weft.cluster.rays import ActorGroup, together
 from weft.errors import ActorError
 from weft.rollout.base import Completion, EnginePart, Request, Synced
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.wire import GONE, Delivery, SyncError, Ticket
+
+_SENDER_SECONDS = 5.0  # until a sender that is there has answered
 
 Entry = tuple[Request, asyncio.Future[list[Completion]]]
 
@@ -156,7 +161,7 @@ class StandalonePool(BatchPool):
         await self.pause()
         try:
             taking = [
-                self.actors.one(number, "receive", ticket, version, self._keep)
+                or_declined(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
                 for number, ticket in enumerate(self._tickets)
             ]
             sent, *_ = await together([self._trainers.all("send", version), *taking])
@@ -192,6 +197,21 @@ class StandalonePool(BatchPool):
     async def sleep(self) -> None:
         """Give up their memory; nothing may be under way."""
         await self.actors.all("sleep")
+
+
+async def or_declined(taking: Awaitable[Any], ticket: Ticket) -> Any:
+    """What an engine answers that takes weights with this ticket. Where it fails, the trainers are told that nobody
+    will come: they would wait for it, for as long as rollout.timeout."""
+    try:
+        return await taking
+    except ActorError:
+        await asyncio.to_thread(_decline, replace(ticket, timeout=_SENDER_SECONDS))
+        raise
+
+
+def _decline(ticket: Ticket) -> None:
+    with suppress(SyncError):
+        Delivery(ticket, GONE).channel.close()
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

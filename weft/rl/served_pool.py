@@ -11,7 +11,7 @@ from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import UserError
-from weft.rl.pool import EmbeddedPool, StandalonePool
+from weft.rl.pool import EmbeddedPool, StandalonePool, or_declined
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
 from weft.rollout.sync.wire import Ticket
@@ -51,7 +51,10 @@ class ServedPool:
         """Bring every engine to the trainers' weights as they are now."""
         synced: Synced
         if self._tickets:
-            taking = [self.actors.one(n, "ask", "receive", own, version) for n, own in enumerate(self._tickets)]
+            taking = [
+                or_declined(self.actors.one(n, "ask", "receive", own, version), own)
+                for n, own in enumerate(self._tickets)
+            ]
             sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
             synced = sent[0]
             return synced

@@ -18,7 +18,7 @@ from typing import Any
 from weft.observe import flight
 from weft.rollout.sync.content import Content, Row
 from weft.rollout.sync.proof import compare
-from weft.rollout.sync.wire import PROTOCOL, Channel, SyncError, Ticket, parsed, understood
+from weft.rollout.sync.wire import GONE, PROTOCOL, Channel, SyncError, Ticket, parsed, understood
 
 _HELLO_SECONDS = 5.0  # that a peer has to show its ticket
 _HELLO_BYTES = 4096  # of what it says there
@@ -170,6 +170,8 @@ class Desk:
             raise SyncError(
                 f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
             )
+        if hello.version == GONE:
+            raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
         if hello.version != version:
             raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[who]

@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from weft.rollout.sync.checksums import checksum
 
 PROTOCOL = 2
+GONE = -1  # in place of a version: the worker has died
 LONGEST = 1 << 26  # bytes of a message
 WIDTHS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
