@@ -381,6 +381,7 @@ OUT_OF_RANGE = {
     "eval.every": "-1",
     "eval.patience": "0",
     "eval.target": "0",
+    "eval.share": "1",
     "eval.min_delta": "-0.1",
     "eval.max_new_tokens": "0",
     "eval.temperature": "-1",

@@ -223,6 +223,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "which documents are evaluated, and reported apart",
         "test_eval.py::test_what_a_run_says_of_its_evaluations",
     ),
+    "eval.share": (
+        "what is not trained on, and evaluated",
+        "test_sources.py::test_a_share_of_the_training_data_is_held_out",
+    ),
     "eval.every": ("after which steps", "test_eval.py::test_what_a_run_says_of_its_evaluations"),
     "eval.at_start": (
         "the line of step 0",

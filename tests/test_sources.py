@@ -18,11 +18,12 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.schema import SourceConfig
 from weft.data import sources as sources_module
-from weft.data.documents import Documents, lengths_of, load_documents
+from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import read_messages
 from weft.data.records import Reading, Record
 from weft.data.sources import open_source
 from weft.errors import UserError
+from weft.recipes.reading import read_run_data
 
 ROWS = [{"prompt": f'{i}+{i}, or\n"twice" {i}=', "completion": f"{2 * i} \u00e9"} for i in range(7)]
 
@@ -40,6 +41,33 @@ def records(path: str, chat: bool = True, **source: Any) -> list[Record]:
 
 def values(path: str, **source: Any) -> list[dict[str, Any]]:
     return [record.value for record in records(path, **source)]
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.3, 0), (0.3, 1), (0.01, 0)])
+def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_path: Path) -> None:
+    """Of each source: every document is trained on or held out, by the seed alone, and digests are of what is there."""
+    for name, rows in (("a", ROWS), ("b", ROWS[:4])):
+        write_jsonl(tmp_path / f"{name}.jsonl", *rows)
+    sources = f"[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl}}]"
+    tokenizer = model(byte_tokenizer, 300)
+    words = [f"model.path={tokenizer}", "model.init=random", f"data.sources={sources}", f"train.seed={seed}"]
+    whole = read_run_data(load_config([], words, SftConfig))
+    split = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
+    assert split.held_out.reports[""].documents == {0.3: 2 + 1, 0.01: 1 + 1}[share]
+    held, left = list(split.held_out.documents[""]), list(split.documents)
+    assert sorted(d.source for d in [*held, *left]) == sorted(d.source for d in whole.documents)
+    assert [d.dataset for d in held].count("b") == 1 and [one.documents for one in shares_of(split.documents)] == [
+        7 - len(held) + 1, 3,
+    ]  # fmt: skip
+    again = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
+    assert (split.report, split.held_out.digest) == (again.report, again.held_out.digest)
+    assert split.report.digest != whole.report.digest
+    other = read_run_data(load_config([], [*words, f"eval.share={share}", "train.seed=7"], SftConfig))
+    assert {d.source for d in other.held_out.documents[""]} != {d.source for d in held}
+    with pytest.raises(UserError, match="eval.share: 0.9 of b .*b.jsonl.*, which has 4 documents, would leave none"):
+        read_run_data(load_config([], [*words, "eval.share=0.9"], SftConfig))
+    with pytest.raises(UserError, match="eval.share and eval.path are both set"):
+        load_config([], [*words, "eval.share=0.5", f"eval.path={tmp_path}/a.jsonl"], SftConfig)
 
 
 # ---------------------------------------------------------------- forms

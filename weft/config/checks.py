@@ -199,6 +199,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "eval.every": NOT_NEGATIVE,
     "eval.patience": AT_LEAST_1,
     "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
+    "eval.share": (lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     "eval.min_delta": NOT_NEGATIVE,
     "eval.max_new_tokens": AT_LEAST_1,
     "eval.temperature": NOT_NEGATIVE,
@@ -235,7 +236,8 @@ def inert_keys(config: Any) -> set[str]:
 
 def _held_out(config: Any) -> bool:
     """Whether there are documents to evaluate."""
-    return config.eval.path is not None or config.eval.sources is not None
+    of_training = getattr(config.eval, "share", None)  # of `weft sft`
+    return any(named is not None for named in (config.eval.path, config.eval.sources, of_training))
 
 
 def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
@@ -331,6 +333,9 @@ def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[t
     sources = evaluation.sources
     if evaluation.path is not None and sources is not None:
         yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
+    if getattr(evaluation, "share", None) is not None and (evaluation.path is not None or sources is not None):
+        other = "eval.path" if sources is None else "eval.sources"
+        yield "eval.share", f"eval.share and {other} are both set: keep one, and set the other to null."
     if sources is not None:
         texts = [*source_problems(sources, "eval.path", free_columns)]
         texts += [

@@ -427,6 +427,11 @@ class EvalConfig:
         "[{path: chat.jsonl}, {name: code, path: code.parquet}]. Each is reported apart, too.",
         None,
     )
+    share: float | None = key(
+        "In place of eval.path: hold out this share of the documents of data.path, or of each of data.sources, drawn "
+        "from train.seed. They are not trained on.",
+        None,
+    )
     every: int = key(
         "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.", 100
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from weft.data.encode import Encoding, has_template
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.opened import Data, Source, open_data
-from weft.data.order import Share
+from weft.data.order import Share, permutation
 from weft.data.records import ALL_FORMATS, NEEDED
 from weft.data.table import Array, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
@@ -63,8 +63,9 @@ class DataReport:
 class Documents(MeasuredDocuments):
     """Documents, made of flat arrays when they are asked for. shares: the sources they are of, for the order."""
 
-    def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share]) -> None:
-        self._pieces, self.shares = pieces, shares
+    def __init__(self, loaded: Sequence[_Loaded]) -> None:
+        self.loaded, self.shares = loaded, [one.share for one in loaded]
+        self._pieces = pieces = [piece for one in loaded for piece in one.pieces]
         self._ends = np.cumsum([len(piece.kept) for piece in pieces])
         lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
         losses: Array = np.concatenate([piece.losses for piece in pieces])
@@ -156,6 +157,27 @@ def load_documents(
     return _join(loaded)
 
 
+def hold_out(
+    documents: Documents, share: float, seed: int
+) -> tuple[tuple[Documents, DataReport], tuple[Documents, DataReport]]:
+    """(what is left, what is held out): of each source this share, to the nearest document and at least one, drawn from
+    the seed; both in their order. UserError where that would leave nothing."""
+    left, held = [], []
+    for number, one in enumerate(documents.loaded):
+        count = max(1, round(share * one.share.documents))
+        if count >= one.share.documents:
+            raise UserError(
+                f"eval.share: {share:g} of {one.source.label}, which has {one.share.documents:,} documents, would "
+                "leave none to train on: lower eval.share, or name held-out documents in eval.path."
+            )
+        chosen = np.zeros(one.share.documents, bool)
+        chosen[permutation(one.share.documents, f"{seed}:eval.share:{number}")[:count]] = True
+        left.append(one.only(~chosen))
+        held.append(one.only(chosen))
+    taken, report = _join(held)
+    return _join(left), (taken, replace(report, dropped=0, bad=()))
+
+
 def _check_not_empty(source: Source, tables: Sequence[Table], drop: bool) -> None:
     bad = [row for table in tables for row in bad_rows_of(table)] if drop else []
     if bad and not any((table.losses > 0).any() for table in tables):
@@ -182,6 +204,12 @@ class _Loaded:
     def bad(self) -> tuple[tuple[str, str], ...]:
         return tuple((self.source.label, text) for piece in self.pieces for _, text in bad_rows_of(piece.table))
 
+    def only(self, chosen: Array) -> _Loaded:
+        """Those of its documents for which `chosen`, a mask of them, is true."""
+        ends = np.cumsum([len(piece.kept) for piece in self.pieces])
+        masks = np.split(chosen, ends[:-1])
+        return _Loaded(self.source, [piece.only(mask) for piece, mask in zip(self.pieces, masks, strict=True)])
+
     def report(self) -> DataReport:
         counts = np.bincount(np.concatenate([piece.table.formats[piece.kept] for piece in self.pieces]))
         digests = [piece.digest() for piece in self.pieces]
@@ -207,7 +235,7 @@ def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
             f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
             "data.max_length, or set data.long_documents: truncate."
         )
-    documents = Documents([piece for one in loaded for piece in one.pieces], [one.share for one in loaded])
+    documents = Documents(loaded)
     reports = [one.report() for one in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -39,6 +39,10 @@ class Piece:
         for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
             losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
         return losses
+
+    def only(self, chosen: Array) -> Piece:
+        """Those of its documents for which `chosen`, a mask of them, is true."""
+        return replace(self, kept=self.kept[chosen], lengths=self.lengths[chosen])
 
     def digest(self) -> str:
         """Of the documents as they are here."""

@@ -17,10 +17,11 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """
     if not shuffle:
         return list(range(n))
-    return _permutation(n, f"{seed}:{epoch}")
+    return permutation(n, f"{seed}:{epoch}")
 
 
-def _permutation(n: int, words: str) -> list[int]:
+def permutation(n: int, words: str) -> list[int]:
+    """Of the numbers below n, drawn from these words."""
     draw = random.Random(int.from_bytes(hashlib.sha256(words.encode()).digest(), "big")).random
     keys = [draw() for _ in range(n)]
     return sorted(range(n), key=keys.__getitem__)
@@ -53,7 +54,7 @@ class Share:
             if place == 0 and wanted >= self.documents:
                 out += range(self.documents)
                 continue
-            order = _permutation(self.documents, f"{seed}:{source}:{number}") if shuffle else range(self.documents)
+            order = permutation(self.documents, f"{seed}:{source}:{number}") if shuffle else range(self.documents)
             out += order[place : place + wanted]
         return sorted(out) if shuffle else out
 

@@ -68,11 +68,15 @@ Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
 
 
 def read_held_out(
-    config: SftConfig, read: Read, tokenizer: PreTrainedTokenizerBase, trained: Sequence[Document]
+    config: SftConfig,
+    read: Read,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Sequence[Document],
+    of_training: tuple[Sequence[Document], DataReport] | None = None,
 ) -> HeldOut:
     """Documents and prompts of `eval`. read: documents of a data section. trained: the training documents, of which
-    only the tokens that end their answers are of interest."""
-    found = {}
+    only the tokens that end their answers are of interest. of_training: those that eval.share has taken from them."""
+    found = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
         found[_UNNAMED] = read(data)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig, SftConfig
-from weft.data.documents import DataReport, Documents, lengths_of, load_documents, shares_of
+from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
 from weft.data.encode import read_encoding
 from weft.data.limits import length_limit
 from weft.data.order import Steps
@@ -35,7 +36,11 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
     """All of it, tokenised. shown: told (bytes done, bytes in all)."""
     tokenizer = load_tokenizer(config.model.path)
     documents, report = read_data(config, config.data, tokenizer, shown)
-    held_out = read_held_out(config, lambda data: read_data(config, data, tokenizer), tokenizer, documents)
+    of_training = None
+    if config.eval.share is not None:
+        (documents, report), of_training = hold_out(documents, config.eval.share, config.train.seed)
+    read = partial(read_data, config, tokenizer=tokenizer)
+    held_out = read_held_out(config, read, tokenizer, documents, of_training)
     return RunData(documents, report, held_out)
 
 
