@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -86,6 +87,7 @@ atexit.register(_stop)
 
 
 def _serve(pipe: Connection) -> None:
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # as pyproject.toml has it
     import torch
 
     torch.set_num_threads(1)

@@ -127,7 +127,8 @@ class ValueHead(Head):
         assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        return {"value": nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)[:, 0]}
+        value_N1 = nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)
+        return {"value": value_N1[:, 0].clone()}  # FSDP's hooks do not hold on a view
 
 
 class TrainModule(nn.Module):
