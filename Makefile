@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite mutants faults test-soak test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft test lint types suite mutants faults test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,19 @@ faults: $(STAMP)
 # What takes long: actors of weft rl that are stopped or killed on a real Ray; 20,000 damaged files for each reader.
 test-soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+# The pages that a newcomer follows, in an environment that has what they install and nothing else.
+test-install: .venv-install/.installed
+	.venv-install/bin/python -m pytest -p no:cacheprovider tests/test_docs.py -k 'commands and (tutorial or lora or resume)'
+
+.venv-install/.installed: pyproject.toml constraints.txt docs/tutorial.md
+	rm -rf .venv-install
+	$(PYTHON) -m venv .venv-install
+	.venv-install/bin/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
+	.venv-install/bin/python -m pip install --quiet "$$(sed -n "s/^pip install .*'\(.*\)'$$/\1/p" docs/tutorial.md)" \
+		-c constraints.txt
+	.venv-install/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist
+	touch $@
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

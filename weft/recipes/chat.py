@@ -91,7 +91,9 @@ def _auto_class(path: str) -> Any:
     try:
         return import_module("peft").AutoPeftModelForCausalLM
     except ImportError as error:
-        raise UserError(f"{path} holds an adapter, which peft loads: pip install peft.") from error
+        raise UserError(
+            f"{path} holds an adapter, which peft loads: pip install peft, or install weft with its extra [lora]."
+        ) from error
 
 
 def _settings(options: ChatOptions) -> dict[str, Any]:
