@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import json
 import re
@@ -16,7 +17,7 @@ from tests.test_bad_data import model
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft import cli
 from weft.config import SftConfig, load_config
-from weft.config.schema import SourceConfig
+from weft.config.schema import DataConfig, SourceConfig
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import read_messages
@@ -41,6 +42,24 @@ def records(path: str, chat: bool = True, **source: Any) -> list[Record]:
 
 def values(path: str, **source: Any) -> list[dict[str, Any]]:
     return [record.value for record in records(path, **source)]
+
+
+@pytest.mark.parametrize("mask", ["labels", "loss_mask", "completion_mask", "assistant_masks", "train_mask"])
+def test_rows_of_tokens_are_the_documents_they_were_made_of(mask: str, tmp_path: Path) -> None:
+    expected, _ = load_documents(ROWS, byte_tokenizer(), max_length=100)
+    rows = []
+    for document in expected:
+        ids, trained = document.tokens.tolist(), document.weights.int().tolist()
+        values = [i if t else -100 for i, t in zip(ids, trained, strict=True)] if mask == "labels" else trained
+        rows.append({"input_ids": ids, mask: values, "attention_mask": [1] * len(ids)})
+    write_jsonl(tmp_path / "tokens.jsonl", *rows)
+    source = SourceConfig(path=str(tmp_path / "tokens.jsonl"))
+    if mask == "train_mask":
+        source = dataclasses.replace(source, columns={"input_ids": "input_ids", "loss_mask": mask})
+    documents, report = load_documents(DataConfig(path=None, sources=(source,)), byte_tokenizer(), max_length=100)
+    assert flat(documents) == flat(expected) and report.formats == (("input_ids", len(ROWS)),)
+    (everything,), _ = load_documents([{"input_ids": [3, 4]}], byte_tokenizer(), max_length=100)
+    assert everything.weights.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("share", "seed"), [(0.3, 0), (0.3, 1), (0.01, 0)])

@@ -18,6 +18,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "text": ("text",),
     "instruction": ("instruction", "input", "output"),
+    "input_ids": ("input_ids", "labels", "loss_mask"),
 }
 BESIDE = ("system", "tools", "chat_template_kwargs", "history")
 COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)

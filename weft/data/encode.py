@@ -65,7 +65,8 @@ class Encoder:
         """Encodes each record by its format, in order."""
         kinds = ["chat" if is_chat(record) else record.format for record in records]
         out: list[Encoded | None] = [None] * len(records)
-        for kind, encode in {"chat": self._chats, "prompt": self._prompts, "text": self._texts}.items():
+        encoders = {"chat": self._chats, "prompt": self._prompts, "text": self._texts, "input_ids": self._tokens}
+        for kind, encode in encoders.items():
             places = [i for i, found in enumerate(kinds) if found == kind]
             if places:
                 for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
@@ -81,6 +82,14 @@ class Encoder:
             ids = _ended(self._begun(ids), eos)
             out.append(Encoded(ids, [1] * len(ids)))
         return out
+
+    def _tokens(self, records: Sequence[Record]) -> list[Encoded]:
+        if self.encoding.train_on != "answers":
+            raise UserError(
+                f"{records[0].where}: data.train_on={self.encoding.train_on} would have no effect: rows of `input_ids` "
+                "say themselves what is trained. Leave data.train_on out."
+            )
+        return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
     def _prompts(self, records: Sequence[Record]) -> list[Encoded]:
         """Prompt and completion are tokenised apart, so that the prompt is what generation will be given."""

@@ -140,8 +140,9 @@ def _check_ids(table: Table, vocab_size: int | None) -> None:
         return
     index = table.first_with(vocab_size)
     found = int(table.tokens(index, int(table.lengths[index]))[0].max())
+    says = "it has" if table.format(index) == "input_ids" else "the tokenizer gives"
     raise UserError(
-        f"{table.where(index)}: the tokenizer gives id {found}, but the model's vocabulary has {vocab_size} "
+        f"{table.where(index)}: {says} id {found}, but the model's vocabulary has {vocab_size} "
         f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
         "model's own tokenizer, or resize the model's embeddings."
     )
@@ -164,8 +165,8 @@ def bad_rows(table: Table) -> list[BadRow]:
 
 
 def _untrained(table: Table, index: int, others: str = "") -> str:
-    if table.format(index) == "text":
-        advice = "Give it more text"
+    if table.format(index) in ("text", "input_ids"):
+        advice = "Give it more text" if table.format(index) == "text" else "Give it a label that is not -100"
     else:
         advice = "Give it a message of the assistant that is not `train: false`, or a completion"
     return f"{table.where(index)}: no token of this document is trained.{others} {advice}, or remove it."

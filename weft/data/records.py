@@ -4,6 +4,7 @@
 {"prompt": "...", "completion": "..."}    both strings, or both messages
 {"text": "..."}
 {"instruction": "...", "input": "...", "output": "..."}
+{"input_ids": [...], "labels": [...]}     tokens as they stand (weft/data/pretokenised.py)
 
 Beside them: `tools`, `system`, `chat_template_kwargs`, and `history` of an instruction.
 """
@@ -18,12 +19,13 @@ from typing import Any, Literal
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
 from weft.data.messages import Message, kind, read_messages, read_tools
+from weft.data.pretokenised import read_tokens
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
-Format = Literal["messages", "prompt", "text"]
-ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text")
-NEEDED = "`messages`, `prompt` and `completion`, `text`, or `instruction` and `output`"
+Format = Literal["messages", "prompt", "text", "input_ids"]
+ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text", "input_ids")
+NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
 # Columns that change what a document means: ignoring them would train on something else than the user wrote.
 UNREAD_COLUMNS = ("images", "videos", "audios", "documents")
@@ -43,7 +45,7 @@ class Record:
 
     where: "file:line" or "file[row]", for messages. value, by format: `messages` (dicts with `role` and more), with
     `tools` and `chat_template_kwargs` where the document has them; `prompt` and `completion`, both strings, or both
-    lists of messages, then with the same two; `text`.
+    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is.
     """
 
     where: str
@@ -113,7 +115,7 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
     """The one format a row is in."""
     found = [name for name in ("messages", "text") if name in present]
     found += ["prompt"] if "prompt" in present or "completion" in present else []
-    found += ["instruction"] if "instruction" in present else []
+    found += [name for name in ("instruction", "input_ids") if name in present]
     if len(found) > 1:
         names = " and ".join(f"`{name}`" for name in found)
         raise UserError(
@@ -153,6 +155,11 @@ def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Reco
 def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
     return Record(where, "text", {"text": _string(where, row, "text")})
+
+
+def _read_tokens(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+    ids, trained = read_tokens(where, row)
+    return Record(where, "input_ids", {"input_ids": ids, "trained": trained})
 
 
 def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -206,6 +213,7 @@ _READERS = {
     "text": _read_text,
     "prompt": _read_prompt,
     "instruction": _read_instruction,
+    "input_ids": _read_tokens,
 }
 assert set(_READERS) == set(FORMATS)
 
