@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import fault_matrix
 from tests.docs_runner import Block, blocks, commands, run
-from tests.fault_cases import CASES, MORE
-from tests.rl_fault_cases import RL_CASES
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
 from weft import cli
@@ -137,11 +134,3 @@ def test_the_commands_exist() -> None:
                 for command in commands(block):
                     name = re.match(r"weft (\w+)", command)
                     assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"
-
-
-def test_the_fault_matrix_has_every_case() -> None:
-    text = (ROOT / "docs" / "failures.md").read_text()
-    sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | MORE).items()}
-    rl = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items()}
-    quick = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items() if not case.on_ray}
-    assert sft | quick <= fault_matrix.shown(text) <= sft | rl and not sft & rl

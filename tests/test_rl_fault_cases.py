@@ -12,7 +12,9 @@ from unittest import mock
 import pytest
 from ray._private.utils import check_version_info
 
+from tests import fault_matrix
 from tests.control_group import can_limit_memory
+from tests.fault_cases import CASES, MORE
 from tests.local_rl import make_task
 from tests.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.rl_faults import RlRun
@@ -114,3 +116,11 @@ def test_a_port_in_use_is_named() -> None:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         with mock.patch.dict(os.environ, place), pytest.raises(UserError, match="where the ranks are to meet .*in use"):
             process._loopback_store(0, process.timedelta(seconds=1))
+
+
+def test_the_fault_matrix_has_every_case() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "failures.md").read_text()
+    sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | MORE).items()}
+    rl = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items()}
+    quick = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items() if not case.on_ray}
+    assert sft | quick <= fault_matrix.shown(text) <= sft | rl and not sft & rl
