@@ -61,7 +61,7 @@ def _step(run: Run, trainer: Trainer, prompts: Sequence[Prompt], number: int, ne
     def generate() -> Row:
         seeds, sampling = range(trainer.config.rl.group_size), Sampling(new_tokens)
         requests = [Request(p.id, p.tokens, tuple(seed_of(0, p.id, n) for n in seeds), sampling) for p in prompts]
-        groups.extend(map(group_of, prompts, trainer.generate(requests)))
+        groups.extend(map(group_of, prompts, trainer.embedded.generate(requests)))
         return {"tokens": sum(sample.length for sample in samples_of(groups))}
 
     def sleep() -> Row:

@@ -230,11 +230,11 @@ def _other_data(fault: Fault) -> None:
 
     original = table.Chunk.of
 
-    def spoilt(numbers: Any, records: Any, encoded: Any) -> Any:
+    def spoilt(numbers: Any, records: Any, encoded: Any, bad: Any = ()) -> Any:
         if os.environ.get("RANK") == str(fault.rank):
             last = encoded[-1]
             encoded = [*encoded[:-1], replace(last, trained=[*last.trained[:-1], 1 - last.trained[-1]])]
-        return original(numbers, records, encoded)
+        return original(numbers, records, encoded, bad)
 
     table.Chunk.of = spoilt  # type: ignore[method-assign]
 

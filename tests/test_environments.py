@@ -365,6 +365,5 @@ def test_results_of_the_calculator(call: str, expected: str) -> None:
 )
 def test_what_is_no_environment_is_refused(path: str, message: str) -> None:
     overrides = ["model.path=none", f"data.path={__file__}", "rl.reward=[]", f"rl.environment={path}"]
-    config = load_config([], overrides, schema=RlConfig)
     with pytest.raises(UserError, match=message):
-        load_environment(config, TOKENIZER)
+        load_environment(load_config([], overrides, schema=RlConfig), TOKENIZER)

@@ -45,7 +45,12 @@ def config_of(folder: Path, python: Path) -> RlConfig:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text("{}")
     (folder / "data.jsonl").write_text("{}\n")
-    given = [f"model.path={folder}/model", f"data.path={folder}/data.jsonl", "rl.reward=[a:b]", "rollout.engine=vllm"]
+    given = [
+        f"model.path={folder}/model",
+        f"data.path={folder}/data.jsonl",
+        "rl.reward=[tests.reward_functions:seen]",
+        "rollout.engine=vllm",
+    ]
     return load_config([], [*given, f"rollout.engines={ENGINES}", f"rollout.python={python}"], RlConfig, weights=False)
 
 

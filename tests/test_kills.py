@@ -155,7 +155,8 @@ def words_for(folder: Path, steps: int) -> list[str]:
     return [
         f"model.path={home}/model", f"data.path={home}/chats.jsonl", "step.documents=6",
         "step.max_tokens_per_device=64", "optimizer.lr=1e-2", "schedule.warmup_steps=3", "schedule.name=constant",
-        f"train.steps={steps}", "train.seed=3", "checkpoint.every=3", f"run.dir={folder}", "--device", "cpu",
+        f"train.steps={steps}", "train.seed=3", "train.log_every=1", "checkpoint.every=3", f"run.dir={folder}",
+        "--device", "cpu",
     ]  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def drawn_and_trained(path: str) -> tuple[float, list[float]]:
     config = load_config([], [f"model.path={path}", "data.path=owner/data", "optimizer.lr=0.05", *keys], RlConfig)
     trainer = Trainer(config, "cpu")
     trainer.sync(1)
-    (completions,) = trainer.generate([Request("p", PROMPT, (0, 1, 2, 3), Sampling(9))])
+    (completions,) = trainer.embedded.generate([Request("p", PROMPT, (0, 1, 2, 3), Sampling(9))])
     samples, worst = [], 0.0
     for number, completion in enumerate(completions):
         arrays = {"rollout": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}

@@ -221,8 +221,8 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     config = rl_config(algorithm("dapo", overlong_buffer=4, prompts=1, group_size=2), max_new_tokens=20)
     stream = PromptStream([g.prompt for g in given], 1, 0, shuffle=False)
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
-    run: Any = SimpleNamespace(config=config, task=task)
-    engine: Any = None
+    run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
+    engine: Any = SimpleNamespace(drawn=0)
     step = asyncio.run(recipe.roll_out(run, engine, Sampling(20), 1))
     assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
     assert given[1].rewards == [1.0, -1.0]

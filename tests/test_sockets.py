@@ -119,7 +119,7 @@ def test_the_store_of_a_process_group_listens_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sft(nproc: int, here: Path) -> None:
-    words = ("sft", *WORDS, "train.epochs=100000", f"run.dir=run-{nproc}", "--nproc", str(nproc))
+    words = ("sft", *WORDS, "train.epochs=100000", "train.log_every=1", f"run.dir=run-{nproc}", "--nproc", str(nproc))
     run = Run(words, here)
     try:
         run.wait_for(r"step +2/")
@@ -139,7 +139,8 @@ def test_rl(here: Path) -> None:
         (
             "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts=2", "rl.group_size=2",
             "rollout.engine=hf", "rollout.max_prompt_tokens=32", "rollout.max_new_tokens=4",
-            "step.max_tokens_per_device=128", "train.steps=100000", "run.dir=run-rl", "--nproc", "2",
+            "step.max_tokens_per_device=128", "train.steps=100000", "train.log_every=1", "run.dir=run-rl",
+            "--nproc", "2",
         ),
         here,
     )  # fmt: skip

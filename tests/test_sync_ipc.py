@@ -236,7 +236,7 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
     given = [
         "model.path=org/name",
         f"data.path={tmp_path}/data.jsonl",
-        "rl.reward=[a:b]",
+        "rl.reward=[tests.reward_functions:seen]",
         "cluster.placement=colocated",
     ]
     config = load_config([], [*given, *words], RlConfig)

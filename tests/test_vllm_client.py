@@ -344,7 +344,7 @@ def config_of(folder: Path, *words: str) -> RlConfig:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     data.write_text("{}\n")
-    given = [f"model.path={model}", f"data.path={data}", "rl.reward=[a:b]", *words]
+    given = [f"model.path={model}", f"data.path={data}", "rl.reward=[tests.reward_functions:seen]", *words]
     return load_config([], given, RlConfig, weights=False)
 
 
