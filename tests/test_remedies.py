@@ -1,0 +1,93 @@
+"""Every `section.key=value` that a message of weft proposes is a key that there is, with a value that it takes.
+
+Messages are looked for in the source: a remedy that a test would have to provoke is looked at, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from weft.config.keys import schema_keys, sections
+from weft.config.load import build
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.yaml12 import node_of, read_value
+from weft.errors import UserError
+
+SOURCE = Path(weft.__file__).parent
+KEYS = {**schema_keys(RlConfig), **schema_keys(SftConfig)}
+SECTIONS = {name.partition(".")[0] for name in KEYS}
+_FILLED = "\0"  # what a message fills in
+_PROPOSED = re.compile(r"(?<![\w./\0-])([a-z_]+\.[a-z_]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s,;)\]`]+)")
+# Names of other trainers, which a page explains.
+_THEIRS = {("config/trainers/verl.py", "data.train_batch_size")}
+
+
+def proposals(source: str) -> Iterator[tuple[str, str]]:
+    """(key, value) of all in the strings of a source."""
+    tree = ast.parse(source)
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        text = "" if id(node) in inside else _text(node)
+        for key, value in _PROPOSED.findall(text):
+            if key.partition(".")[0] in SECTIONS:
+                yield key, value.rstrip(".:'\"")
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or _FILLED for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+ALL = sorted(
+    {
+        (str(path.relative_to(SOURCE)), *found)
+        for path in SOURCE.rglob("*.py")
+        for found in proposals(path.read_text(encoding="utf-8"))
+    }
+)
+
+
+def problem(key: str, value: str) -> str:
+    """What is wrong with a proposal; empty where nothing is."""
+    if key not in KEYS:
+        return f"there is no key {key}"
+    if _FILLED in value or "..." in value:
+        return ""
+    schema: Any = SftConfig if key in schema_keys(SftConfig) else RlConfig
+    tree = node_of({name: {} for name in sections(schema)} | {"model": {"path": "m"}, "data": {"path": "d"}}, "here")
+    section, _, leaf = key.partition(".")
+    tree.value[section].value[leaf] = read_value(value, "here")
+    if schema is RlConfig and section != "rl":
+        tree.value["rl"].value["reward"] = read_value("[math]", "here")
+    try:
+        build(tree, schema)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("file", "key", "value"), ALL)
+def test_a_proposed_key_takes_the_proposed_value(file: str, key: str, value: str) -> None:
+    assert (file, key) in _THEIRS or problem(key, value) == ""
+
+
+def test_proposals_are_found() -> None:
+    """A hundred and more are there; one that is misspelt, or has a value of another type, would be seen."""
+    assert len(ALL) > 100
+    source = 'say("Set step.max_tokens_per_devise=512."); say(f"Set train.steps={n}, or model.recompute=ful.")'
+    found = list(proposals(source))
+    assert found == [
+        ("step.max_tokens_per_devise", "512"),
+        ("train.steps", "\0"),
+        ("model.recompute", "ful"),
+    ]
+    assert [bool(problem(*one)) for one in found] == [True, False, True]
