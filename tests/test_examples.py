@@ -71,6 +71,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     assert "ranks 8, as mesh says (--nproc N for others)" in out
     assert "attention kernel varlen" in out and "compute bfloat16" in out
     assert "h100-80gb (--assume) has 79.1 GiB" in out
+    assert "rows of 16,384 tokens keep 5.777 GiB for backward (model.recompute=full)" in out
     assert cli.main([*words, "--assume", "a100-40gb", "--nproc", "1", "mesh.dp_shard=1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "weights 14.98 GiB" in out and "a100-40gb (--assume) has 39.4 GiB" in out

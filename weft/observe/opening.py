@@ -38,6 +38,7 @@ from weft.observe.tables import (
 )
 from weft.ops.attention import EXACT, choose
 from weft.parallel.units import Unit, own_parameters
+from weft.planner.activations import saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.terminal import say
 from weft.versions import untested_versions
@@ -85,8 +86,27 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
     print_model(config, engine)
+    say(f"rows     {_activations(engine)}")
     rows = parameter_rows(engine)
     show(sharding_table(rows) if parameters else sharding_totals_table(rows))
+
+
+def _activations(engine: Engine) -> str:
+    """What the largest row keeps for its backward."""
+    model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
+    most = "at most " if engine.lora is not None or model.freeze else ""
+    try:
+        kept = saved_bytes(
+            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full"
+        )  # fmt: skip
+    except Exception as error:  # whatever a family does that needs values
+        return (
+            f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
+        )
+    return (
+        f"of {tokens:,} tokens keep {most}{byte_count(kept)} for backward (model.recompute={model.recompute}), counted "
+        "from shapes, without the head and masks"
+    )
 
 
 def _balancing(engine: Engine) -> str:
