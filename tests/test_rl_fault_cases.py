@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.fault_cases import CASES, MORE
 from tests.local_rl import make_task
 from tests.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.rl_faults import RlRun
-from weft.cluster import process, rays
+from weft.cluster import rays
 from weft.cluster.rays import ActorGroup, import_ray
 from weft.errors import UserError
 
@@ -109,13 +108,6 @@ def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead
         words = "short of memory" if kind == "memory" else "died\nThe actor is dead because its worker process has died"
         assert str(error).startswith("trainer rank 1 ") and words in str(error)
         assert "Worker exit type" not in str(error)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with process.socket.create_server(("127.0.0.1", 0)) as listener:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-        with mock.patch.dict(os.environ, place), pytest.raises(UserError, match="where the ranks are to meet .*in use"):
-            process._loopback_store(0, process.timedelta(seconds=1))
 
 
 def test_the_fault_matrix_has_every_case() -> None:

@@ -63,9 +63,8 @@ class DataReport:
 class Documents(MeasuredDocuments):
     """Documents, made of flat arrays when they are asked for. shares: the sources they are of, for the order."""
 
-    def __init__(self, loaded: Sequence[_Loaded]) -> None:
-        self.loaded, self.shares = loaded, [one.share for one in loaded]
-        self._pieces = pieces = [piece for one in loaded for piece in one.pieces]
+    def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share], loaded: Sequence[_Loaded] = ()) -> None:
+        self._pieces, self.shares, self.loaded = pieces, shares, loaded
         self._ends = np.cumsum([len(piece.kept) for piece in pieces])
         lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
         losses: Array = np.concatenate([piece.losses for piece in pieces])
@@ -235,7 +234,8 @@ def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
             f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
             "data.max_length, or set data.long_documents: truncate."
         )
-    documents = Documents(loaded)
+    pieces = [piece for one in loaded for piece in one.pieces]
+    documents = Documents(pieces, [one.share for one in loaded], loaded)
     reports = [one.report() for one in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]
