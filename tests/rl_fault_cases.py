@@ -294,7 +294,7 @@ OF_PHASE = {
     "reward": "asking for rewards", "start": "starting an environment", "step": "a step of an environment",
 }  # fmt: skip
 PROMPT = "14+56="  # of step 2
-SAMPLES = "nothing but {} samples, which are not trained"
+SAMPLES = {1: "nothing but 1 sample, which is not trained", 3: "nothing but 3 samples, which are not trained"}
 
 
 def users() -> dict[str, RlCase]:
@@ -309,7 +309,7 @@ def users() -> dict[str, RlCase]:
         found[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
             fault=RlFault(who="user", do=do, phase=phase, prompt=prompt, once=once), status=0, words=words,
             when=f"{OF_PHASE[phase]}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
-            lost=SAMPLES.format(failed) if failed else ALL, megabytes=megabytes, resumes=False,
+            lost=SAMPLES.get(failed, ALL), megabytes=megabytes, resumes=False,
         )  # fmt: skip
 
     add("process is killed once", "kill", once="once")
@@ -319,9 +319,9 @@ def users() -> dict[str, RlCase]:
     add("prints megabytes", "print megabytes")
     for name, do, says in ENVIRONMENT_FAULTS:
         add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
-    for name, do, says in REPLIES:  # the two samples that end by themselves are shown to the environment
+    for name, do, says in REPLIES:  # the one sample that ends by itself is shown to the environment
         says = f"reward   environment failed for sample .*Asked.step: {says}"
-        add(name, do, 2, words=ENVIRONMENT, prompt="", says=says)
+        add(name, do, 1, words=ENVIRONMENT, prompt="", says=says)
     return found
 
 
