@@ -106,6 +106,7 @@ class Saver:
         self._error: Exception | None = None
         self._nonfinite: str | None = None
         self._there = whole_steps(self.checkpoints)  # when this run last looked
+        self._ending = False  # with an error of something else, as all other ranks do
         self._cancel = threading.Event()
         self._clock = time.monotonic()
 
@@ -219,7 +220,7 @@ class Saver:
         waits for some seconds only. Nobody leaves before the checkpoint has its name, since launchers end all ranks
         when the first has left.
         """
-        job, began, said, noted = self._job, time.monotonic(), False, False
+        job, began, noted = self._job, time.monotonic(), False
         if job is None:
             return
         while self._is_written(job):
@@ -229,8 +230,8 @@ class Saver:
                 with suppress(OSError):
                     job.notes.leave("left")
                 break
-            if alike and not said and self.engine.ranks.is_first:
-                said = True
+            if alike and not self._ending and self.engine.ranks.is_first:
+                self._ending = True
                 self._say_ending(job, error)
             if not noted and job.notes.listed() is not None:
                 with suppress(OSError):  # the folder may just have been removed
@@ -239,8 +240,15 @@ class Saver:
             flight.own.beat()
             time.sleep(_POLL_SECONDS)
         self._cancel.set()
-        if said:
+        if self._ending:
             say(*self.take_news(), error=True)
+
+    def _tell(self, news: str) -> None:
+        """From the writer's thread: at once where the run ends, since other ranks leave when this save's notes go."""
+        if self._ending:
+            say(news, error=True)
+        else:
+            self.news.append(news)
 
     def _is_written(self, job: Job) -> bool:
         """Whether this checkpoint is not whole yet, nor given up; by this rank's thread, or another's."""
@@ -293,9 +301,11 @@ class Saver:
                 self._until(job, lambda: job.notes.all("joined"))
                 self._check(job)
             job.notes.leave("done")
-            if self.engine.ranks.is_first and self._commit(job):
-                which = ", the best so far," if job.best else ""
-                self.news.append(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
+            if self.engine.ranks.is_first:
+                if self._commit(job):
+                    which = ", the best so far," if job.best else ""
+                    self._tell(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
+                job.notes.end()
         except _CancelledError:
             pass
         except Exception as error:
@@ -349,8 +359,8 @@ class Saver:
         self._nonfinite = None
         if nonfinite:
             self._nonfinite = f"step {job.step} is not saved: weights are not finite: {', '.join(nonfinite[:3])}."
-            self.news.append(self._nonfinite)
-            self._give_up(job)
+            self._tell(self._nonfinite)
+            shutil.rmtree(job.partial, ignore_errors=True)
             return False
         for place, contents in enumerate(self._contents):
             state = self._state(job, place) if contents.keep_state else None
@@ -369,7 +379,6 @@ class Saver:
             trainer_state=settings.trainer_state,
         )
         self._there = whole_steps(self.checkpoints)
-        job.notes.end()
         return True
 
     def _note_missing(self) -> None:
@@ -377,9 +386,7 @@ class Saver:
         there = set(whole_steps(self.checkpoints))
         missing = [step_folder(self.checkpoints, step).name for step in self._there if step not in there]
         if missing:
-            self.news.append(
-                f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run"
-            )
+            self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")
         self._there = sorted(there)
 
     def _state(self, job: Job, place: int) -> dict[str, Any]:
