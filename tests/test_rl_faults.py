@@ -196,6 +196,23 @@ def test_rollouts_alone_go_on_behind_the_last(
         start(task, whole, resume=True, rollout_only=True)
 
 
+def test_training_from_rollouts_goes_on_from_the_same_ones(
+    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, rollouts_there = tmp_path / "run", str(whole / "rollouts")
+
+    def strike(method: str, before: int) -> None:
+        if (method, before) == ("update", 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        start(task, run, *whole_keys(task), replay=rollouts_there, hook=strike)
+    said = capsys.readouterr().out
+    assert f"Go on with: weft rl --resume {run} --replay {rollouts_there}" in said
+    start(task, run, resume=True, replay=rollouts_there)
+    assert "resumed  step 2" in capsys.readouterr().out
+
+
 def test_rollouts_that_are_damaged_are_skipped_by_name(
     whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

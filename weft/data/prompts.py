@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, has_template, renderer, unbounded
+from weft.data.messages import Message, read_messages
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -32,18 +34,21 @@ class Prompt:
 
 
 def load_prompts(
-    source: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
+    source: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Prompt]:
     """The prompts of a JSONL file, or of a list of texts.
 
     A text of the list is what a user says where the tokenizer has a chat template, else a text to be continued. In a
     file, `messages` goes through the chat template, without the answers that end it, and `prompt` is continued as it
     is, so that a file of training data serves too. encoding: the chat template, if it is not the tokenizer's own, and
-    what it is told. Raises UserError, naming file and line.
+    what it is told. roles: as data.roles. Raises UserError, naming file and line.
     """
     encoding = encoding or Encoding()
     if isinstance(source, str):
-        prompts = [_of_line(where, line, tokenizer, encoding) for where, line in _lines(source)]
+        prompts = [_of_line(where, line, tokenizer, encoding, roles) for where, line in _lines(source)]
     else:
         chat = has_template(tokenizer, encoding)
         prompts = [
@@ -69,18 +74,21 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line
 
 
-def _of_line(where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
+def _of_line(
+    where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, roles: Mapping[str, str]
+) -> Prompt:
     try:
         value = parse(line)
     except JsonError as error:
         raise UserError(f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
-    given = value.get("messages") if value.get("messages") is not None else value.get("prompt")
+    column = "messages" if value.get("messages") is not None else "prompt"
+    given = value.get(column)
     if isinstance(given, str):
         return _of_text(where, given, tokenizer)
     if isinstance(given, list):
-        return _of_chat(where, given, tokenizer, encoding)
+        return _of_chat(where, read_messages(where, column, given, roles), tokenizer, encoding)
     keys = ", ".join(f"`{key}`" for key in value) or "no keys"
     raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
@@ -94,9 +102,7 @@ def _of_text(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Promp
     return Prompt(text, tuple(tokens))
 
 
-def _of_chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
-        raise UserError(f"{where}: every message must be an object with `role` and `content`.")
+def _of_chat(where: str, messages: list[Message], tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -85,7 +85,7 @@ def read_held_out(
         found[source_name(source)] = documents, report.sources[0]
     questions = None
     if config.eval.prompts is not None:
-        prompts = load_prompts(config.eval.prompts, tokenizer, read_encoding(config.data, tokenizer))
+        prompts = load_prompts(config.eval.prompts, tokenizer, read_encoding(config.data, tokenizer), config.data.roles)
         questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer))
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},

@@ -91,7 +91,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
         go_on = again(held.folder, options)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups, go_on):
-            opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, device=options.device)
+            opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, device=options.device)
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
 
@@ -177,6 +177,7 @@ class Run:
     start: RlStart
     replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
     on_step: OnStep | None = None
+    go_on: str = ""  # the command that goes on with a run that was stopped
     device: Device = "cpu"
     show: Show = lambda text: None  # is told how far rollouts are
     phases: Phases = field(default_factory=Phases)
@@ -253,7 +254,7 @@ async def train(run: Run) -> None:
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
-        say_stopped(run, number * plan.per_rollout, stopped)
+        say_stopped(run.go_on, number * plan.per_rollout, stopped)
         raise StoppedError(stopped)
 
 
@@ -312,7 +313,7 @@ async def collect(run: Run) -> None:
                     break
         await run.learners.close()
     if signals.number and number < run.plan.rollouts:
-        say_stopped(run, number, signals.number, " --rollout-only")
+        say_stopped(run.go_on, number, signals.number)
         raise StoppedError(signals.number)
 
 

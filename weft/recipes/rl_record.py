@@ -177,8 +177,8 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     like = "" if rl.like is None else f" like {rl.like}"
     say(
         f"rl       {rl.algorithm}{like}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} "
-        "samples, "
-        f"{plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; rewards {json.dumps(list(rl.reward))}",
+        f"samples, {plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; "
+        f"rewards {json.dumps(list(rl.reward))}",
     )
     say(
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
@@ -187,7 +187,6 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say(model.rstrip())
 
 
-def say_stopped(run: Run, step: int, number: int, more: str = "") -> None:
-    """How to go on after a signal."""
-    name, again = signal.Signals(number).name, f"weft rl --resume {run.held.folder}{more}"
-    say(f"stopped  by {name} after step {step}. Go on with: {again}")
+def say_stopped(go_on: str, step: int, number: int) -> None:
+    """How to go on after a signal. go_on: the command."""
+    say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: {go_on}")
