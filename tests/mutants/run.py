@@ -69,7 +69,7 @@ def copy(root: Path) -> Path:
         if entry.name.startswith(".") or entry.name in ("runs", "build", "dist"):
             continue
         if entry.is_dir():
-            shutil.copytree(entry, root / entry.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(entry, root / entry.name, symlinks=True)  # bytecode too: times are kept, so it holds
         else:
             shutil.copy2(entry, root)
     return root
