@@ -309,7 +309,7 @@ def users() -> dict[str, RlCase]:
         found[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
             fault=RlFault(who="user", do=do, phase=phase, prompt=prompt, once=once), status=0, words=words,
             when=f"{OF_PHASE[phase]}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
-            lost=SAMPLES.get(failed, ALL), megabytes=megabytes, resumes=False,
+            lost=SAMPLES[failed] if failed else ALL, megabytes=megabytes, resumes=False,
         )  # fmt: skip
 
     add("process is killed once", "kill", once="once")

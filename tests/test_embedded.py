@@ -147,15 +147,28 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert second.text == "ab" and byte_tokenizer().decode(second.tokens) == "ab"
 
 
+def test_prompts_have_the_roles_of_the_data(tmp_path: Path) -> None:
+    theirs = {"messages": [{"from": "visitor", "value": "a"}, {"from": "clerk", "value": "b"}]}
+    path = write_jsonl(tmp_path / "p.jsonl", theirs, {"prompt": [{"role": "visitor", "content": "a"}]})
+    roles = {"visitor": "user", "clerk": "assistant"}
+    first, second = load_prompts(path, byte_tokenizer(), roles=roles)
+    (plain,) = load_prompts(["a"], byte_tokenizer())
+    assert first == second == plain
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", r"p\.jsonl:2: is not valid JSON"),
     "a list": ("[]", r"p\.jsonl:2: is not a JSON object"),
     "another key": ({"question": "a"}, r"p\.jsonl:2: has `question`; it needs `messages`"),
     "an empty text": ({"prompt": ""}, r"p\.jsonl:2: is empty"),
-    "no messages": ({"messages": []}, r"p\.jsonl:2: holds no message that could be answered"),
+    "no messages": ({"messages": []}, r"p\.jsonl:2: `messages` is empty"),
     "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: holds no message that could be answered"),
-    "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: every message must be an object"),
-    "a role that the template does not know": (chat(("bot", "a")), r"p\.jsonl:2: .* refused this chat: no bots"),
+    "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: message 1 must be an object"),
+    "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this chat: no tools"),
+    "a role that weft does not know": (
+        chat(("human", "a")),
+        r"p\.jsonl:2: message 1: .* Set data\.roles={human: user}",
+    ),
 }
 
 
@@ -164,7 +177,7 @@ def test_a_bad_prompt_is_named(name: str, tmp_path: Path) -> None:
     value, expected = BAD[name]
     path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, value)
     template = (
-        "{% for m in messages %}{% if m['role'] == 'bot' %}{{ raise_exception('no bots') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     )
     with pytest.raises(UserError, match=expected):
         load_prompts(path, byte_tokenizer(template))

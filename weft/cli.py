@@ -40,6 +40,7 @@ from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.cluster.stopping import say_what_ends
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.load import read_config_file, written_config
+from weft.config.mesh import fewest_ranks
 from weft.config.migrate import migrate
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
@@ -92,7 +93,10 @@ class Command:
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
     guard()
-    if guarded(join_launcher) != SUCCESS:
+    try:
+        join_launcher()
+    except UserError as error:  # not guarded: that is for what runs, and settles each rank in
+        say(f"error: {error}", error=True)
         sys.exit(USER_ERROR)
     if not joined():  # what ends ranks is told apart by their statuses
         say_what_ends()
@@ -257,8 +261,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
     arguments.config = files_and_keys[1:]
     config = _load(arguments, SftConfig)
-    least = max(1, config.mesh.dp_replicate) * max(1, config.mesh.dp_shard)
-    ranks = resolve_mesh(config.mesh, arguments.nproc or least).data_ranks
+    ranks = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh)).data_ranks
     options = PreviewOptions(world=ranks, samples=arguments.samples, full=arguments.full, sample=arguments.sample)
 
     def body() -> None:
@@ -411,11 +414,11 @@ def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | Non
     machine says how many."""
     if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer):
         return arguments.nproc
-    run, mesh = getattr(arguments, "resume", None), config.mesh
+    run = getattr(arguments, "resume", None)
     world, whose = None if run is None else ranks_of(Path(run)), f"{run} had"
     if world is None and getattr(arguments, "dry_run", False):
-        product = max(1, mesh.dp_replicate) * max(1, mesh.dp_shard)
-        world, whose = product if product > 1 else None, "mesh says"
+        least = fewest_ranks(config.mesh)
+        world, whose = least if least > 1 else None, "mesh says"
     if world is not None:
         say(f"ranks    {world}, as {whose} (--nproc N for others)")
     return world

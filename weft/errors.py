@@ -20,7 +20,7 @@ class UserError(ValueError):
     """
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception of a library says, as a part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 

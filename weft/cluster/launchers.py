@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from weft.cluster.machine import cpu_cores
+from weft.cluster.machine import PORTS, cpu_cores
 from weft.errors import UserError
 
 _LOOPBACK = "127.0.0.1"
-_PORTS = range(20_000, 32_000)  # below those that Linux hands out by itself
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(local_world),
         "MASTER_ADDR": address,
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(_PORTS[_job(environment) % len(_PORTS)]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(PORTS[_job(environment) % len(PORTS)]),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, cpu_cores() // local_world)),
     }
     if launcher.local_rank in environment:

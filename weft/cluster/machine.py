@@ -20,7 +20,7 @@ _KEPT_BYTES = 1 << 30
 
 # Below the ports that Linux hands out by itself (ip_local_port_range), so that what is found free stays it; above
 # those of Ray's workers.
-_PORTS = range(20_000, 32_000)
+PORTS = range(20_000, 32_000)
 
 ADDRESS = "WEFT_ADDRESS"  # variable of the environment in which an actor finds it
 
@@ -33,11 +33,11 @@ def own_address() -> str:
 def free_port() -> int:
     """One that nobody listens on, for a server that is told its port before it starts."""
     source = random.SystemRandom()  # a seeded one would find the same in every process
-    for port in source.sample(_PORTS, len(_PORTS)):
+    for port in source.sample(PORTS, len(PORTS)):
         with socket.socket() as server, suppress(OSError):
             server.bind(("", port))
             return port
-    raise OSError(f"no port of {_PORTS[0]} to {_PORTS[-1]} is free")
+    raise OSError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
 
 
 def cpu_cores() -> int:

@@ -30,6 +30,11 @@ class MeshSizes:
         return self.dp_replicate * self.dp_shard
 
 
+def fewest_ranks(mesh: MeshConfig) -> int:
+    """On so many ranks a mesh can be: its axes multiplied, -1 as 1."""
+    return _product({axis: getattr(mesh, axis) for axis in AXES})
+
+
 def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
     """The sizes of `mesh` on `world` ranks. UserError unless they multiply to `world`."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}

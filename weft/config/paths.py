@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from weft.config.rewards import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.errors import UserError
 from weft.files import regular_file
@@ -67,7 +68,7 @@ def _extra_problem(config: Any) -> str:
     rl = getattr(config, "rl", None)
     if rl is None or "math" not in rl.reward or find_spec("math_verify") is not None:
         return ""
-    return "rl.reward: math needs math-verify: pip install 'math-verify>=0.8' (or weft[rl])."
+    return f"{NEEDS_MATH_VERIFY}."
 
 
 def _prompts_path(config: Any) -> str | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 BUILT_IN_REWARDS = ("math", "exact_match", "regex", "format", "length")
+NEEDS_MATH_VERIFY = "rl.reward: math needs math-verify: pip install 'math-verify>=0.8' (or weft[rl])"
 
 
 def reward_names(paths: Sequence[str]) -> list[str]:

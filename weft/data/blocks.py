@@ -8,11 +8,12 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr, Generic, Protocol, TypeVar
+from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
 from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
 from weft.errors import UserError, first_line
@@ -23,6 +24,7 @@ MAX_ROW_BYTES = 32 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _Item = TypeVar("_Item")
+_Line = TypeVar("_Line", str, bytes, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,17 @@ class Block(Protocol):
         """(line or row number, document) of each row, but for those that are none."""
 
 
-class _Rows(Generic[_Item]):
+class _Rows(ABC, Generic[_Item]):
     """What all blocks do alike with their rows."""
 
     __slots__ = ()
 
+    @abstractmethod
     def _items(self) -> Iterator[tuple[int, str, _Item]]:
         """Of each row its number, how messages name it, and what `_row` reads it from."""
-        raise NotImplementedError
 
-    def _row(self, number: int, name: str, item: _Item) -> Row:
-        raise NotImplementedError
+    @abstractmethod
+    def _row(self, number: int, name: str, item: _Item) -> Row: ...
 
     def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
         for number, name, item in self._items():
@@ -253,7 +255,11 @@ def reading(path: str, stamp: Stamp | None = None, key: str = "data.path") -> It
         raise UserError(f"{key}: cannot read {path}: {error.strerror or first_line(error)}.") from None
 
 
-def lines_of(file: IO[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
+class _Lines(Protocol[_Line]):
+    def readline(self, size: int, /) -> _Line: ...
+
+
+def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
     """Numbered lines. Raises UserError at the first that is longer than `most`, of which it reads no more."""
     number = 0
     while line := file.readline(most + 1):

@@ -443,5 +443,5 @@ def _chosen(read: Callable[[], Iterator[_T]], split: Split) -> Iterator[_T]:
     return islice(read(), rows.start, rows.stop)
 
 
-def _opened(path: str) -> IO[bytes]:
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+def _opened(path: str) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")

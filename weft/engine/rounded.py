@@ -6,6 +6,7 @@ stored, one parameter at a time, and both are stored again in their own dtypes, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim.adamw import adamw
 from weft.parallel.mesh import own_part
 
 
-class _Rounded(torch.optim.Optimizer):
+class _Rounded(torch.optim.Optimizer, ABC):
     """Keeps state in `state_dtype`, through load_state_dict as well, which in torch casts it to the parameter's."""
 
     state_dtype: torch.dtype
@@ -30,8 +31,8 @@ class _Rounded(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, own_part(parameter.grad).float(), group)
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None: ...
 
     def _buffer(self, parameter: nn.Parameter, name: str) -> tuple[Tensor, Tensor]:
         """(as stored, in fp32) of this rank's part of a state tensor, zeros at first."""

@@ -505,13 +505,19 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
             p = z.exp()
             z.add_(g.value[:, None]).mul_(-g.entropy[:, None]).sub_(g.logprob[:, None]).mul_(p)
         z.scatter_add_(1, local[block, None], (g.logprob * here[block])[:, None])
-        if slope is not None:
-            z.mul_(slope)
-        elif inner != 1.0:
-            z.mul_(inner)
+        through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:
             tile[block] = z
     return tile
+
+
+def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
+    """A gradient with respect to logits becomes that with respect to what they were made of. slope: of the soft-cap,
+    `inner` included; None without one."""
+    if slope is not None:
+        z.mul_(slope)
+    elif inner != 1.0:
+        z.mul_(inner)
 
 
 def tanh_slope_(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from weft.ops.head import (
     log_sum_exp_,
     spread,
     tanh_slope_,
+    through_transform_,
 )
 
 
@@ -173,10 +174,7 @@ def _gradient_of_tile(
             z.sub_(lse[block, None]).exp_().mul_(mass[block, None])
         here, local = _local(ids[block], columns)
         z.scatter_add_(1, local, upstream[block] * here)
-        if slope is not None:
-            z.mul_(slope)
-        elif inner != 1.0:
-            z.mul_(inner)
+        through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:
             tile[block] = z
     return tile

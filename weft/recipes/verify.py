@@ -125,12 +125,11 @@ def verified_config(config: Config, path: str) -> Config:
     optimizer: OptimizerConfig = config.optimizer
     if optimizer.name == "adamw":
         optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
-    exact = {"param_dtype": "fp32", "reduce_dtype": "fp32", "master_dtype": "fp32"}
     return replace(
         config,
         model=replace(config.model, path=path, init="pretrained", attention="auto"),
         lora=replace(config.lora, dropout=0.0),
-        fsdp=replace(config.fsdp, **exact),  # type: ignore[arg-type]
+        fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
         optimizer=optimizer,
     )
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from weft.config.rewards import NEEDS_MATH_VERIFY
+
 Completion = str | Sequence[Mapping[str, Any]]
 
 REFERENCES = ("answer", "solution", "ground_truth", "reward_model")
@@ -142,7 +144,7 @@ def _same(reference: str, text: str, boxed: bool) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ImportError("rl.reward: math needs math-verify: pip install 'math-verify>=0.8' (or weft[rl])") from None
+        raise ImportError(NEEDS_MATH_VERIFY) from None
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     said = text.rpartition("</think>")[2]

@@ -147,7 +147,7 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
         except LateError:
             found = None, f" took more than {seconds:g} seconds"
         except (Exception, SystemExit) as error:
-            found = None, f": {type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
+            found = None, f": {type(error).__name__}: {first_line(error)}"
         try:
             send(stream, found)
         except Exception as error:  # of pickle, before anything is written

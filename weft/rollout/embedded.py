@@ -92,10 +92,9 @@ class EmbeddedEngine:
         return self.generator.generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """As Generator has it, on this rank alone, and how many tokens were drawn."""
+        """As Generator has it, on this rank alone."""
         assert self.generator is not None and self._emptied is None, "asleep"
-        before = self.generator.work.tokens
-        return self.generator.advance(asked, seconds), self.generator.work.tokens - before
+        return self.generator.advance(asked, seconds)
 
     def _manifest(self) -> dict[str, Tensor]:
         return manifest_of(self.engine, self.engine.precision.compute)

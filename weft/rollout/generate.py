@@ -166,10 +166,10 @@ class Generator:
         ended = [job for job in dict.fromkeys(jobs) if job.ended]
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
-    def advance(self, asked: Mapping[int, Request], seconds: float) -> Numbered:
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """Go on with what was asked for, and with these requests, by their numbers: for so long, or until all is done.
-        What is finished by then; weights may change between two calls."""
-        end = time.monotonic() + seconds
+        What is finished by then, and how many tokens were drawn; weights may change between two calls."""
+        end, before = time.monotonic() + seconds, self.work.tokens
         for number, request in asked.items():
             self.add(request)
             self._asked[id(request)] = number
@@ -178,7 +178,7 @@ class Generator:
             finished |= self._numbered(self.step())
             if time.monotonic() >= end:
                 break
-        return finished
+        return finished, self.work.tokens - before
 
     def end(self) -> Numbered:
         """End everything that advance() was asked for: what there is of it."""

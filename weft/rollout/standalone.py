@@ -79,11 +79,9 @@ class Standalone:
         return self._ready().generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """As Generator has it, and how many tokens were drawn; SyncError where there are no weights."""
+        """As Generator has it; SyncError where there are no weights."""
         flight.at("generate")
-        generator = self._ready()
-        before = generator.work.tokens
-        return generator.advance(asked, seconds), generator.work.tokens - before
+        return self._ready().advance(asked, seconds)
 
     def end(self) -> Numbered:
         """End everything that was asked for: what there is of it."""

@@ -6,6 +6,7 @@ its tokens, which of them the policy drew (G), its group, its reward, and what t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -165,19 +166,19 @@ def _whitened(found: list[Tensor]) -> list[Tensor]:
 # ---------------------------------------------------------------- the update
 
 
-class _Update(Reference):
+class _Update(Reference, ABC):
     """A plain reference whose documents are rows. size: of the terms of its last loss."""
 
     rule: Rule
     size: float = 0.0
 
+    @abstractmethod
     def losses(self, row: Row) -> Tensor:
         """[G]"""
-        raise NotImplementedError
 
+    @abstractmethod
     def total(self, rows: Sequence[Row]) -> float:
         """What the weighted sum of a step is divided by."""
-        raise NotImplementedError
 
     def gradients(self, documents: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
         """(loss, every parameter's gradient) of one update over these rows."""
