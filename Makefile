@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite mutants faults test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft test lint types suite mutants faults mistakes test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -65,6 +65,10 @@ mutants: $(STAMP)
 # runs those whose names hold one of these words, or, with `missing`, that have no row; the other rows stay.
 faults: $(STAMP)
 	$(BIN)/python -m tests.fault_matrix $(WORDS)
+
+# What people get wrong, each with what its message proposes (five minutes); the table is in docs/failures.md.
+mistakes: $(STAMP)
+	$(BIN)/python -m tests.mistakes
 
 # What takes long: actors of weft rl that are stopped or killed on a real Ray; 20,000 damaged files for each reader.
 test-soak: $(STAMP)

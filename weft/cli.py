@@ -137,8 +137,8 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _check_dry_run(arguments)
     config = _load(arguments, SftConfig) if arguments.resume is None else _load_resumed(arguments, SftConfig)
+    _check_dry_run(arguments)
     world = _world(arguments, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
@@ -165,8 +165,8 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rl")
-    _check_dry_run(arguments)
     config = _load(arguments, RlConfig) if arguments.resume is None else _load_resumed(arguments, RlConfig)
+    _check_dry_run(arguments)
     options = replace(
         rl_options(config, arguments.device, _ranks_wanted(arguments, config)),
         resume=arguments.resume,

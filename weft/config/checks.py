@@ -90,7 +90,11 @@ INERT = (
     Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
     Inert("model.freeze", lambda c: c.lora.on, "with lora only adapters are trained"),
     *(
-        Inert(f"lora.{leaf}", lambda c: not c.lora.on, "lora.rank is null, so there are no adapters")
+        Inert(
+            f"lora.{leaf}",
+            lambda c: not c.lora.on,
+            "lora.rank is null, so there are no adapters (lora.rank=16 makes some)",
+        )
         for leaf in ("alpha", "rslora", "dropout", "targets", "modules_to_save")
     ),
     *(

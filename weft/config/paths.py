@@ -31,6 +31,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
         found = [(key, data_problem(key, path)) for key, path in data]
         if prompts is not None:
             found.append(("eval.prompts", _prompts_problem(prompts)))
+        found.append(("data.chat_template", _template_problem(config.data.chat_template)))
         found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
         found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
         found.append(("rl.reward", _extra_problem(config)))
@@ -129,6 +130,13 @@ def _prompts_problem(path: str) -> str:
     return (
         f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: eval.prompts=[{path!r}].{near}"
     )
+
+
+def _template_problem(path: str | None) -> str:
+    """Of one that is no name of weft's."""
+    if path is None or not path.endswith(".jinja") or os.path.lexists(path):
+        return ""
+    return f"data.chat_template {path} does not exist; it must be a Jinja file, or a name.{near_names(Path(path))}"
 
 
 def data_problem(key: str, path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -322,10 +323,12 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
         )
     for path in rl.reward:
         if path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
+            close = difflib.get_close_matches(path, BUILT_IN_REWARDS, 1)
             yield (
                 "rl.reward",
                 f"rl.reward names {path}, which is neither one of {', '.join(BUILT_IN_REWARDS)} nor an import path, as "
-                "in my_rewards:is_right for the function is_right in my_rewards.py.",
+                "in my_rewards:is_right for the function is_right in my_rewards.py."
+                + (f" Did you mean {close[0]}?" if close else ""),
             )
     if twice := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:
         yield "rl.reward", f"rl.reward names {twice[0]} twice: name it once, and set rl.reward_weights."

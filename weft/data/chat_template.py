@@ -15,6 +15,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
+from weft.config.paths import near_names
 from weft.config.schema import DataConfig
 from weft.data.template_bounds import Bounded, UnboundedError, bound
 from weft.errors import UserError, first_line
@@ -343,7 +344,7 @@ def chosen_template(data: DataConfig) -> str | None:
     except FileNotFoundError:
         raise UserError(
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
-            f"Name a Jinja file, or one of: {', '.join(known)}."
+            f"Name a Jinja file, or one of: {', '.join(known)}.{near_names(path)}"
         ) from None
     except UserError as error:  # no regular file
         raise UserError(f"data.chat_template: cannot read {error}") from None
