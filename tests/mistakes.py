@@ -258,7 +258,8 @@ OF_DATA = [
             {"tiny/config.json": CONFIG_16.replace("16", "300", 1)}),
     Mistake("prompts too long", rl("rollout.max_prompt_tokens=2"), ["Set rollout.max_prompt_tokens=4"],
             rl("rollout.max_prompt_tokens=4"), DATA),
-    Mistake("no right answers", rl(), ["the row has `target`", "Set data.columns={answer: ...}"], rl("data.columns={answer: target}"), DATA,
+    Mistake("no right answers", rl(), ["the row has `target`", "Set data.columns={answer: ...}"],
+            rl("data.columns={answer: target}"), DATA,
             {"sums.jsonl": rows({"prompt": "1+1=", "target": "2"})}),
 ]  # fmt: skip
 
