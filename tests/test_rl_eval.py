@@ -13,6 +13,7 @@ from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.rl import meter
 from weft.rl.evaluate import Evaluated, RlEvaluator, pass_at, read_held_out_prompts
 from weft.rl.rewards import Rewards
 from weft.rollout.base import Completion, Request
@@ -23,12 +24,15 @@ TOKENIZER = byte_tokenizer()
 class Adder:
     """Adds two digits; drawn answers are right where their seed is even."""
 
-    def __init__(self) -> None:
+    drawn = 0
+
+    def __init__(self, seconds: float = 0.0) -> None:
         self.requests: list[Request] = []
+        self.seconds = seconds
 
     async def generate(self, request: Request) -> list[Completion]:
         self.requests.append(request)
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.seconds * len(self.requests))
         return [self._answer(request, seed) for seed in request.seeds]
 
     def _answer(self, request: Request, seed: int) -> Completion:
@@ -115,6 +119,24 @@ def test_when_an_evaluation_is_due(tmp_path: Path) -> None:
         return [step for step in range(6) if evaluator.due(step, 5)]
 
     assert due() == [5] and due("eval.every=2") == [2, 4, 5] and due("eval.at_start=true") == [0, 5]
+
+
+def test_it_is_shown_how_far_an_evaluation_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_SECONDS", 0.01)
+    config, shown = config_of(tmp_path, "eval.samples=2"), list[str]()
+    prompts = read_held_out_prompts(config, TOKENIZER)
+    evaluator = RlEvaluator(
+        config,
+        prompts,
+        Adder(0.05),
+        Rewards(config.rl),
+        TOKENIZER,
+        show=shown.append,  # type: ignore[arg-type]
+    )
+    asyncio.run(evaluator())
+    done = [int(text.split()[1].partition("/")[0]) for text in shown if text]
+    assert done == sorted(done) and len(set(done)) > 3
+    assert shown[0].startswith("evaluation: 0/15 samples, 0 tokens/s") and shown[-1] == ""
 
 
 def test_a_sample_that_failed_counts_as_wrong(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, Rl
         turns = Turns(engine, trainers, shared=shares_devices(config), parts=parts)
         await turns.to_training()
     print_rl_opening(run, opening, notes)
-    evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends)
+    evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends, run.show)
     return turns, sampling_of(config, ends), evaluator
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
 from weft.rl.episodes import Episodes
+from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group
@@ -78,7 +79,7 @@ def read_held_out_prompts(
 
 
 class RlEvaluator:
-    """Evaluates where it is due. ends: tokens that end an answer."""
+    """Evaluates where it is due. ends: tokens that end an answer. show: is told how far the answers are."""
 
     def __init__(
         self,
@@ -89,7 +90,9 @@ class RlEvaluator:
         tokenizer: PreTrainedTokenizerBase,
         episodes: Episodes | None = None,
         ends: Sequence[int] = (),
+        show: Show = lambda text: None,
     ) -> None:
+        self._show = show
         self.config, self.held_out, self.engine, self.rewards = config.eval, held_out, engine, rewards
         self.tokenizer, self.seed = tokenizer, config.train.seed
         longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -107,17 +110,20 @@ class RlEvaluator:
     async def __call__(self) -> Evaluated:
         """Answers to all held-out prompts, each exactly once greedily and eval.samples times drawn, with rewards."""
         began = time.perf_counter()
-        greedy = await self._answers(self.sampling, 1, "greedy")
+        meter = Meter("evaluation", lambda: self.engine.drawn)
+        meter.wanted = len(self.held_out.all()) * (1 + self.config.samples)
         drawn: dict[str, list[Group]] = {}
-        if self.config.samples:
-            sampling = replace(
-                self.sampling, temperature=self.config.temperature, top_p=self.config.top_p, top_k=self.config.top_k
-            )
-            drawn = await self._answers(sampling, self.config.samples, "drawn")
+        async with meter.shown(self._show):
+            greedy = await self._answers(self.sampling, 1, "greedy", meter)
+            if self.config.samples:
+                sampling = replace(
+                    self.sampling, temperature=self.config.temperature, top_p=self.config.top_p, top_k=self.config.top_k
+                )
+                drawn = await self._answers(sampling, self.config.samples, "drawn", meter)
         metrics = evaluation_metrics(greedy, drawn, self.config)
         return Evaluated({**metrics, f"{PREFIX}seconds": time.perf_counter() - began}, greedy, drawn)
 
-    async def _answers(self, sampling: Sampling, count: int, kind: str) -> dict[str, list[Group]]:
+    async def _answers(self, sampling: Sampling, count: int, kind: str, meter: Meter) -> dict[str, list[Group]]:
         """All are asked for at once; the engine takes as many as it can."""
         places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
         failures = Failures()
@@ -125,8 +131,10 @@ class RlEvaluator:
         async def answered(name: str, prompt: Prompt) -> Group:
             label = f"eval/{name}/{kind}/"
             group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
+            meter.done += len(group.samples)
             decode(group.samples, self.tokenizer)
-            await self.rewards.score(group.samples, failures)
+            with meter.judging(len(group.samples)):
+                await self.rewards.score(group.samples, failures)
             return group
 
         groups = await asyncio.gather(*(answered(name, prompt) for name, prompt in places))
