@@ -40,6 +40,7 @@ from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.ops import attention
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -176,11 +177,11 @@ def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
     query, key, value = (draw(count).requires_grad_() for count in (heads, keys, keys))
     upstream = draw(heads).transpose(1, 2)
 
-    def bounds() -> attention.Bounds:
-        return attention.Bounds.packed(lengths, query.device)
+    def bounds() -> Bounds:
+        return Bounds.packed(lengths, query.device)
 
-    def both(own: attention.Bounds) -> None:
-        out, _ = attention.attend(name, nn.Module(), query, key, value, **{attention.BOUNDS_ARGUMENT: own})
+    def both(own: Bounds) -> None:
+        out, _ = attention.attend(name, nn.Module(), query, key, value, **{BOUNDS_ARGUMENT: own})
         torch.autograd.grad(out, (query, key, value), upstream)
 
     try:

@@ -34,7 +34,7 @@ from weft.models import hf
 from weft.models.layout import layout_of
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.observe.flops import FlopFacts, document_flops
-from weft.ops import attention
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.parallel.mesh import own_part
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
@@ -176,7 +176,7 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
     """What one would write by hand."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    attention.register()
+    hf.register_kernels()
     dtype = torch.bfloat16 if device.cuda else torch.float32
     with torch.device(device.kind):
         config = AutoConfig.from_pretrained(path)
@@ -184,7 +184,7 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
     if recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if compile:
-        attention.stay_out_of_graphs()
+        hf.register_kernels(traced=False)
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     masters = Masters(list(model.parameters()))
@@ -194,8 +194,8 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
         ids = torch.cat(row)[None].to(device.kind)
         positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device.kind)
         labels = torch.cat([F.pad(own[1:], (0, 1), value=-100) for own in row]).to(device.kind)
-        bounds = attention.Bounds.packed(lengths, ids.device)
-        found = model(input_ids=ids, position_ids=positions, use_cache=False, **{attention.BOUNDS_ARGUMENT: bounds})
+        bounds = Bounds.packed(lengths, ids.device)
+        found = model(input_ids=ids, position_ids=positions, use_cache=False, **{BOUNDS_ARGUMENT: bounds})
         loss = F.cross_entropy(found.logits[0].float(), labels)
         del found
         loss.backward()

@@ -14,7 +14,7 @@ from tests.cases import saved_model
 from weft.models import hf
 from weft.models.startup import hidden_of, implementation
 from weft.models.train_module import TrainModule
-from weft.ops.attention import Bounds, register
+from weft.ops.attention_call import Bounds
 from weft.planner.activations import saved_bytes
 
 TOKENS = 192
@@ -23,7 +23,7 @@ TOKENS = 192
 def kept(path: str, dtype: torch.dtype, recompute: bool) -> int:
     """Bytes, of one document of so many tokens, with weft's own attention."""
     config = hf.without_noise(hf.read_config(path))
-    register()
+    hf.register_kernels()
     attention = implementation(config, "auto")
     model = hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train()
     if recompute:

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import versions
 from weft.models.device_check import errors
 from weft.ops import attention, flex
-from weft.ops.attention import Bounds, Call, Traits, choose, per_document, varlen
+from weft.ops.attention import choose, varlen
+from weft.ops.attention_call import Bounds, Call, Traits
+from weft.ops.per_document import per_document
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32

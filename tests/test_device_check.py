@@ -25,7 +25,8 @@ from weft.models import build, device_check
 from weft.models.device_check import TOLERANCES, check_on_device
 from weft.models.startup import Findings, check_kernel, examine
 from weft.ops import attention
-from weft.ops.attention import Bounds, Call, Traits, per_document
+from weft.ops.attention_call import Bounds, Call, Traits
+from weft.ops.per_document import per_document
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16

@@ -19,8 +19,9 @@ from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.ops import exact
-from weft.ops.attention import Bounds, Call, per_document
+from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact_attention import attend_exactly
+from weft.ops.per_document import per_document
 from weft.parallel.mesh import own_part
 from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
 from weft.rl.types import Prompt, Sample

@@ -17,6 +17,7 @@ from tests.cases import describe, open_engine, saved_model
 from tests.pool import run
 from weft.errors import UserError
 from weft.ops import attention
+from weft.ops.attention_call import Call
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, verify
 
@@ -29,7 +30,7 @@ def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
     traced: list[bool] = []
     kernel = attention.KERNELS["per_document"].run
 
-    def watched(call: attention.Call) -> torch.Tensor:
+    def watched(call: Call) -> torch.Tensor:
         traced.append(torch.compiler.is_compiling())
         return kernel(call)
 

@@ -34,7 +34,6 @@ from weft.models.layout import Piece
 from weft.models.source import open_source
 from weft.models.startup import Findings
 from weft.models.walker import checked, walk
-from weft.ops import attention
 from weft.parallel import parallelize
 
 Tensors = dict[str, Tensor]
@@ -86,7 +85,7 @@ def no_forward() -> Iterator[None]:
             if tensor.is_floating_point():
                 local_box(tensor)[1].fill_(torch.nan)
 
-    attention.register()
+    hf.register_kernels()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "examine", lambda config: Findings("packed", True, 0.0, 0, True, (), "", "lm_head"))
         patch.setattr(build, "check_kernel", lambda *args: None)

@@ -9,8 +9,7 @@ from tests.zoo import tiny_config
 from weft.models import hf
 from weft.models.families import family_of
 from weft.models.train_module import TrainModule
-from weft.ops import attention
-from weft.ops.attention import Bounds
+from weft.ops.attention_call import Bounds
 from weft.verification.routing import Recorder, Replay
 
 FAMILIES = {"qwen3_moe": (5, 2), "deepseek_v3": (8, 2), "gpt_oss": (4, 2)}
@@ -18,7 +17,7 @@ DOCUMENTS = [list(range(3, 20)), list(range(40, 51))]
 
 
 def plain_and_ours(family: str) -> tuple[hf.PreTrainedModel, TrainModule]:
-    attention.register()
+    hf.register_kernels()
     family_of(family)
     plain, ours = (  # a config each: it carries the attention implementation
         hf.build_random(tiny_config(family, initializer_range=0.2), dtype=torch.float32, attention=name, seed=0).eval()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.engine.row import Row, build_row
-from weft.ops.attention import BOUNDS_ARGUMENT, register
+from weft.models import hf
+from weft.ops.attention_call import BOUNDS_ARGUMENT
 
 
 def document(length: int, positions: Tensor | None = None) -> Document:
@@ -94,7 +95,7 @@ def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]}, use_cache=False,
     )  # fmt: skip
-    register()
+    hf.register_kernels()
     torch.manual_seed(0)
     model = transformers.Qwen2VLTextModel(config).eval()
     row = row_of(MIXED, "packed", 12)

@@ -25,7 +25,7 @@ from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
-from weft.ops.attention import Bounds
+from weft.ops.attention_call import Bounds
 from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
 from weft.verification import reference
@@ -176,7 +176,7 @@ def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
 
 
 def test_attention_raises_where_bounds_do_not_arrive() -> None:
-    attention.register()
+    hf.register_kernels()
     model = hf.build_random(tiny_config("llama"), dtype=torch.float32, attention="weft_auto", seed=0)
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):

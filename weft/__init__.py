@@ -6,11 +6,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from weft.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from weft.api import Run, rl, sft
     from weft.engine.engine import Engine
 
-__version__ = "0.1.0"
 __all__ = ["Engine", "Run", "rl", "sft"]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from weft import __version__, parsers
+from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.retention import ranks_of
 from weft.cluster.guard import Body, guarded, joined, program
@@ -49,6 +49,7 @@ from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
 from weft.planner.devices import accelerator
 from weft.terminal import guard, say
+from weft.version import __version__
 
 Schema = TypeVar("Schema")
 AnyConfig = SftConfig | RlConfig

@@ -22,7 +22,9 @@ from tests.zoo import tiny_config
 from weft.models import device_check
 from weft.models.device_check import TOLERANCES, check_on_device, errors
 from weft.models.startup import examine
-from weft.ops.attention import KERNELS, Bounds, Call, choose, per_document
+from weft.ops.attention import KERNELS, choose
+from weft.ops.attention_call import Bounds, Call
+from weft.ops.per_document import per_document
 
 DEVICE = torch.device(os.environ.get("WEFT_CUDA_TESTS_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"

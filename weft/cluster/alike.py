@@ -6,12 +6,11 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
-import weft
 from weft.errors import RanksDisagreeError
+from weft.version import PACKAGE
 
 _MOST = 8
 
@@ -53,7 +52,7 @@ def _names(ranks: Sequence[int]) -> str:
 def code_digest() -> str:
     """16 hexadecimal digits of weft's own source files: another checkout has others, whatever its version says."""
     digest = hashlib.blake2b(digest_size=8)
-    root = Path(weft.__file__).parent
+    root = PACKAGE
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.config.checks import check_config
+from weft.config.check import check_config
 from weft.config.load import load_config
 from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
 from weft.config.render import to_dict, to_yaml

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.aliases import NOT_YET_VALUES
-from weft.config.keys import get, schema_keys
 from weft.config.sources import column_problems, role_problems, source_name, source_problems, split_problems
 from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
@@ -212,63 +211,10 @@ RANGES: dict[str, tuple[Test, str]] = {
 }
 
 
-def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
-    """The problems of a typed config, each a message. `explicit`: where each key that the user set was written."""
-    where, rules = explicit or {}, rules_of(type(config))
-    problems = _ranges(config, where, rules)
-    problems += _exclusive(config, where, rules)
-    problems += [
-        f"{where[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
-        for rule in rules.inert
-        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where, rules)
-    ]
-    return problems + [_at(where, key) + text for key, text in rules.combinations(config)]
-
-
-def rules_of(schema: type) -> Rules:
-    """The rules of `weft sft`, or of the command whose configs have this type."""
-    from weft.config.rl_checks import RULES  # it builds on these
-    from weft.config.rl_schema import RlConfig
-
-    return RULES if schema is RlConfig else SFT
-
-
-def inert_keys(config: Any) -> set[str]:
-    """Keys that this config does not read."""
-    return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
-
-
 def _held_out(config: Any) -> bool:
     """Whether there are documents to evaluate."""
     of_training = getattr(config.eval, "share", None)  # of `weft sft`
     return any(named is not None for named in (config.eval.path, config.eval.sources, of_training))
-
-
-def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
-    problems = []
-    for name, (holds, requirement) in rules.ranges.items():
-        value = get(config, name)
-        if value is not None and not holds(value):
-            default = schema_keys(type(config))[name].default
-            problems.append(
-                f"{_at(where, name)}{name} is {_show(value)}; it must be {requirement} (default: {_show(default)})."
-            )
-    return problems
-
-
-def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
-    problems = []
-    for key, partner in rules.exclusive:
-        if key in where and partner in where:
-            problems.append(
-                f"{key} ({where[key]}) and {partner} ({where[partner]}) are both set: "
-                f"{partner} replaces {key}; keep one, and set the other to null."
-            )
-            continue
-        if _nullable(config, key) and (get(config, key) is None) == (get(config, partner) is None):
-            state = "neither is" if get(config, key) is None else "both are"
-            problems.append(f"of {key} and {partner} {state} set: set exactly one, the other null.")
-    return problems
 
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
@@ -302,7 +248,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     yield from _source_problems(config.data, free_columns)
     day = config.data.template_date
     if day is not None and not _is_day(day):
-        yield "data.template_date", f"data.template_date is {_show(day)}; it must be a day as YYYY-MM-DD, or null."
+        yield "data.template_date", f"data.template_date is {show_value(day)}; it must be a day as YYYY-MM-DD, or null."
     yield from _optimizer_combinations(config.optimizer)
     if config.lora.on and config.model.init == "random":
         yield (
@@ -372,9 +318,9 @@ def _no_such_optimizer(name: str) -> str:
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
     torchs, ours = spelt.get(name.lower()), weft_value("optimizer.name", name)
     if ours is not None:
-        return f"optimizer.name is {_show(name)}: write {ours}{f', or {torchs}' if torchs else ''}."
+        return f"optimizer.name is {show_value(name)}: write {ours}{f', or {torchs}' if torchs else ''}."
     return (
-        f"optimizer.name is {_show(name)}; it must be adamw, sgd, or the import path of a class, as in "
+        f"optimizer.name is {show_value(name)}; it must be adamw, sgd, or the import path of a class, as in "
         f"optimizer.name={torchs or 'torch.optim.Adagrad'}."
     )
 
@@ -426,20 +372,8 @@ def _is_day(text: str) -> bool:
         return False
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
     return show(list(value) if isinstance(value, tuple) else value)
-
-
-def _pair_is_reported(key: str, where: Mapping[str, str], rules: Rules) -> bool:
-    return any(key == default and partner in where for default, partner in rules.exclusive)
-
-
-def _nullable(config: Any, name: str) -> bool:
-    return type(None) in getattr(schema_keys(type(config))[name].type, "__args__", ())
-
-
-def _at(where: Mapping[str, str], name: str) -> str:
-    return f"{where[name]}: " if name in where else ""
 
 
 SFT = Rules(EXCLUSIVE, INERT, RANGES, _combinations)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.config.aliases import NOT_YET_VALUES
-from weft.config.checks import check_config, rules_of
+from weft.config.check import check_config, rules_of
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.keys import Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from weft.config.checks import inert_keys
+from weft.config.check import inert_keys
 from weft.config.keys import default_of, get, schema_keys
 from weft.config.yaml12 import Dumper
 

@@ -14,12 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import weft
 from weft.data import table as tables
 from weft.data.sources import Part
 from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError
 from weft.observe import flight
+from weft.version import __version__
 
 if TYPE_CHECKING:
     from weft.data.tokenise import Work
@@ -36,7 +36,7 @@ def key(part: Part, work: Work) -> str | None:
         part.digest(), str(part.by_line), repr(work.reading),
         type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
         str(sorted(tokenizer.special_tokens_map.items())), repr(work.encoding),
-        version("tokenizers"), version("transformers"), weft.__version__, _code(),
+        version("tokenizers"), version("transformers"), __version__, _code(),
     ]  # fmt: skip
     return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
 

@@ -16,15 +16,14 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-import weft
 from weft.cluster.machine import end_with_parent, oom_kills
 from weft.data.blocks import Block
 from weft.errors import ActorError, UserError
 from weft.observe import flight
+from weft.version import PACKAGE
 
 if TYPE_CHECKING:
     from weft.data.table import Chunk
@@ -47,7 +46,7 @@ class Crew:
     def __enter__(self) -> Crew:
         environment = {
             **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(weft.__file__).parent.parent), *_python_path()]),
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *_python_path()]),
         }  # fmt: skip
         work = pickle.dumps(self._work)
         for _ in range(self._count):

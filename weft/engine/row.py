@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.document import Document
-from weft.ops.attention import Bounds
+from weft.ops.attention_call import Bounds
 
 Layout = Literal["packed", "apart"]
 

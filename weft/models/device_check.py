@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-import weft
 from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models.startup import Findings, hidden_of, small_copy, text_vocabulary
 from weft.models.train_module import TrainModule
 from weft.ops import attention
-from weft.ops.attention import Bounds, Call, Traits, choose, per_document
+from weft.ops.attention import choose
+from weft.ops.attention_call import Bounds, Call, Traits
+from weft.ops.per_document import per_document
+from weft.version import __version__
 
 # Whole blocks of 128 keys and cut ones, a document of one token, a row that no block divides; all within 256 positions.
 LENGTHS = (256, 1, 140, 129)
@@ -178,7 +180,7 @@ def _content(
         "family": config.get_text_config().model_type, "layout": findings.layout,
         "attention": [str(traits) for traits in findings.attention], "kernel": kernel, "dtype": str(dtype),
         "device": _device_name(device), "torch": torch.__version__, "transformers": version("transformers"),
-        "weft": weft.__version__, "code": code.hexdigest(),
+        "weft": __version__, "code": code.hexdigest(),
     }  # fmt: skip
     return json.dumps(said, indent=1)
 

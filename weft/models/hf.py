@@ -25,6 +25,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from transformers.pytorch_utils import Conv1D
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_folder
 from weft.hub import check_model_is_there
+from weft.ops import attention
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -67,6 +69,17 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     positions first, and wait for the device in every forward.
     """
     AttentionInterface.register(name, function)
+
+
+def register_kernels(*, traced: bool = True) -> None:
+    """Register weft's attention as `weft_auto`, `weft_per_document`, ... Safe to call again.
+
+    traced: False keeps torch.compile from tracing it, because documents have other lengths in every row; kernels that
+    are compiled themselves (flex) remain so.
+    """
+    for preference in ("auto", attention.EXACT, *attention.KERNELS):
+        function = partial(attention.attend, preference)
+        register_attention(f"weft_{preference}", function if traced else torch.compiler.disable(function))
 
 
 def read_config(path: str) -> PretrainedConfig:

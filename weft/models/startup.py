@@ -23,7 +23,7 @@ from weft.models.kinds import Kinds, kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
-from weft.ops.attention import Bounds, Traits
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
 
 # Together longer than every window and chunk (16) of a small copy; one of them alone as well; one of a single token.
 LENGTHS = (37, 1, 23, 30)
@@ -92,7 +92,7 @@ def check_kernel(
 
 def examine(config: PretrainedConfig) -> Findings:
     """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
-    attention.register()
+    hf.register_kernels()
     text = config.get_text_config()
     _check_layer_types(text)
     family = family_of(text.model_type)
@@ -104,7 +104,7 @@ def examine(config: PretrainedConfig) -> Findings:
     layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
     worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
-        uses_bounds = family.attention is None and hf.accepts(ours.base, attention.BOUNDS_ARGUMENT)
+        uses_bounds = family.attention is None and hf.accepts(ours.base, BOUNDS_ARGUMENT)
         if layout == "packed" and not uses_bounds:
             continue
         try:
@@ -149,7 +149,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
     """A small random model of this architecture that attends as weft does. UserError where none can be built."""
-    attention.register()
+    hf.register_kernels()
     return _small_copies(config, kernel)[0]
 
 

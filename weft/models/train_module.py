@@ -19,7 +19,7 @@ from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
-from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.head import Direction, LogitTransform, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from jinja2 import Environment
 
-from weft import __version__
 from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
 from weft.cluster.options import ReportOptions
 from weft.config.yaml12 import read_file
@@ -28,6 +27,7 @@ from weft.observe.report_rl import is_rl, last_samples, rl_charts
 from weft.observe.tables import byte_count, count
 from weft.observe.timing import METRICS as PHASES
 from weft.terminal import clean
+from weft.version import __version__
 
 Line = dict[str, Any]
 

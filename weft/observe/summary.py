@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import weft
 from weft.observe.metrics import plain
+from weft.version import __version__
 from weft.versions import TESTED, installed_version
 
 _KEPT = 10
@@ -156,7 +156,7 @@ class RunSummary:
 
 def versions() -> dict[str, str | None]:
     """Versions of weft and of what its numbers depend on."""
-    return {"weft": weft.__version__} | {name: installed_version(name) or None for name in TESTED}
+    return {"weft": __version__} | {name: installed_version(name) or None for name in TESTED}
 
 
 def _number(value: object) -> float:

@@ -6,14 +6,11 @@ width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from weft.ops.attention import Bounds, Call
+from weft.ops.attention_call import Bounds, Call
 
 
 def one_token(call: Call) -> Tensor:

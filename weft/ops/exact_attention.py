@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.ops.attention import Bounds, Call, per_document
+from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact import padded, row_multiple
+from weft.ops.per_document import per_document
 
 _KEYS = 64  # of a block
 _QUERIES = 256  # tokens of a sequence that ask at once

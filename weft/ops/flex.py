@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch._dynamo.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-if TYPE_CHECKING:
-    from weft.ops.attention import Call
+from weft.ops.attention_call import Call
 
 BLOCK = 128  # what the tiles of all of flex's kernels divide
 # Kinds of calls (heads, widths, dtype, soft-cap, sinks, with gradients or without) in a process; torch's limit is 8.

@@ -10,7 +10,6 @@ from torch import nn
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.ops import attention
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Unit, find_units
@@ -44,7 +43,7 @@ def parallelize(
 
     # 2. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
     if model.compile:
-        attention.stay_out_of_graphs()
+        hf.register_kernels(traced=False)
         for _, layer in module.layers:
             layer.compile(dynamic=True)
 

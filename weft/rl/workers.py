@@ -9,12 +9,11 @@ import pickle
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import weft
 from weft.errors import UserError, first_line
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
+from weft.version import PACKAGE
 
 
 class WorkerError(Exception):
@@ -82,7 +81,7 @@ async def start_worker(
     refused: begins the UserError that is raised where the process ends over it. One that answers a text says itself
     what the user has to mend. words, pass_fds: arguments of its command line, and descriptors that it gets.
     """
-    root = str(Path(weft.__file__).parent.parent)
+    root = str(PACKAGE.parent)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", module, *words,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,

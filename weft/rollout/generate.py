@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.startup import compute_exactly, implementation
 from weft.observe import flight
-from weft.ops import attention
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
 from weft.rollout.choice import open_rows
@@ -132,7 +132,7 @@ class Generator:
         """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
         may become. One sample always runs. exact: as EngineConfig has it. routes: record them, where
         there are experts."""
-        attention.register()
+        hf.register_kernels()
         if exact:
             compute_exactly(model)
         else:

@@ -21,7 +21,7 @@ from weft.models.cost import experts_of
 from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
-from weft.ops.attention import BOUNDS_ARGUMENT, Bounds
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
 _SLOTS, _FEW = 64, 16  # slots are added so many at a time, or by a quarter; up to the first, by the second

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
+from weft.models.families import alibi, llama4, positions_only, state_mixers
+from weft.models.families.family import Family
+from weft.ops.attention import ADAPTERS
 
-@dataclass(frozen=True)
-class Family:
-    """layout: how documents must be laid out, where it is known not to be `packed`. attention: HuggingFace's
-    implementation name where the family does not use the attention interface."""
-
-    layout: Literal["packed", "apart"] = "packed"
-    attention: str | None = None
-
-
-_REGISTRY: dict[str, Family] = {}
-
-
-def register(model_type: str, family: Family) -> None:
-    """Called once by each file of this folder."""
-    assert model_type not in _REGISTRY, model_type
-    _REGISTRY[model_type] = family
+FAMILIES: Mapping[str, Family] = {**alibi.FAMILIES, **state_mixers.FAMILIES}
+ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
 
 
 def family_of(model_type: str) -> Family:
     """What is special about this architecture; nothing for most."""
-    from weft.models.families import alibi, llama4, positions_only, state_mixers  # noqa: F401  (they register themselves)
-
-    return _REGISTRY.get(model_type, Family())
+    return FAMILIES.get(model_type, Family())

@@ -4,7 +4,6 @@ A name registered there is refused by falcon, and bloom runs under it without an
 code is causal, and right padding is exact, so documents are laid apart.
 """
 
-from weft.models.families import Family, register
+from weft.models.families.family import Family
 
-for model_type in ("falcon", "bloom"):
-    register(model_type, Family(layout="apart", attention="eager"))
+FAMILIES = dict.fromkeys(("falcon", "bloom"), Family(layout="apart", attention="eager"))

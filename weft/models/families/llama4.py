@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.ops.attention import ADAPTERS, BOUNDS_ARGUMENT, Bounds
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 
 def by_document(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Bounds | None]:
@@ -41,4 +41,4 @@ def _temperature_ratio(module: nn.Module, bounds: Bounds, query: Tensor) -> Tens
     return (new / old).to(query.dtype)[None, None, :, None]
 
 
-ADAPTERS["llama4_text"] = by_document
+ADAPTERS = {"llama4_text": by_document}

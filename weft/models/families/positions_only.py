@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.ops.attention import ADAPTERS, Bounds
+from weft.ops.attention_call import Bounds
 
 
 def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Bounds | None]:
@@ -25,5 +25,4 @@ def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, An
     return query, Bounds.packed(lengths, query.device)
 
 
-for model_type in ("stablelm", "nemotron"):
-    ADAPTERS[model_type] = bounds_from_positions
+ADAPTERS = dict.fromkeys(("stablelm", "nemotron"), bounds_from_positions)

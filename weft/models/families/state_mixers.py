@@ -4,11 +4,11 @@ In a packed row the state of one document leaks into the next on the torch path,
 passed; right padding is exact. So their documents are laid apart.
 """
 
-from weft.models.families import Family, register
+from weft.models.families.family import Family
 
-for model_type in (
+_NAMES = (
     "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax",
     "falcon_h1", "bamba", "jamba", "granitemoehybrid", "zamba2", "mamba", "mamba2", "nemotron_h", "lfm2", "lfm2_moe",
     "recurrent_gemma",
-):  # fmt: skip
-    register(model_type, Family(layout="apart"))
+)  # fmt: skip
+FAMILIES = dict.fromkeys(_NAMES, Family(layout="apart"))

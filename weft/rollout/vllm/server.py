@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import weft
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
 from weft.rollout.vllm.interpreter import Interpreter
+from weft.version import PACKAGE
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ADAPTER = "policy"  # the name under which an adapter is loaded
@@ -123,7 +123,7 @@ def environment(settings: Settings, parts: Path) -> dict[str, str]:
 
 def place_parts(folder: Path) -> Path:
     """Copy weft's part for vLLM's processes into `folder`, as a package `weft` with nothing else in it."""
-    source = Path(weft.__file__).parent
+    source = PACKAGE
     for part in _PARTS:
         target = folder / "weft" / part
         target.parent.mkdir(parents=True, exist_ok=True)

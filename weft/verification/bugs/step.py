@@ -15,7 +15,7 @@ from weft.engine.document import Document
 from weft.engine.row import Layout, Row
 from weft.objectives.balance import Balance, count_choices
 from weft.objectives.base import Batch, Objective, Terms
-from weft.ops.attention import Bounds
+from weft.ops.attention_call import Bounds
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
 
 # ---------------------------------------------------------------- what a token weighs

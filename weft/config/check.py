@@ -1,0 +1,72 @@
+"""Whether a typed config holds what it may: the rules of checks.py, or of rl_checks.py, applied to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.config.checks import SFT, Rules, show_value
+from weft.config.keys import get, schema_keys
+from weft.config.rl_checks import RULES
+from weft.config.rl_schema import RlConfig
+
+
+def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
+    """The problems of a typed config, each a message. `explicit`: where each key that the user set was written."""
+    where, rules = explicit or {}, rules_of(type(config))
+    problems = _ranges(config, where, rules)
+    problems += _exclusive(config, where, rules)
+    problems += [
+        f"{where[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
+        for rule in rules.inert
+        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where, rules)
+    ]
+    return problems + [_at(where, key) + text for key, text in rules.combinations(config)]
+
+
+def rules_of(schema: type) -> Rules:
+    """The rules of `weft sft`, or of the command whose configs have this type."""
+    return RULES if schema is RlConfig else SFT
+
+
+def inert_keys(config: Any) -> set[str]:
+    """Keys that this config does not read."""
+    return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
+
+
+def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
+    problems = []
+    for name, (holds, requirement) in rules.ranges.items():
+        value = get(config, name)
+        if value is not None and not holds(value):
+            default = schema_keys(type(config))[name].default
+            requirement += f" (default: {show_value(default)})"
+            problems.append(f"{_at(where, name)}{name} is {show_value(value)}; it must be {requirement}.")
+    return problems
+
+
+def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
+    problems = []
+    for key, partner in rules.exclusive:
+        if key in where and partner in where:
+            problems.append(
+                f"{key} ({where[key]}) and {partner} ({where[partner]}) are both set: "
+                f"{partner} replaces {key}; keep one, and set the other to null."
+            )
+            continue
+        if _nullable(config, key) and (get(config, key) is None) == (get(config, partner) is None):
+            state = "neither is" if get(config, key) is None else "both are"
+            problems.append(f"of {key} and {partner} {state} set: set exactly one, the other null.")
+    return problems
+
+
+def _pair_is_reported(key: str, where: Mapping[str, str], rules: Rules) -> bool:
+    return any(key == default and partner in where for default, partner in rules.exclusive)
+
+
+def _nullable(config: Any, name: str) -> bool:
+    return type(None) in getattr(schema_keys(type(config))[name].type, "__args__", ())
+
+
+def _at(where: Mapping[str, str], name: str) -> str:
+    return f"{where[name]}: " if name in where else ""

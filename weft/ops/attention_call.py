@@ -1,0 +1,98 @@
+"""An attention call: tensors, and the bounds of the documents in them.
+
+Shapes: B batch, T tokens of a row, H query heads, K key heads (H a multiple of K), D head width, E value width.
+A row is packed (B = 1, documents end to end) or apart (documents right-padded, one per batch entry). Bounds travel
+as the forward argument `doc_bounds`; the row's own mask is never trusted, because HuggingFace's is wrong for some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BOUNDS_ARGUMENT = "doc_bounds"
+
+
+@dataclass(eq=False)
+class Bounds:
+    """Where the documents of a row begin and end.
+
+    lengths: tokens of each document. apart: one document per batch entry, right-padded, instead of end to end.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that want it there. seen: attention calls
+    that received these bounds, so that a check can count them. cache: what a kernel derives once per row.
+    past: where generation goes on, [B] tokens before the one of each entry; keys and values are then those of a cache.
+    even: all of them are the same.
+    """
+
+    lengths: tuple[int, ...]
+    apart: bool = False
+    cu_seqlens: Tensor | None = None
+    seen: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict)
+    past: Tensor | None = None
+    even: bool = False
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @staticmethod
+    def packed(lengths: tuple[int, ...], device: torch.device) -> Bounds:
+        """Bounds of a packed row; cumulative lengths go to the device only where a kernel reads them there."""
+        cumulative = None
+        if device.type != "cpu":
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            cumulative = ends.pin_memory().to(device, non_blocking=True)
+        return Bounds(lengths, cu_seqlens=cumulative)
+
+
+@dataclass(frozen=True, order=True)
+class Traits:
+    """What attention calls of one kind ask of a kernel beyond causality. width: of queries and keys, per head."""
+
+    width: int
+    value_width: int
+    grouped: bool = False  # fewer key heads than query heads
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+
+    def __str__(self) -> str:
+        widths = f"{self.width}" if self.value_width == self.width else f"{self.width}/{self.value_width}"
+        return ", ".join([f"heads {widths} wide", *(["grouped"] if self.grouped else []), *self.names])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: tensors as HuggingFace passes them, keys and values not repeated."""
+
+    query_BHTD: Tensor
+    key_BKTD: Tensor
+    value_BKTE: Tensor
+    bounds: Bounds
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks_H is None
+
+    @property
+    def traits(self) -> Traits:
+        heads, width = self.query_BHTD.shape[1], self.query_BHTD.shape[3]
+        return Traits(
+            width, self.value_BKTE.shape[3], heads != self.key_BKTD.shape[1],
+            self.window is not None, self.softcap is not None, self.sinks_H is not None,
+        )  # fmt: skip
+
+    def windowed(self, length: int) -> bool:
+        return self.window is not None and self.window < length
