@@ -31,7 +31,7 @@ class Row:
 
 def current(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs of the drawn tokens and entropies of their distributions."""
-    logits = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0].float() / temperature
+    logits = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0] / temperature
     everything = logits.log_softmax(-1)[[place - 1 for place in row.drawn]]
     chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
     return chosen, -(everything.exp() * everything).sum(-1)

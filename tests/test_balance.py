@@ -169,7 +169,9 @@ def test_the_coefficient_is_the_configs_unless_it_is_set() -> None:
     chosen, again, other = run(1, metrics_of, path, AUX)[0]
     assert chosen == 0.1 and again == metrics and other != norm
     none, without, _ = run(1, metrics_of, path, {})[0]
-    assert none == 0.0 and "aux_loss" not in without and without["loss"] == metrics["loss"]
+    assert none == 0.0 and "aux_loss" not in without
+    # Its rows leave last tokens out, so that sums are rounded otherwise.
+    assert without["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
 
 
 def refusal(path: str) -> str:

@@ -256,10 +256,19 @@ def test_an_update_that_reads_the_old_policy_itself() -> None:
     assert max(float((rows[place].old - own).abs().max()) for place, own in read.items()) <= 1e-5
     # The ratio of a whole sample multiplies what its tokens round: from here on both have the same old policy.
     rows = [replace(row, old=read.get(place, row.old)) for place, row in enumerate(rows)]
+    precise = plain_model(path).double()
     for name in FRESH:
-        model.zero_grad(set_to_none=True)
-        loss = plain_rl.update(model, rows, name, TEMPERATURE)
+        loss, gradients = plain_update(model, rows, name)
         assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        worst = max(compare_gradients(found[name][1], gradients, {}), key=lambda figure: figure.value)
-        assert worst.value <= GRADIENT, (name, worst)
+        # The ratio of a whole sample brings what the plain update itself rounds to the tolerance.
+        exact = {n: gradient.float() for n, gradient in plain_update(precise, rows, name)[1].items()}
+        noise = {figure.name: figure.value for figure in compare_gradients(gradients, exact, {})}
+        assert max(noise.values()) <= 2 * GRADIENT
+        for figure in compare_gradients(found[name][1], gradients, {}):
+            assert figure.value <= max(GRADIENT, 2 * noise[figure.name]), (name, figure)
+
+
+def plain_update(model: Any, rows: list[Row], name: str) -> tuple[float, Tensors]:
+    model.zero_grad(set_to_none=True)
+    loss = plain_rl.update(model, rows, name, TEMPERATURE)
+    return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -118,15 +118,19 @@ def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
     worst = {"logprob": 0.0, "entropy": 0.0}
     for index, pair in enumerate(expected.readouts):
         for name, values in zip(worst, pair, strict=True):
-            scale = max(1.0, float(values.abs().max()))
-            worst[name] = _larger(worst[name], float((seen.readouts[index][name] - values).abs().max()) / scale)
-    moves = [float((seen.alone[i]["logprob"] - values["logprob"]).abs().max()) for i, values in seen.readouts.items()]
+            worst[name] = _larger(worst[name], _readout_distance(seen.readouts[index][name], values))
+    moves = [_readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
         Figure("packed against alone", max(moves), SCALAR),
         Figure("neighbours do not move", seen.neighbours, SCALAR / 10),
     ]
+
+
+def _readout_distance(ours: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value where that is above 1."""
+    return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))
 
 
 def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:
