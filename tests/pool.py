@@ -2,71 +2,116 @@
 
 `run(world, function, *args)` calls a module-level `function(*args)` in `world` processes joined by gloo, each on one
 thread, and returns the results by rank. A case that hangs is killed and named, and the next one gets new processes.
+Of ranks that died or hung, the error has what they printed, their stacks, and what the same processes had run before.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 MOST_RANKS = 4
 MOST_THREADS = 100
+MOST_PRINTED = 20_000  # characters
+
+
+class _Worker(NamedTuple):
+    """A rank's process. errors: a file, its standard error."""
+
+    process: Any
+    pipe: Connection
+    errors: Path
+
+
 _context = multiprocessing.get_context("forkserver")
-_workers: list[tuple[Any, Connection]] = []
+_workers: list[_Worker] = []
+_ran = deque[str](maxlen=12)  # what the processes were last given, the last one last
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Results of `function(*args)` on ranks 0..world-1. The first rank's error is raised with its traceback."""
     workers = _start()[:world]
+    _ran.append(f"{function.__module__}.{function.__name__} on {world}")
     with tempfile.TemporaryDirectory() as folder:
-        for rank, (_, pipe) in enumerate(workers):
-            pipe.send((rank, world, os.path.join(folder, "store"), function, args, timeout))
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((rank, world, os.path.join(folder, "store"), function, args, timeout))
         return _collect(workers, function.__name__, timeout)
 
 
-def _collect(workers: list[tuple[Any, Connection]], name: str, timeout: float) -> list[Any]:
+def _collect(workers: list[_Worker], name: str, timeout: float) -> list[Any]:
     deadline, results = time.monotonic() + timeout, {}
     while len(results) < len(workers):
-        for rank, (process, pipe) in enumerate(workers):
+        for rank, (process, pipe, _) in enumerate(workers):
             if rank in results:
                 continue
             if pipe.poll(0.01):
-                ok, value = pipe.recv()
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    process.join(5)
+                    ok, value = False, "it is gone"
                 if not ok:
-                    _stop()
-                    raise AssertionError(f"{name}, rank {rank} of {len(workers)}:\n{value}")
+                    others = [worker.process.sentinel for worker in workers if worker.process.is_alive()]
+                    wait(others, timeout=0.2)  # this one's error may be that another has died
+                    _give_up(f"{name}, rank {rank} of {len(workers)}:\n{value}")
                 results[rank] = value
             elif not process.is_alive():
-                _stop()
-                raise AssertionError(f"{name}: rank {rank} died with exit code {process.exitcode}")
+                _give_up(f"{name}, rank {rank} of {len(workers)}: it is gone")
         if time.monotonic() > deadline:
             waiting = [rank for rank in range(len(workers)) if rank not in results]
-            _stop()
-            raise AssertionError(f"{name}: ranks {waiting} of {len(workers)} did not finish within {timeout:.0f} s")
+            for rank in waiting:
+                os.kill(workers[rank].process.pid, signal.SIGABRT)  # they print where they hang
+            for rank in waiting:
+                workers[rank].process.join(5)
+            _give_up(f"{name}: ranks {waiting} of {len(workers)} did not finish within {timeout:.0f} s")
     return [results[rank] for rank in range(len(workers))]
 
 
-def _start() -> list[tuple[Any, Connection]]:
-    if any(not process.is_alive() or _threads(process.pid) > MOST_THREADS for process, _ in _workers):
+def _give_up(problem: str) -> NoReturn:
+    """Kill all ranks, and raise what happened, with what is known of those that had died."""
+    lines = [problem]
+    for rank, worker in enumerate(_workers):
+        code = worker.process.exitcode
+        if code is not None:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            printed = worker.errors.read_text(errors="replace")[:MOST_PRINTED]
+            lines.append(f"rank {rank} died by {how}, and had printed:\n{printed}")
+    if len(lines) > 1:
+        lines.append(f"These processes had run: {', '.join(_ran)}")
+    _stop()
+    raise AssertionError("\n".join(lines))
+
+
+def _start() -> list[_Worker]:
+    if any(not worker.process.is_alive() for worker in _workers):
+        _give_up("after its last case:")
+    if any(_threads(worker.process.pid) > MOST_THREADS for worker in _workers):
         _stop()
     if not _workers:
         os.environ["OMP_NUM_THREADS"] = "1"
         _context.set_forkserver_preload(["tests.preload"])
         for _ in range(MOST_RANKS):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            descriptor, errors = tempfile.mkstemp(prefix="weft-rank-")
+            os.close(descriptor)
+            process = _context.Process(target=_serve, args=(theirs, errors), daemon=True)
             process.start()
-            _workers.append((process, ours))
+            _workers.append(_Worker(process, ours, Path(errors)))
     return _workers
 
 
@@ -76,27 +121,34 @@ def _threads(pid: int) -> int:
 
 
 def _stop() -> None:
-    for process, pipe in _workers:
+    for process, pipe, errors in _workers:
         process.kill()
         process.join()
         pipe.close()
+        errors.unlink(missing_ok=True)
     _workers.clear()
+    _ran.clear()
 
 
 atexit.register(_stop)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, errors: str) -> None:
+    with open(errors, "a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # as pyproject.toml has it
     import torch
 
     torch.set_num_threads(1)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, of all threads
     gc.freeze()  # what is imported need not be looked through after every case
     while True:
         try:
             rank, world, store, function, args, timeout = pipe.recv()
         except EOFError:
             return
+        os.ftruncate(sys.stderr.fileno(), 0)
+        faulthandler.enable(sys.stderr)  # again for each case: some have it write elsewhere
         try:
             pipe.send((True, _in_group(rank, world, store, function, args, timeout)))
         except BaseException:
