@@ -144,7 +144,7 @@ gpu:
 
 docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/config.md
-	$(BIN)/python -m weft.config.coming_from docs/coming-from
+	$(BIN)/python -m weft.config.compat.pages docs/coming-from
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,21 +13,21 @@ import pytest
 
 from weft import cli
 from weft.config import SftConfig, load_config
-from weft.config.aliases import ALIASES, NOT_YET, advice_for, not_yet, trainers_of, with_state
 from weft.config.coerce import MismatchError, coerce
-from weft.config.coming_from import page
-from weft.config.keys import schema_keys, sections
+from weft.config.compat.check import problems
+from weft.config.compat.names import advice_for, trainers_of, with_state
+from weft.config.compat.pages import page
+from weft.config.compat.tables import TableError
+from weft.config.compat.trainer import FOLDER, TABLES, Tables
+from weft.config.keys import schema_keys
 from weft.config.rl_schema import RlConfig
-from weft.config.trainers import OTHERS, TRAINERS
-from weft.config.trainers.reinforcement import REINFORCEMENT
-from weft.config.trainers.values import VALUES
 from weft.config.yaml12 import Node, read_file, read_value
 from weft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
+HERE = {"PYTHONPATH": str(ROOT)}
 FOREIGN = Path(__file__).parent / "foreign"
-KNOWN = set(schema_keys(SftConfig)) | set(sections(SftConfig)) | set(NOT_YET)
-BY_NAME = {trainer.name: trainer for trainer in TRAINERS}
+BY_NAME = {trainer.name: trainer for trainer in TABLES.trainers}
 
 
 @pytest.fixture(autouse=True)
@@ -47,23 +49,71 @@ def refusal(*files: str, overrides: tuple[str, ...] = ()) -> str:
 # ---------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("name", [*BY_NAME, "others"])
-def test_advice_names_keys_that_exist_or_will(name: str) -> None:
-    entries = OTHERS.items() if name == "others" else BY_NAME[name].advice()
-    for alias, text in entries:
-        assert re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*(\.\*)?", alias), alias
-        assert not text[0].isupper() and text.endswith("."), alias
-        named = re.findall(r"`([a-z_]+\.[\w.]+)`", text)
-        assert all(word in KNOWN or not_yet(word) for word in named), (alias, named)
+def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> None:
+    assert list(problems(TABLES)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        ("trl.yaml", "signs:", "sings:", "trl.yaml: `sings` is no key of a table: did you mean signs?"),
+        ("trl.yaml", "title: TRL", "# title: TRL", "trl.yaml: `title` is missing."),
+        ("trl.yaml", "TOKEN_BUDGET: [auto_find_batch_size]", "TOKEN_BUDGET: auto_find_batch_size",
+         "trl.yaml: names: The batch: TOKEN_BUDGET: must be a list of strings, not auto_find_batch_size."),
+        ("verl.yaml", "TOKEN_MEAN:", "TOKEN_MEEN:", "verl.yaml: names: The batch: TOKEN_MEEN is no sentence"),
+        ("verl.yaml", "[loss_agg_mode]", "[pad_mode]", "pad_mode stands under PACKED and under TOKEN_MEAN: keep one."),
+        ("verl.yaml", "    BALANCED:", "    PACKED:", "verl.yaml: cannot be read: `PACKED` stands twice"),
+        ("verl.yaml", "[use_torch_compile]", "[micro_batch_size]", "micro_batch_size stands under The batch and under"),
+        ("miles.yaml", "GROUP:", "GRUOP:", "miles.yaml: rl: GRUOP is no sentence of sentences.yaml."),
+        ("axolotl.yaml", "reinforcement learning: {", "rl: {", "axolotl.yaml: tasks: rl is neither preference tuning"),
+        ("axolotl.yaml", "note: QUANTISED", "note: QUANTIZED", "axolotl.yaml: means: adapter: QUANTIZED is no"),
+        ("axolotl.yaml", "adapter: lora\n", "adapter: qlora\n", "axolotl.yaml: silent: adapter: qlora stands under"),
+        ("shared.yaml", "run.dir: [output_dir", "run.dir: [seed, output_dir", "seed stands under train.seed and under"),
+        ("shared.yaml", "sharing: [", "shared: [", "shared.yaml: ranks: `shared` is no key of a table: did you mean"),
+        ("roll.yaml", "DTYPE: [dtype", "DTYPE: [Dtype", "roll.yaml: names: Dtype is no name: write it in lower case"),
+        ("roll.yaml", "SEED: [seed", "SEED: [train.seed", "roll.yaml: names: train.seed is a key of weft"),
+        ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.rate: 5.0e-5", "defaults: optimizer.rate is no key of weft."),
+        ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.lr: 1.0e-5", "optimizer.lr: 1e-05 is weft's default, too"),
+        ("torchtune.yaml", "train.epochs: [epochs]", "train.epoch: [epochs]", "moves: train.epoch is no key of weft."),
+        ("torchtune.yaml", "train.epochs: [epochs]", "train.epochs: [epocs]", "torchtune.yaml: epocs stands under"),
+        ("torchtune.yaml", "fp32: {fsdp.param_dtype", "fp32: {fsdp.dtype", "means: dtype: fsdp.dtype is no key"),
+        ("torchtitan.yaml", "STEPS: [", "EPOCHS: [max_steps, ", "names: max_steps: trl.yaml has another answer"),
+        ("sentences.yaml", "say `track.project`.", "say `track.projct`.", "PROJECT names `track.projct`, no key"),
+        ("sentences.yaml", "say `rl.kl_unbiased`.", "Say `rl.kl_unbiased`", "rl: UNBIASED must begin without"),
+    ],
+)  # fmt: skip
+def test_a_typo_in_a_table_is_named_with_its_file(tmp_path: Path, file: str, old: str, new: str, words: str) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "tables"))
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1))
+    try:
+        found = "\n".join(problems(Tables(folder)))
+    except TableError as error:
+        found = str(error)
+    assert words in found and file in found
+
+
+def test_a_table_that_is_not_listed_and_a_page_without_an_introduction(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "tables"))
+    (folder / "trl.md").rename(folder / "trlx.md")
+    assert list(problems(Tables(folder))) == [
+        "trl.md: is missing, the introduction of the trainer's page.",
+        "trlx.md: trlx is none of `trainers` in shared.yaml.",
+    ]
+
+
+def test_a_good_config_reads_no_table() -> None:
+    code = (
+        "from weft.config import load_config; from weft.config.compat.trainer import TABLES\n"
+        "load_config([], ['model.path=m', 'data.path=d.jsonl']); print(sorted(vars(TABLES)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **HERE})
+    assert done.stdout.strip() == "['folder']", done.stderr
 
 
 def test_what_is_said_of_reinforcement_learning() -> None:
     """In a config of `weft rl` names of algorithms are answered, and what is no name but of SFT as there."""
-    own = set(schema_keys(RlConfig)) | {f"{section}.*" for section in sections(RlConfig)}
-    for alias, text in REINFORCEMENT.items():
-        assert re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*(\.\*)?", alias) and alias not in own, alias
-        named = re.findall(r"`(\w+\.\w+)`", text)
-        assert named and set(named) <= own and text.endswith("."), (alias, named)
     overrides = [
         "rl.reward=[math]",
         "beta=0.1",
@@ -90,25 +140,9 @@ def test_sections_of_reinforcement_learning_are_none_of_sft() -> None:
     )
 
 
-def test_trainers_agree_on_a_name_that_several_have() -> None:
-    said: dict[str, set[str]] = {}
-    for trainer in TRAINERS:
-        names = [alias for alias, _ in trainer.advice()]
-        assert len(names) == len(set(names)), trainer.name
-        for alias, text in trainer.advice():
-            said.setdefault(alias, set()).add(text)
-    assert {alias: texts for alias, texts in said.items() if len(texts) > 1} == {}
-    assert not set(OTHERS) & set(said)
-
-
-def test_there_are_at_least_120_names_and_20_of_each() -> None:
-    assert len(ALIASES) >= 400
-    assert all(len(list(trainer.advice())) >= 50 for trainer in TRAINERS)
-
-
-def test_no_name_is_a_key_of_weft() -> None:
-    """A key of weft never reaches the table; an entry for it would be dead."""
-    assert set(schema_keys(SftConfig)) & set(ALIASES) == set()
+def test_there_are_at_least_400_names_and_50_of_each() -> None:
+    assert len(TABLES.names) >= 400 and len(TABLES.rl_names) >= 200
+    assert all(len(trainer.names) >= 50 for trainer in TABLES.trainers)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +172,12 @@ def test_what_is_planned_is_said() -> None:
     assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
 
 
-@pytest.mark.parametrize("key", [key for key in VALUES if key != "optimizer.name"])  # which takes any import path
+@pytest.mark.parametrize(
+    "key", [key for key in TABLES.values if key != "optimizer.name"]
+)  # which takes any import path
 def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
     kind = schema_keys(SftConfig)[key].type
-    for foreign, ours in VALUES[key].items():
+    for foreign, ours in TABLES.values[key].items():
         assert foreign == foreign.lower()
         coerce(read_value(ours, ""), kind)
         if kind is not str:  # optimizer.name may be an import path; weft/config/checks.py says what is none
@@ -223,7 +259,7 @@ def test_the_flags_of_miles_are_answered_at_once(capsys: pytest.CaptureFixture[s
     message = capsys.readouterr().err
     assert message.startswith("error: weft sft: keys are set without dashes, as section.key=value.\n")
     for flag in flags:
-        assert "miles" in trainers_of(flag), flag
+        assert BY_NAME["miles"] in trainers_of(flag), flag
         assert re.search(rf"[ ,]{flag.replace('_', '-')}(?= is| are|,| and)", message), flag
     assert "docs/coming-from/miles.md" in message.splitlines()[-1]
 
@@ -254,6 +290,6 @@ def test_a_page_is_current(name: str) -> None:
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, weft.config.coming_from; print('torch' in sys.modules)"
+    code = "import sys, weft.config.compat.pages; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"

@@ -26,9 +26,8 @@ from weft.config import (
     to_dict,
     to_yaml,
 )
-from weft.config.aliases import NOT_YET
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
-from weft.config.keys import get, schema_keys
+from weft.config.keys import NOT_YET, get, schema_keys
 from weft.config.reference import reference
 from weft.errors import UserError
 
@@ -579,7 +578,9 @@ def test_to_dict_is_plain_and_whole() -> None:
 
 
 def test_the_package_imports_no_torch() -> None:
-    modules = ["weft", "weft.cli", *(f"weft.config.{path.stem}" for path in Path(package.__file__).parent.glob("*.py"))]
+    folder = Path(package.__file__).parent
+    files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    modules = ["weft", "weft.cli", *(".".join(["weft.config", *file.parts]) for file in files)]
     code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
     code += "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True, cwd=ROOT)

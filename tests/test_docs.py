@@ -14,12 +14,13 @@ from tests.docs_runner import Block, blocks, commands, run
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
 from weft import cli
+from weft.config.compat.trainer import TABLES
 from weft.config.load import load_config
-from weft.config.trainers import TRAINERS
 from weft.models import hf
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMING_FROM = [ROOT / f"docs/coming-from/{trainer.name}.md" for trainer in TABLES.trainers]
 RUNNABLE = [page for page in PAGES if any(block.words.startswith("run") for block in blocks(page))]
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")
 
@@ -109,7 +110,7 @@ def test_lines_are_joined_and_comments_left_out(workplace: Path) -> None:
 # ---------------------------------------------------------------- what weft makes of each page's configs
 
 
-@pytest.mark.parametrize("page", [ROOT / f"docs/coming-from/{trainer.name}.md" for trainer in TRAINERS], ids=label)
+@pytest.mark.parametrize("page", COMING_FROM, ids=label)
 def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: Path) -> None:
     """The comments of the example: keys as `section: {key: value}`, or section.key=value beside flags."""
     example = blocks(page)[0]

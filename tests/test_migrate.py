@@ -10,11 +10,10 @@ import yaml
 
 from weft import cli
 from weft.config import SftConfig, load_config
-from weft.config.aliases import ALIASES, entry_of, not_yet
+from weft.config.compat.migrate import migrate
+from weft.config.compat.names import entry_of
+from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys
-from weft.config.migrate import CONVERTED, MOVES, PER_DEVICE, migrate
-from weft.config.migrate_data import COLUMNS, SOURCES, SWITCHES
-from weft.config.trainers import TRAINERS
 from weft.config.yaml12 import Node, read_file
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -329,18 +328,22 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     taken = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
         entry = entry_of(name) or ""
-        key = next((trainer.moves[entry] for trainer in TRAINERS if entry in trainer.moves), MOVES.get(entry, name))
-        meaning = [trainer.means.get(entry, {}) for trainer in TRAINERS]
+        moves = [*(trainer.moves for trainer in TABLES.trainers), TABLES.moves]
+        key = next((known[entry] for known in moves if entry in known), name)
+        meaning = [trainer.means.get(entry, {}) for trainer in TABLES.trainers]
         said = (
             any(str(value).lower() in table or "*" in table for table in meaning)
             or f"{key.rpartition('.')[2]}: " in taken
             or entry_of(name)
             in (
-                *CONVERTED,
-                *PER_DEVICE,
-                *COLUMNS,
-                *SWITCHES,
-                *SOURCES,
+                *TABLES.shared.means,
+                *TABLES.choices,
+                *TABLES.minutes,
+                *TABLES.shared.per_device,
+                *TABLES.columns,
+                *TABLES.shared.column_switches,
+                *TABLES.shared.sources.lists,
+                "optimizer",
                 "micro_batch_size",
                 "batch_size",
                 "apply_lora_to_mlp",
@@ -348,15 +351,6 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
             )
         )
         assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
-
-
-def test_the_rules_are_of_names_and_keys_that_exist() -> None:
-    assert set(MOVES) | set(CONVERTED) <= set(ALIASES)
-    for key in {*MOVES.values(), *(key for key, _ in CONVERTED.values())}:
-        assert key in schema_keys(SftConfig) or not_yet(key), key
-    for trainer in TRAINERS:
-        for key, value in trainer.defaults.items():
-            assert not_yet(key) or schema_keys(SftConfig)[key].default != value, (trainer.name, key)
 
 
 def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

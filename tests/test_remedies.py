@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import weft
+from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys, sections
 from weft.config.load import build
 from weft.config.rl_schema import RlConfig
@@ -27,7 +28,7 @@ SECTIONS = {name.partition(".")[0] for name in KEYS}
 _FILLED = "\0"  # what a message fills in
 _PROPOSED = re.compile(r"(?<![\w./\0-])([a-z_]+\.[a-z_]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s,;)\]`]+)")
 # Names of other trainers, which a page explains.
-_THEIRS = {("config/trainers/verl.py", "data.train_batch_size")}
+_THEIRS = {("config/compat/tables/verl.md", "data.train_batch_size")}
 
 
 def proposals(source: str) -> Iterator[tuple[str, str]]:
@@ -39,6 +40,18 @@ def proposals(source: str) -> Iterator[tuple[str, str]]:
         for key, value in _PROPOSED.findall(text):
             if key.partition(".")[0] in SECTIONS:
                 yield key, value.rstrip(".:'\"")
+
+
+def proposals_of_tables() -> Iterator[tuple[str, str, str]]:
+    """(file, key, value) of what is said of other trainers' names, and of the introductions of their pages."""
+    say = TABLES.sentences
+    texts = {"sentences.yaml": [*say.sft.values(), *say.rl.values()]}
+    for trainer in TABLES.trainers:
+        texts[f"{trainer.name}.yaml"] = [*trainer.names.values(), *trainer.rl.values()]
+        texts[f"{trainer.name}.md"] = [TABLES.introduction(trainer)]
+    for file, said in texts.items():
+        for text in said:
+            yield from ((f"config/compat/tables/{file}", *found) for found in proposals(repr(text)))
 
 
 def _text(node: ast.AST) -> str:
@@ -53,6 +66,7 @@ ALL = sorted(
         for path in SOURCE.rglob("*.py")
         for found in proposals(path.read_text(encoding="utf-8"))
     }
+    | set(proposals_of_tables())
 )
 
 

@@ -39,9 +39,9 @@ from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.cluster.stopping import say_what_ends
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.config.compat.migrate import migrate
 from weft.config.load import read_config_file, written_config
 from weft.config.mesh import fewest_ranks
-from weft.config.migrate import migrate
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.observe.profiling import check_profile

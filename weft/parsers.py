@@ -6,7 +6,7 @@ import argparse
 from typing import NoReturn
 
 from weft.config import SftConfig
-from weft.config.aliases import advice_for
+from weft.config.compat.names import advice_for
 from weft.config.keys import schema_keys
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError

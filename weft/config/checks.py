@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.aliases import NOT_YET_VALUES
+from weft.config.compat.names import weft_value
+from weft.config.keys import NOT_YET_VALUES
 from weft.config.sources import column_problems, role_problems, source_name, source_problems, split_problems
-from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 import typing
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
+
+# Sections and keys of the design that enter the schema with their feature.
+NOT_YET = (
+    "mesh.cp",
+    "mesh.tp",
+    "mesh.ep",
+    "mesh.pp",
+)
+# Values of keys that exist.
+NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +38,23 @@ class Key:
 
 
 def sections(schema: type) -> dict[str, type]:
-    """Section name -> dataclass, in the order of the schema."""
+    """Section name -> dataclass, in the order of the schema. Not to be changed."""
+    return _sections(schema)
+
+
+def schema_keys(schema: type) -> dict[str, Key]:
+    """Dotted name -> Key of every key in every section, in the order of the schema. Not to be changed."""
+    return _schema_keys(schema)
+
+
+@functools.cache
+def _sections(schema: type) -> dict[str, type]:
     hints = typing.get_type_hints(schema)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 
 
-def schema_keys(schema: type) -> dict[str, Key]:
-    """Dotted name -> Key of every key in every section, in the order of the schema."""
+@functools.cache
+def _schema_keys(schema: type) -> dict[str, Key]:
     table: dict[str, Key] = {}
     for section, section_type in sections(schema).items():
         hints = typing.get_type_hints(section_type)
@@ -58,3 +79,8 @@ def attribute(leaf: str) -> str:
 def default_of(spec: Field[Any]) -> Any:
     """The default of a dataclass field, or MISSING."""
     return spec.default_factory() if spec.default_factory is not MISSING else spec.default
+
+
+def not_yet(name: str) -> str | None:
+    """The key or section of the design that covers a dotted name, or None."""
+    return next((planned for planned in NOT_YET if name == planned or name.startswith(planned + ".")), None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.config.aliases import NOT_YET
 from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
-from weft.config.keys import Key, schema_keys, sections
+from weft.config.keys import NOT_YET, Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.rl_checks import RANGES as RL_RANGES
 from weft.config.rl_schema import RlConfig

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.config.aliases import advice_for, not_yet, trainers_of
-from weft.config.keys import schema_keys, sections
+from weft.config.compat.names import advice_for, likely_trainer
+from weft.config.keys import not_yet, schema_keys, sections
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.trainers import TRAINERS, Trainer
-from weft.config.trainers.accelerate import ACCELERATE
 from weft.config.yaml12 import Node
 
 _PLURALS = (
@@ -22,8 +19,6 @@ _PLURALS = (
     ("belongs to", "belong to"),
     ("leave it out", "leave them out"),
 )
-# So many names of another trainer make a config of that trainer.
-_FOREIGN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +71,6 @@ def page_hint(unknown: Sequence[Unknown]) -> list[str]:
         f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
         f"docs/coming-from/{trainer.name}.md has all of them side by side."
     ]
-
-
-def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
-    """The trainer with most signs among these dotted names, and the names that are signs of it; None without any.
-
-    accelerate's file goes with that of another trainer, so it is taken only where there is no other.
-    """
-    names = list(names)
-    found = [(trainer, trainer.signs_in(names)) for trainer in TRAINERS]
-    best = max((pair for pair in found if pair[0] is not ACCELERATE), key=lambda pair: len(pair[1]))
-    best = best if best[1] else found[-1]
-    return best if best[1] else None
-
-
-def likely_trainer(names: Iterable[str]) -> Trainer | None:
-    """The trainer that most of these dotted names are of, if there are enough of them and no two have as many."""
-    names = list(names)
-    if len(names) < _FOREIGN:
-        return None
-    by_signs = recognised(names)
-    if by_signs is not None:
-        return by_signs[0]
-    votes = Counter(trainer for name in names for trainer in trainers_of(name))
-    best = votes.most_common(2)
-    if not best or best[0][1] < _FOREIGN or (len(best) == 2 and best[0][1] == best[1][1]):
-        return None
-    return next(trainer for trainer in TRAINERS if trainer.name == best[0][0])
 
 
 def _line(keys: list[Unknown], answer: str) -> str:

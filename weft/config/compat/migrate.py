@@ -1,6 +1,6 @@
-"""`weft migrate`: a config of another trainer as a draft of weft's. Imports no torch.
+"""`weft migrate`: a config of another trainer as a draft of weft's.
 
-What has one meaning is taken over; of everything else the draft says what to do, in the words of aliases.py.
+What has one meaning is taken over; of everything else the draft says what to do, in the words of names.py.
 """
 
 from __future__ import annotations
@@ -9,32 +9,19 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from weft.config.aliases import advice_for, entry_of
 from weft.config.checks import EXCLUSIVE, INERT
-from weft.config.draft import Draft, numbers_of
+from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
+from weft.config.compat.draft import Draft, numbers_of
+from weft.config.compat.names import advice_for, entry_of, recognised
+from weft.config.compat.scripts import read_script
+from weft.config.compat.trainer import ANY, ITSELF, NOTE, REINFORCEMENT, TABLES, Trainer
 from weft.config.keys import schema_keys
 from weft.config.load import build, read_config_file
-from weft.config.migrate_data import (
-    COLUMNS,
-    SOURCES,
-    SWITCHES,
-    columns_of_sources,
-    take_adapted,
-    take_columns,
-    take_sources,
-)
 from weft.config.schema import SftConfig
-from weft.config.scripts import read_script
-from weft.config.trainers import TRAINERS, Trainer
-from weft.config.trainers.accelerate import ACCELERATE
-from weft.config.trainers.advice import BATCH
-from weft.config.trainers.trainer import ITSELF, REINFORCEMENT
-from weft.config.unknown import recognised
 from weft.config.yaml12 import Node, node_of, show, written
 from weft.errors import UserError
 from weft.files import regular_file
@@ -44,123 +31,6 @@ _HEAD = """\
 # {known}
 # Then look at it with `weft sft THIS --dry-run`. Every key is in docs/config.md.
 """
-# weft's key <- the names of it whose values can be taken as they are.
-_SAME: dict[str, str] = {
-    "model.path": "model_name_or_path partial_pretrain pretrain hf_checkpoint hf_assets_path base_model "
-    "pretrained_model_name_or_path",
-    "model.attention": "attn_implementation",
-    "model.compile": "torch_compile use_torch_compile compile.enable training.compile compile.enabled",
-    "model.freeze": "freeze_modules frozen_modules freeze_params",
-    "data.path": "dataset_name train_files data_args.file_name prompt_data path_or_dataset_id path_or_dataset "
-    "dataset_path train_file",
-    "data.subset": "dataset_config",
-    "data.split": "dataset_train_split dataset.split",
-    "data.shuffle": "shuffle_dataset rollout_shuffle dataloader.shuffle",
-    "data.max_length": "max_length max_seq_length seq_length seq_len sequence_length cutoff_len max_seq_len",
-    "data.long_documents": "truncation truncation_mode",
-    "data.workers": "dataset_num_proc preprocessing_num_workers",
-    "mesh.dp_shard": "fsdp_size data_parallel_shard_degree",
-    "mesh.dp_replicate": "dp_replicate_size data_parallel_replicate_degree",
-    "fsdp.param_dtype": "mixed_precision mixed_precision_param param_dtype",
-    "fsdp.reduce_dtype": "reduce_dtype mixed_precision_reduce",
-    "fsdp.reshard_after_forward": "reshard_after_forward fsdp_reshard_after_forward",
-    "fsdp.cpu_offload": "fsdp_cpu_offload fsdp_offload_params offload_policy cpu_offload enable_cpu_offload",
-    "step.documents": "train_batch_size global_batch_size",
-    "step.max_tokens_per_device": "max_token_len_per_gpu max_tokens_per_gpu packed_sequence_size",
-    "optimizer.name": "optim optim.optimizer",
-    "optimizer.lr": "learning_rate lr",
-    "optimizer.weight_decay": "weight_decay",
-    "optimizer.betas": "betas",
-    "optimizer.eps": "adam_epsilon adam_eps",
-    "optimizer.max_grad_norm": "max_grad_norm clip_grad grad_clip max_norm",
-    "schedule.name": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
-    "schedule.warmup_steps": "warmup_steps lr_warmup_steps lr_warmup_iters",
-    "schedule.warmup_ratio": "warmup_ratio lr_warmup_fraction lr_warmup_steps_ratio warmup_steps_ratio",
-    "schedule.min_lr_ratio": "min_lr_ratio min_lr_factor lr_min",
-    "schedule.decay_ratio": "decay_ratio",
-    "schedule.decay": "decay_type lr_wsd_decay_style",
-    "train.epochs": "num_train_epochs total_epochs num_epoch num_epochs",
-    "train.steps": "max_steps total_training_steps training.steps train_iters",
-    "train.seed": "seed",
-    "train.deterministic": "full_determinism deterministic deterministic_mode",
-    "train.timeout": "ddp_timeout nccl_timeout",
-    "checkpoint.every": "save_steps save_freq save_interval checkpoint.interval ckpt_every_steps",
-    "checkpoint.keep": "save_total_limit max_ckpt_to_keep keep_latest_k",
-    "checkpoint.dtype": "export_dtype",
-    "run.dir": "output_dir default_local_dir dump_folder save",
-    "track.project": "project project_name wandb_project",
-    "track.name": "run_name experiment_name exp_name wandb_run_name",
-    "eval.path": "val_files eval_prompt_data validation.data_args.file_name",
-    "eval.every": "eval_steps test_freq eval_interval val_every_steps validation.freq",
-    "lora.rank": "lora_r lora_rank peft.dim",
-    "lora.alpha": "lora_alpha peft.alpha",
-    "lora.dropout": "lora_dropout peft.dropout",
-    "lora.targets": "lora_target_modules target_modules lora_target peft.target_modules",
-    "lora.modules_to_save": "lora_modules_to_save additional_target",
-    "lora.rslora": "use_rslora",
-}
-MOVES: dict[str, str] = {name: key for key, names in _SAME.items() for name in names.split()}
-
-
-def _trackers(value: Any) -> list[str] | None:
-    """Those of a name or a list of names that weft has."""
-    names = value if isinstance(value, list) else [value]
-    return [name for name in names if name in ("tensorboard", "wandb", "trackio", "mlflow")] or None
-
-
-# Names whose value says the same in other words: -> (key, value in weft, or None where nothing is to be set).
-CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
-    "enable_gradient_checkpointing": ("model.recompute", lambda v: "full" if v else None),
-    "recompute_granularity": ("model.recompute", lambda v: None if v in (None, "none") else "full"),
-    "disable_gradient_checkpointing": ("model.recompute", lambda v: None if v else "full"),
-    "activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
-    "fsdp_activation_checkpointing": ("model.recompute", lambda v: "full" if v else None),
-    "activation_checkpoint.mode": ("model.recompute", lambda v: None if v == "none" else "full"),
-    "assistant_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
-    "completion_only_loss": ("data.train_on", lambda v: "answers" if v else "all"),
-    "bf16": ("fsdp.param_dtype", lambda v: "bf16" if v else None),
-    "fp16": ("fsdp.param_dtype", lambda v: "fp16" if v else None),
-    "report_to": ("track.to", _trackers),
-    "logger": ("track.to", _trackers),
-    "track_with": ("track.to", _trackers),
-    "optimizer": ("optimizer.name", lambda v: "adamw" if v == "adam" else v),
-    "timeout_minutes": ("train.timeout", lambda v: v * 60),
-    "distributed_timeout_minutes": ("train.timeout", lambda v: v * 60),
-}
-_BETAS = {"adam_beta1": 0, "adam_beta2": 1, "beta1": 0, "beta2": 1}
-PER_DEVICE = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "grad_acc_steps",
-    "accumulate_grad_batches",
-)
-# Where a trainer says "no limit", or "never".
-_UNSET = {
-    "lora.rank",
-    "train.steps",
-    "train.epochs",
-    "schedule.warmup_steps",
-    "mesh.dp_shard",
-    "data.max_length",
-    "eval.every",
-}
-
-
-# How many GPUs of a machine ranks ran on, and by how many of them a document is shared.
-_GPUS = ("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node", "nproc_per_node")
-_SHARED_BY = (
-    "tensor_model_parallel_size",
-    "tensor_parallel_size",
-    "sequence_parallel_degree",
-    "tensor_parallel_dim",
-    "parallelism_config_tp_size",
-    "parallelism_config_cp_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "ulysses_sequence_parallel_size",
-    "ulysses_size",
-)
 _ROUTED = r'"(num_experts|num_local_experts|n_routed_experts|router_aux_loss_coef)"'  # keys of config.json
 _SIGNS = 4  # names that are shown of those by which a trainer was recognised
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
@@ -173,7 +43,7 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs = _trainer_of(found, files)
-    draft = _draft(found, trainer, ranks or _ranks(found))
+    draft = _draft(found, trainer)
     _add_defaults(draft, trainer, found)
     _add_balancing(draft, trainer, found)
     _take_batch(draft, trainer, found, ranks or _ranks(found))
@@ -193,14 +63,14 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
         raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
     by_signs = recognised(found)
     if by_signs is None:
-        known = ", ".join(trainer.title for trainer in TRAINERS)
+        known = ", ".join(trainer.title for trainer in TABLES.trainers)
         raise UserError(
             f"{what} of no trainer that `weft migrate` knows, which are {known}. Write a config for `weft sft` with "
             "the keys of docs/config.md."
         )
     trainer, signs = by_signs
     for name, value in found.items():
-        kind = _task(trainer, name, value)
+        kind = trainer.task(entry_of(name, trainer.tasks) or "", value)
         if kind is not None:
             instead = (
                 f"Write a config for `weft rl`, which answers the names of others (docs/rl.md, docs/coming-from/"
@@ -215,56 +85,40 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
     return trainer, signs
 
 
-def _task(trainer: Trainer, name: str, value: Any) -> str | None:
-    """The kind of training that a value asks for, where that is not supervised fine-tuning."""
-    values = trainer.tasks.get(entry_of(name, trainer.tasks) or "", {})
-    if value is None or value is False:
-        return None
-    return next((kind for pattern, kind in values.items() if fnmatchcase(str(value).lower(), pattern)), None)
-
-
 def _ranks(found: Mapping[str, Any]) -> int | None:
     """Data ranks of the old run, where its config says so."""
     by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
-    if "num_processes" in by_entry:
-        return int(by_entry["num_processes"])
-    nodes = by_entry.get("nnodes") or by_entry.get("actor_num_nodes") or 1
-    each = next((by_entry[name] for name in _GPUS if by_entry.get(name)), None)
-    return None if each is None else max(1, int(nodes) * int(each) // _shared_by(found))
+    names = TABLES.shared.ranks
+    for name in names.all:
+        if name in by_entry:
+            return int(by_entry[name])
+    machines = next((by_entry[name] for name in names.machines if by_entry.get(name)), 1)
+    each = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
+    return None if each is None else max(1, int(machines) * int(each) // _shared_by(found))
 
 
 def _shared_by(found: Mapping[str, Any]) -> int:
     """How many GPUs of the old run worked on the same documents."""
-    sizes = (value for name, value in found.items() if entry_of(name) in _SHARED_BY)
+    sizes = (value for name, value in found.items() if entry_of(name) in TABLES.shared.ranks.sharing)
     return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 
 
-def _draft(found: Mapping[str, Any], trainer: Trainer, ranks: int | None) -> Draft:
+def _draft(found: Mapping[str, Any], trainer: Trainer) -> Draft:
     """What the names say one by one."""
-    draft, columns = Draft(), {}
-    moves = {**MOVES, **ACCELERATE.moves, **trainer.moves}
+    draft, columns, shared = Draft(), {}, TABLES.shared
     for name, value in found.items():
         entry = entry_of(name) or ""
-        meaning = _meaning(trainer, entry, value)
         if name in schema_keys(SftConfig):
             draft.take(name, value, name)
-        elif value is None or entry in SWITCHES or entry in _per_device(trainer):
+        elif value is None or entry in shared.column_switches or entry in _per_device(trainer):
             continue
-        elif meaning is not None:
+        elif (meaning := _meaning(trainer, entry, value)) is not None:
             _take_meaning(draft, meaning, value, name)
-        elif entry in _BETAS:
-            _take_beta(draft, entry, value, name)
-        elif entry in COLUMNS and isinstance(value, str):
+        elif entry in TABLES.columns and isinstance(value, str):
             columns[name] = value
-        elif entry in SOURCES and isinstance(value, list):
+        elif entry in shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
-        elif entry in moves:
-            _take_same(draft, moves[entry], value, name)
-        elif entry in CONVERTED:
-            key, convert = CONVERTED[entry]
-            if convert(value) is not None:
-                draft.take(key, convert(value), name)
-        else:
+        elif not _take_value(draft, trainer, entry, value, name):
             draft.left[name] = advice_for(name) or "weft does not know it."
     take_columns(draft, columns, found)
     take_adapted(draft, found)
@@ -273,44 +127,75 @@ def _draft(found: Mapping[str, Any], trainer: Trainer, ranks: int | None) -> Dra
 
 
 def _meaning(trainer: Trainer, entry: str, value: Any) -> Mapping[str, Any] | None:
-    """What this value says in keys of weft, where a table knows it. accelerate's file may go with any trainer's."""
-    tables = (table.means[entry] for table in (trainer, ACCELERATE) if entry in table.means)
-    return next((table[word] for table in tables for word in (str(value).lower(), "*") if word in table), None)
+    """What this value says in keys of weft, where a table knows it. A companion's file may go with any trainer's."""
+    words = (str(value).lower(), "on" if value else "off", ANY)
+    for means in (trainer.means, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
+        known = means.get(entry, {})
+        found = next((known[word] for word in words if word in known), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _take_meaning(draft: Draft, meaning: Mapping[str, Any], given: Any, name: str) -> None:
     for key, value in meaning.items():
-        if key:
-            draft.take(key, given if value == ITSELF else value, name)
-        else:
+        if key == NOTE:
             draft.left[name] = value
+        else:
+            draft.take(key, given if value == ITSELF else value, name)
 
 
-def _take_beta(draft: Draft, entry: str, value: Any, name: str) -> None:
-    default = 0.95 if entry.startswith("beta") else 0.999
-    before = draft.value("optimizer.betas", [0.9, default])
+def _take_value(draft: Draft, trainer: Trainer, entry: str, value: Any, name: str) -> bool:
+    """Whether a key of weft takes the value, as it is or in other units."""
+    if entry in TABLES.shared.betas:
+        _take_beta(draft, TABLES.shared.betas[entry], value, name)
+    elif key := _key_of(trainer, entry):
+        _take_same(draft, key, value, name)
+    elif key := TABLES.choices.get(entry):
+        known = get_args(get_args(schema_keys(SftConfig)[key].type)[0])
+        chosen = [choice for choice in (value if isinstance(value, list) else [value]) if choice in known]
+        if chosen:
+            draft.take(key, chosen, name)
+    elif key := TABLES.minutes.get(entry):
+        minutes = value if isinstance(value, int | float) else next(numbers_of(value), None)
+        draft.take(key, value if minutes is None else minutes * 60, name)
+    else:
+        return False
+    return True
+
+
+def _key_of(trainer: Trainer, entry: str) -> str | None:
+    """The key of weft that takes the value of a name as it is."""
+    tables = (trainer.moves, *(companion.moves for companion in TABLES.companions), TABLES.moves)
+    return next((moves[entry] for moves in tables if entry in moves), None)
+
+
+def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None:
+    """One of the two; the other is what was taken before, or the trainer's default. pair: of shared.yaml."""
+    before = draft.value("optimizer.betas", pair)
     number = next(numbers_of(value), value)
-    both = [number if place == _BETAS[entry] else beta for place, beta in enumerate(before)]
+    both = [number if own == ITSELF else beta for own, beta in zip(pair, before, strict=True)]
     draft.take("optimizer.betas", both, name)
 
 
 def _per_device(trainer: Trainer) -> Collection[str]:
-    return trainer.per_device or PER_DEVICE
+    return trainer.table.per_device or TABLES.shared.per_device
 
 
 def _take_batch(draft: Draft, trainer: Trainer, found: Mapping[str, Any], ranks: int | None) -> None:
     """step.documents, or step.tokens where rows are filled up, from the batch of one device."""
+    advice = TABLES.sentences.sft["BATCH"]
     given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
     own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
-    factors: dict[str, Any] = {**trainer.per_device, **own}
+    factors: dict[str, Any] = {**trainer.table.per_device, **own}
     if "step.documents" in draft.taken or "step.documents" in draft.unfit or not factors:
-        draft.left |= dict.fromkeys(given, BATCH)
+        draft.left |= dict.fromkeys(given, advice)
         return
-    filled = any(found.get(name) is True for name in trainer.packing)
+    filled = any(found.get(name) is True for name in trainer.table.packing)
     if filled:
         factors["length"] = draft.value("data.max_length")
     if None in factors.values():
-        draft.left |= dict.fromkeys(given, BATCH)
+        draft.left |= dict.fromkeys(given, advice)
         return
     gpus = "the number of GPUs: multiply by it, or say --nproc"
     if ranks:
@@ -339,7 +224,7 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "schedule.warmup_steps" and isinstance(value, float) and 0 < value < 1:
         key = "schedule.warmup_ratio"  # transformers 5
-    if number and value <= 0 and key in _UNSET:
+    if number and value <= 0 and key in TABLES.shared.unlimited:
         return  # no limit
     if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
         several = len(value) > 1
@@ -373,13 +258,14 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
 
 def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
     """What nobody wrote down, because it was the other trainer's default and is not weft's."""
-    older = any(entry_of(name) in trainer.older_names for name in found)
-    for key, value in (trainer.older if older else trainer.defaults).items():
+    older = trainer.table.older
+    former = older is not None and any(entry_of(name) in older.names for name in found)
+    for key, value in (older.defaults if older is not None and former else trainer.table.defaults).items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
         idle = key == "lora.rank" and not _has_adapters(trainer, found)
         if key not in schema_keys(SftConfig) or key in draft.taken or key in draft.unfit or replaced or idle:
             continue
-        origin = f"{trainer.title.partition(' and ')[0]}'s default"
+        origin = f"{trainer.short}'s default"
         if value is None:
             draft.taken[key] = (None, origin, key)
         else:
@@ -388,17 +274,18 @@ def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> N
 
 def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
     """The auxiliary loss that a trainer adds for every mixture of experts; a note where the model is not here."""
-    if trainer.balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
+    balancing = trainer.table.balancing
+    if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
         return
     experts = _has_experts(str(draft.value("model.path")))
     if experts:
-        origin = f"{trainer.title.partition(' and ')[0]}'s default, of a mixture of experts"
+        origin = f"{trainer.short}'s default, of a mixture of experts"
         draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
-        draft.take("model.router_aux_loss_coef", trainer.balancing, "router_aux_loss_coef", origin)
+        draft.take("model.router_aux_loss_coef", balancing, "router_aux_loss_coef", origin)
     elif experts is None:
         draft.left["router_aux_loss_coef"] = (
-            f"if the model is a mixture of experts, its auxiliary loss was added, times {trainer.balancing}: set "
-            f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {trainer.balancing}`."
+            f"if the model is a mixture of experts, its auxiliary loss was added, times {balancing}: set "
+            f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {balancing}`."
         )
 
 

@@ -1,4 +1,4 @@
-"""A draft of a config: what has been taken over from another trainer's, and what has not. Imports no torch."""
+"""A draft of a config: what has been taken over from another trainer's, and what has not."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.config.aliases import advice_for, entry_of
 from weft.config.checks import BUILT_IN
 from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.compat.names import advice_for, entry_of, weft_value
 from weft.config.keys import Key, schema_keys
 from weft.config.schema import SftConfig
-from weft.config.trainers.values import weft_value
 from weft.config.yaml12 import Node, read_value, show
 
 

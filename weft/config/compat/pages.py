@@ -1,24 +1,25 @@
-"""docs/coming-from from the tables of names: `python -m weft.config.coming_from docs/coming-from`."""
+"""docs/coming-from from the tables: `python -m weft.config.compat.pages docs/coming-from`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.config.aliases import with_state
+from weft.config.compat.check import check
+from weft.config.compat.names import with_state
+from weft.config.compat.trainer import TABLES, Trainer
 from weft.config.keys import schema_keys
 from weft.config.load import show_default
 from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.trainers import TRAINERS, Trainer
-from weft.config.trainers.reinforcement import REINFORCEMENT_OF
 from weft.config.yaml12 import show
 
 _WRITTEN = (
-    "Written by `python -m weft.config.coming_from docs/coming-from` from weft/config/trainers/{name}.py; a test holds "
-    "that it is current."
+    "Written by `python -m weft.config.compat.pages docs/coming-from` from weft/config/compat/tables/{name}.yaml and "
+    "{name}.md; a test holds that it is current."
 )
 _MOVE = """\
 ## Move over
@@ -82,29 +83,27 @@ def _like(trainer: Trainer) -> str:
             ours = PRESETS[algorithm].get(leaf, default)
             if value != ours:
                 rows.append(f"| `{algorithm}` | `{leaf}` | {show(value)} | {show(ours)} |")
-    title = trainer.title.partition(" and ")[0]
-    return _LIKE.format(title=title, name=trainer.name) + "\n".join(rows) + "\n"
+    return _LIKE.format(title=trainer.short, name=trainer.name) + "\n".join(rows) + "\n"
 
 
 def page(trainer: Trainer) -> str:
     """The page of one trainer, as Markdown."""
+    introduction = TABLES.introduction(trainer)
     parts = [
         f"# Coming from {trainer.title}\n",
         _WRITTEN.format(name=trainer.name) + "\n",
-        trainer.introduction,
-        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in trainer.introduction else "theirs.yaml"),
+        introduction,
+        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml"),
     ]
-    defaults = {key: value for key, value in trainer.defaults.items() if key in schema_keys(SftConfig)}
+    defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:
-        rows = "\n".join(_default_row(key, value) for key, value in defaults.items())
-        parts.append(_DEFAULTS.format(title=trainer.title) + rows + "\n")
+        rows = "".join(_default_row(key, value) for key, value in defaults.items())
+        parts.append(_DEFAULTS.format(title=trainer.title) + rows)
     parts.append(_NAMES)
-    for heading, names in trainer.names.items():
-        rows = "\n".join(f"| `{name}` | {_sentence(with_state(text))} |" for name, text in names.items())
-        parts.append(f"### {heading}\n\n| {trainer.title} | weft |\n| --- | --- |\n{rows}\n")
-    if trainer.name in REINFORCEMENT_OF:
-        rows = "\n".join(f"| `{name}` | {_sentence(text)} |" for name, text in REINFORCEMENT_OF[trainer.name].items())
-        parts.append(_REINFORCEMENT.format(title=trainer.title) + rows + "\n")
+    for heading, names in trainer.headings.items():
+        parts.append(f"### {heading}\n\n| {trainer.title} | weft |\n| --- | --- |\n{_rows(names)}")
+    if trainer.rl:
+        parts.append(_REINFORCEMENT.format(title=trainer.title) + _rows(trainer.rl))
     if trainer.name in LIKE:
         parts.append(_like(trainer))
     return "\n".join(parts)
@@ -112,17 +111,22 @@ def page(trainer: Trainer) -> str:
 
 def write(folder: Path) -> None:
     """Every page, as FOLDER/NAME.md."""
+    check(TABLES)
     folder.mkdir(parents=True, exist_ok=True)
-    for trainer in TRAINERS:
+    for trainer in TABLES.trainers:
         (folder / f"{trainer.name}.md").write_text(page(trainer), encoding="utf-8")
 
 
 def _default_row(key: str, value: Any) -> str:
-    return f"| `{key}` | {show(value)} | {show_default(schema_keys(SftConfig)[key])} |"
+    return f"| `{key}` | {show(value)} | {show_default(schema_keys(SftConfig)[key])} |\n"
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _rows(names: Mapping[str, str]) -> str:
+    """One for each answer, with all the names that it is the answer to."""
+    by_answer: dict[str, list[str]] = {}
+    for name, text in names.items():
+        by_answer.setdefault(with_state(text), []).append(f"`{name}`")
+    return "".join(f"| {', '.join(names)} | {text[0].upper() + text[1:]} |\n" for text, names in by_answer.items())
 
 
 if __name__ == "__main__":

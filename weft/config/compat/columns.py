@@ -1,48 +1,20 @@
-"""What configs of other trainers say of data, in keys of weft: columns, roles, lists of sources. Imports no torch."""
+"""What configs of other trainers say of data, in keys of weft: columns, roles, lists of sources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from weft.config.aliases import entry_of
-from weft.config.draft import Draft
+from weft.config.compat.draft import Draft
+from weft.config.compat.names import entry_of
+from weft.config.compat.trainer import TABLES
 
-# Names of columns -> what weft calls the column.
-COLUMNS = {
-    "messages_key": "messages",
-    "input_key": "messages",
-    "prompt_key": "instruction",
-    "query_key": "input",
-    "response_key": "output",
-    "system_key": "system",
-    "tools_key": "tools",
-    "dataset_text_field": "text",
-    "dataset.conversation_column": "messages",
-    "dataset.column": "text",
-}
-# What else says which column it is; take_columns reads it.
-SWITCHES = ("prompt_dict_keys", "response_dict_keys", "multiturn.enable")
-# Lists of sources (axolotl): name -> the section that they belong to.
-SOURCES = {"datasets": "data", "test_datasets": "eval"}
-
-# Of one of these sources: its keys that are weft's, those that are columns, and values that say nothing.
-_OF_SOURCE = {"path": "path", "split": "split", "name": "subset"}
-_COLUMNS_OF = {"field_messages": "messages", "field_tools": "tools", "field_system": "system", "field": "text"}
-_SILENT: dict[str, tuple[Any, ...]] = {
-    "type": ("chat_template", "completion", None),
-    "message_property_mappings": ({"role": "from", "content": "value"}, {"role": "role", "content": "content"}),
-    "chat_template": ("tokenizer_default", None),
-    "roles_to_train": (["assistant"], None),
-    "train_on_eos": ("turn", None),
-    "ds_type": ("json", "parquet", "csv", None),
-}
 _TYPE = "conversations, and columns of instructions, are rendered by the tokenizer's chat template and not as {type}."
 
 
 def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
     """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
-    columns = {COLUMNS[str(entry_of(name))]: column for name, column in given.items()}
+    columns = {TABLES.columns[str(entry_of(name))]: column for name, column in given.items()}
     values = {entry_of(name): value for name, value in found.items()}
     if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
         for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
@@ -62,7 +34,7 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
         draft.left[name] = "it is no list of data sets with a path."
         return
-    section = SOURCES[name]
+    section = TABLES.shared.sources.lists[name]
     sources = [_source(draft, name, entry) for entry in entries]
     if len(sources) > 1 or (section == "eval" and len(sources[0]) > 1):
         draft.take(f"{section}.sources", sources, name)
@@ -73,19 +45,20 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
 
 def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """One of them; what it says besides is listed."""
-    source: dict[str, Any] = {ours: entry[key] for key, ours in _OF_SOURCE.items() if entry.get(key) is not None}
+    known = TABLES.shared.sources
+    source: dict[str, Any] = {ours: entry[key] for key, ours in known.keys.items() if entry.get(key) is not None}
     files = entry.get("data_files")
     if isinstance(files, str | list) and len([files] if isinstance(files, str) else files) == 1:
         source["path"] = files if isinstance(files, str) else files[0]
-    columns = {ours: entry[key] for key, ours in _COLUMNS_OF.items() if entry.get(key) not in (None, ours)}
+    columns = {ours: entry[key] for key, ours in known.columns.items() if entry.get(key) not in (None, ours)}
     if columns:
         source["columns"] = columns
     if isinstance(entry.get("roles"), dict):
         roles = {str(one): ours for ours, theirs in entry["roles"].items() for one in theirs or () if one != ours}
         draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles") if roles else None
-    taken = {*_OF_SOURCE, *_COLUMNS_OF, "roles", *(("data_files",) if source["path"] != entry["path"] else ())}
+    taken = {*known.keys, *known.columns, "roles", *(("data_files",) if source["path"] != entry["path"] else ())}
     for key, value in entry.items():
-        if key not in taken and value is not None and value not in _SILENT.get(key, (False,)):
+        if key not in taken and value is not None and value not in known.silent.get(key, (False,)):
             text = _TYPE.format(type=value) if key == "type" else f"weft has no such key of a source ({value})."
             draft.left[f"{name}.{key}"] = text
     return source

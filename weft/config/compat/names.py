@@ -1,0 +1,94 @@
+"""What to say to names and values that users bring from other trainers.
+
+A name is looked up by its last parts, as many as the tables know, so that `actor_rollout_ref.actor.optim.lr` and `lr`
+are the same. `wandb.*` in a table stands for a section and all that is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weft.config.compat.trainer import TABLES, Trainer
+from weft.config.keys import not_yet
+
+# So many names of another trainer make a config of that trainer.
+_FOREIGN = 4
+
+
+def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
+    """What to say instead of a dotted name of another trainer, or None where it is not known.
+
+    reinforcement: in a config of `weft rl`, which has answers of its own.
+    """
+    own = entry_of(name, TABLES.rl_names) if reinforcement else None
+    if own is not None:
+        return TABLES.rl_names[own]
+    found = entry_of(name)
+    if found is None:
+        return None
+    say = TABLES.sentences
+    if reinforcement and TABLES.names[found] in (say.sft["RL"], say.sft["REWARD"]):
+        return say.rl["ELSEWHERE"]
+    return with_state(TABLES.names[found])
+
+
+def trainers_of(name: str) -> list[Trainer]:
+    """The trainers that have a dotted name."""
+    found = entry_of(name)
+    return [trainer for trainer in TABLES.trainers if found in trainer.names]
+
+
+def with_state(text: str) -> str:
+    """A sentence, with what is not in this version yet of the keys that it names."""
+    missing = [f"`{key}`" for key in dict.fromkeys(re.findall(r"`([\w.]+)`", text)) if not_yet(key)]
+    if not missing:
+        return text
+    return f"{text} ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in this version yet.)"
+
+
+def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
+    """The entry of a table (default: all names) for a dotted name: the one that says most of it."""
+    table = TABLES.names if table is None else table
+    parts = name.lower().replace("-", "_").split(".")
+    for start in range(len(parts)):
+        own = parts[start:]
+        above = (f"{'.'.join(own[:end])}.*" for end in range(len(own), 0, -1))
+        found = next((entry for entry in (".".join(own), *above) if entry in table), None)
+        if found is not None:
+            return found
+    return None
+
+
+def weft_value(key: str, value: Any) -> str | None:
+    """What to write instead of another trainer's value of a key, or None."""
+    word = str(value).lower()
+    known = TABLES.values.get(key, {})
+    return known.get(word) or (word if word in known.values() and word != value else None)
+
+
+def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
+    """The trainer with most signs among these dotted names, and the names that are signs of it; None without any.
+
+    accelerate's file goes with that of another trainer, so it is taken only where there is no other.
+    """
+    names = list(names)
+    found = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
+    best = max(found, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
+    return best if best[1] else None
+
+
+def likely_trainer(names: Iterable[str]) -> Trainer | None:
+    """The trainer that most of these dotted names are of, if there are enough of them and no two have as many."""
+    names = list(names)
+    if len(names) < _FOREIGN:
+        return None
+    by_signs = recognised(names)
+    if by_signs is not None:
+        return by_signs[0]
+    best = Counter(trainer for name in names for trainer in trainers_of(name)).most_common(2)
+    if not best or best[0][1] < _FOREIGN or (len(best) == 2 and best[0][1] == best[1][1]):
+        return None
+    return best[0][0]

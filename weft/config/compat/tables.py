@@ -1,0 +1,89 @@
+"""Tables of YAML as typed records. What does not fit is an error that names file and key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.yaml12 import Loader, Node, show
+
+try:
+    from yaml import CSafeLoader as _Base
+except ImportError:  # PyYAML without libyaml reads all tables in a tenth of a second
+    from yaml import SafeLoader as _Base  # type: ignore[assignment]
+
+Record = TypeVar("Record")
+
+
+class TableError(ValueError):
+    """A table that cannot be read: its file, the key in it, and what is wrong there."""
+
+
+class _Loader(_Base):
+    """YAML 1.2, as configs are; a key twice is an error."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) < len(node.value):
+            keys = [str(key.value) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"`{twice}` stands twice", node.start_mark)
+        return found
+
+
+def read_table(path: Path, kind: type[Record]) -> Record:
+    """The file as a `kind`, a dataclass. TableError where a key or a type is another."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise TableError(f"{path.name}: cannot be read: {error}") from error
+    return _fitted(content, kind, f"{path.name}:")
+
+
+def _fitted(value: Any, kind: Any, where: str) -> Any:
+    """A value as a type, mappings and dataclasses key by key."""
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _record(value, kind, where)
+    if get_origin(kind) is dict and isinstance(value, dict):
+        return {word(key): _fitted(child, get_args(kind)[1], f"{where} {key}:") for key, child in value.items()}
+    try:
+        return coerce(Node(value, ""), kind)
+    except MismatchError:
+        raise TableError(f"{where} must be {describe(kind)}, not {show(value)}.") from None
+
+
+def _record(value: Mapping[str, Any], kind: Any, where: str) -> Any:
+    known = {field.name: field for field in fields(kind)}
+    for name in value:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1) or list(known)
+            raise TableError(f"{where} `{name}` is no key of a table: did you mean {' or '.join(near)}?")
+    for name, field in known.items():
+        if name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise TableError(f"{where} `{name}` is missing.")
+    hints = get_type_hints(kind)
+    return kind(**{name: _fitted(child, hints[name], f"{where} {name}:") for name, child in value.items()})
+
+
+def word(value: Any) -> str:
+    """A scalar of YAML as tables compare it: true is `true`, null is `none`. Names keep their case."""
+    return value if isinstance(value, str) else str(value).lower()
+
+
+def inverse(groups: Mapping[str, Iterable[Any]], where: str) -> dict[str, str]:
+    """name -> the group that it stands in. TableError for a name that stands in two."""
+    found: dict[str, str] = {}
+    for group, names in groups.items():
+        for name in map(word, names):
+            if name in found:
+                raise TableError(f"{where} {name} stands under {found[name]} and under {group}: keep one.")
+            found[name] = group
+    return found

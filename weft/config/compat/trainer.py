@@ -1,0 +1,265 @@
+"""What is known of other trainers, read from the tables when it is first asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft.config.compat.tables import TableError, inverse, read_table, word
+
+FOLDER = Path(__file__).parent / "tables"
+PREFERENCES = "preference tuning"
+REINFORCEMENT = "reinforcement learning"
+ITSELF = "="  # of `means`: the value as it is
+ANY = "*"  # of `means`: any other value
+NOTE = "note"  # of `means`, in place of a key: what cannot be carried over
+_SENTENCE = re.compile(r"[A-Z][A-Z0-9_]*")
+
+Groups = dict[str, tuple[str, ...]]
+Meanings = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Older:
+    """The defaults of a trainer's former version, whose files are told by one of these names."""
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
+
+    A name is the last part of a trainer's, or as many of the last parts as it takes to tell it from another
+    (`checkpoint.interval`); lower case, with underscores; `wandb.*` is a section with all that is in it. SENTENCE is
+    one of sentences.yaml, or the text itself.
+
+    title: as messages call the trainer. names: heading of the page -> SENTENCE -> names to which it is the answer.
+    rl: SENTENCE -> names, of what `weft rl` answers. defaults: key of weft -> the value that the trainer has where
+    nothing is said, and weft has not. older: the same of a former version.
+
+    What `weft migrate` knows besides: signs: patterns of whole dotted names by which its files are recognised. tasks:
+    kind of training, where that is not supervised fine-tuning -> name -> the values that ask for it; null: any. moves:
+    key of weft -> names whose value it takes as it is, where that is not the same for all trainers (shared.yaml).
+    means: name -> value in lower case, `on`, `off` or `*` -> what it says in keys of weft. silent: name -> values that
+    say nothing. per_device: names whose product is the batch of one device, with their defaults. packing: names that
+    make that a number of rows of the greatest length. lora: the name that says whether there are adapters, and the
+    values with which there are; "": nothing is said. balancing: what the auxiliary loss of a mixture of experts is
+    multiplied by, where nothing is said. companion: whether its file goes with that of another trainer.
+    """
+
+    title: str
+    names: dict[str, Groups]
+    signs: tuple[str, ...]
+    rl: Groups = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    older: Older | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    moves: Groups = field(default_factory=dict)
+    means: Meanings = field(default_factory=dict)
+    silent: dict[str, Any] = field(default_factory=dict)
+    per_device: dict[str, int] = field(default_factory=dict)
+    packing: tuple[str, ...] = ()
+    lora: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    balancing: float | None = None
+    companion: bool = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Names that say how many GPUs the old run had."""
+
+    all: tuple[str, ...]
+    machines: tuple[str, ...]
+    gpus: tuple[str, ...]
+    sharing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Lists of data sets, and what one of them says."""
+
+    lists: dict[str, str]
+    keys: dict[str, str]
+    columns: dict[str, str]
+    silent: dict[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """tables/shared.yaml, whose comments say what each is."""
+
+    trainers: tuple[str, ...]
+    moves: Groups
+    means: Meanings
+    choices: Groups
+    minutes: Groups
+    betas: dict[str, tuple[Any, ...]]
+    unlimited: tuple[str, ...]
+    per_device: tuple[str, ...]
+    ranks: Ranks
+    columns: Groups
+    column_switches: tuple[str, ...]
+    sources: Sources
+    values: dict[str, dict[str, tuple[Any, ...]]]
+    names: Groups
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """tables/sentences.yaml: name -> what weft says."""
+
+    sft: dict[str, str]
+    rl: dict[str, str]
+
+
+class Trainer:
+    """A trainer that people come from. name: of its table and of its page. What is not here is in `table`."""
+
+    def __init__(self, name: str, table: Table, say: Sentences) -> None:
+        file = f"{name}.yaml:"
+        self.name, self.title, self.table = name, table.title, table
+        self.short = table.title.partition(" and ")[0]
+        self.headings = {
+            heading: answers(groups, say.sft, f"{file} names: {heading}:") for heading, groups in table.names.items()
+        }
+        inverse(self.headings, f"{file} names:")
+        self.names = {name: text for group in self.headings.values() for name, text in group.items()}
+        self.rl = answers(table.rl, {**say.sft, **say.rl}, f"{file} rl:")
+        self.lora = next(((switch, _words(list(on))) for switch, on in table.lora.items()), ("", []))
+        self.moves = inverse(table.moves, f"{file} moves:")
+        self.tasks = _tasks(table.tasks, f"{file} tasks:")
+        self.means = _meanings(table.means, table.silent, say.sft, file)
+
+    def signs_in(self, names: Iterable[str]) -> list[str]:
+        """Those of these dotted names that are signs of this trainer."""
+        return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
+
+    def task(self, name: str, value: Any) -> str | None:
+        """The kind of training that a value asks for, where that is not supervised fine-tuning. name: of `tasks`."""
+        if value is None or value is False:
+            return None
+        given = str(value).lower()
+        return next((kind for pattern, kind in self.tasks.get(name, ()) if fnmatchcase(given, pattern)), None)
+
+
+class Tables:
+    """All tables of a folder. Each is read once, when it is first asked for."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
+
+    @cached_property
+    def sentences(self) -> Sentences:
+        return read_table(self.folder / "sentences.yaml", Sentences)
+
+    @cached_property
+    def shared(self) -> Shared:
+        return read_table(self.folder / "shared.yaml", Shared)
+
+    @cached_property
+    def trainers(self) -> tuple[Trainer, ...]:
+        tables = {name: read_table(self.folder / f"{name}.yaml", Table) for name in self.shared.trainers}
+        return tuple(Trainer(name, table, self.sentences) for name, table in tables.items())
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """name -> what to say in weft, of all trainers."""
+        return {**self.others, **{name: text for trainer in self.trainers for name, text in trainer.names.items()}}
+
+    @cached_property
+    def rl_names(self) -> dict[str, str]:
+        """name -> what `weft rl` says."""
+        return {name: text for trainer in self.trainers for name, text in trainer.rl.items()}
+
+    @cached_property
+    def others(self) -> dict[str, str]:
+        """Those of trainers that have no page."""
+        return answers(self.shared.names, self.sentences.sft, "shared.yaml: names:")
+
+    @cached_property
+    def moves(self) -> dict[str, str]:
+        """name -> key of weft that takes its value as it is, whoever has the name."""
+        return inverse(self.shared.moves, "shared.yaml: moves:")
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """name -> key of weft that takes those of its values that it has."""
+        return inverse(self.shared.choices, "shared.yaml: choices:")
+
+    @cached_property
+    def minutes(self) -> dict[str, str]:
+        """name of minutes -> key of weft in seconds."""
+        return inverse(self.shared.minutes, "shared.yaml: minutes:")
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """name of the key for a column -> what weft calls the column."""
+        return inverse(self.shared.columns, "shared.yaml: columns:")
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, str]]:
+        """key of weft -> value of others, as a word of lower case -> what to write instead."""
+        return {key: inverse(ours, f"shared.yaml: values: {key}:") for key, ours in self.shared.values.items()}
+
+    @cached_property
+    def companions(self) -> tuple[Trainer, ...]:
+        """Trainers whose file goes with that of another."""
+        return tuple(trainer for trainer in self.trainers if trainer.table.companion)
+
+    def introduction(self, trainer: Trainer) -> str:
+        """Markdown, below the title of a trainer's page."""
+        return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
+
+
+def answers(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
+    """name -> what to say. groups: SENTENCE -> names."""
+    return {name: _sentence(key, sentences, where) for name, key in inverse(groups, where).items()}
+
+
+def _sentence(key: str, sentences: Mapping[str, str], where: str) -> str:
+    if key not in sentences and _SENTENCE.fullmatch(key):
+        raise TableError(f"{where} {key} is no sentence of sentences.yaml.")
+    return sentences.get(key, key)
+
+
+def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list[tuple[str, str]]]:
+    """name -> pairs of a pattern of values and the kind of training; the first that fits is taken."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for kind, names in kinds.items():
+        if kind not in (PREFERENCES, REINFORCEMENT):
+            raise TableError(f"{where} {kind} is neither {PREFERENCES} nor {REINFORCEMENT}.")
+        for name, values in names.items():
+            patterns = [ANY] if values is None else _words(values)
+            found.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
+    return found
+
+
+def _meanings(means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], file: str) -> Meanings:
+    """`means` with its sentences put in, and with what says nothing."""
+    found: Meanings = {}
+    for name, values in means.items():
+        where = f"{file} means: {name}:"
+        found[name] = {
+            value: {key: _sentence(given, sentences, where) if key == NOTE else given for key, given in meaning.items()}
+            for value, meaning in values.items()
+        }
+    for name, values in silent.items():
+        for value in _words(values):
+            if value in found.setdefault(name, {}):
+                raise TableError(f"{file} silent: {name}: {value} stands under means, too: keep one.")
+            found[name][value] = {}
+    return found
+
+
+def _words(values: Any) -> list[str]:
+    return [word(value) for value in (values if isinstance(values, list) else [values])]
+
+
+TABLES = Tables()
