@@ -29,6 +29,7 @@ from weft.cluster.options import (
     ExportOptions,
     MergeOptions,
     PreviewOptions,
+    PushOptions,
     ReportOptions,
     RolloutsOptions,
     SftOptions,
@@ -254,6 +255,26 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("push")
+    options = PushOptions(
+        path=arguments.path,
+        repository=arguments.repository,
+        private=arguments.private,
+        revision=arguments.revision,
+        message=arguments.message,
+        step=arguments.step,
+        best=arguments.best,
+    )
+
+    def body() -> None:
+        from weft.recipes import push
+
+        say(f"pushed   {push.run(options)}")
+
+    return Job(body, 1, words)
+
+
 def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("data")
     files_and_keys = arguments.config
@@ -450,6 +471,7 @@ COMMANDS = {
     "report": Command(parsers.report_parser, _report),
     "data": Command(parsers.data_parser, _data),
     "export": Command(parsers.export_parser, _export),
+    "push": Command(parsers.push_parser, _push),
     "merge": Command(parsers.merge_parser, _merge),
     "verify": Command(parsers.verify_parser, _verify),
     "engine": Command(parsers.engine_parser, _engine),
