@@ -415,6 +415,19 @@ class CheckpointConfig:
         "let the link `best` name it.",
         False,
     )
+    push: str | None = key(
+        "Upload the run's model to this repository of the HuggingFace hub, OWNER/NAME, with a model card; the trainer "
+        "state stays. The repository is made before training where it is missing, and an upload that fails never ends "
+        "the run. null: nothing is uploaded.",
+        None,
+    )
+    push_at: Literal["end", "save"] = key(
+        "What is uploaded: at the `end` the last checkpoint, or with checkpoint.keep_best the best; `save`: besides, "
+        "while training goes on, the newest after each save.",
+        "end",
+    )
+    push_private: bool = key("Make that repository a private one, where it is not there yet.", False)
+    push_revision: str | None = key("Branch of it, made where it is missing; null: main.", None)
 
 
 @dataclass(frozen=True, kw_only=True)

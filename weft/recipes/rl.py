@@ -25,6 +25,7 @@ from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
+from weft.observe import flight
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
@@ -36,6 +37,8 @@ from weft.recipes.rl_failure import told
 from weft.recipes.rl_placement import TIMED, settle
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
+from weft.remote.uploads import Uploads
+from weft.remote.uploads import prepare as prepare_uploads
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.beside import Who
 from weft.rl.corrections import correct, old_is_current, require_comparable
@@ -67,6 +70,8 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     import_ray(alone=config.cluster.address is None)
     import_arrow()
     check_engines(config)
+    if not options.rollout_only:
+        prepare_uploads(config)
     task, resume = read_task(config, hooks), options.resume is not None
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
@@ -215,6 +220,7 @@ async def train(run: Run) -> None:
     async with AsyncExitStack() as opened:
         opened.push_async_exit(run.learners.ending)
         turns, sampling, evaluator = await prepare(run, opened)
+        uploads = opened.enter_context(Uploads(config, run.held.folder))
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, turns, sampling, evaluator, recorder))
             make = replay(run) if run.replayed else partial(roll_out, run, turns.engine, sampling)
@@ -243,6 +249,7 @@ async def train(run: Run) -> None:
                     async with turns.trainers_awake(back=not done):
                         with run.phases("save"):
                             progress.notes(await save(run, recorder, step))
+                progress.notes(uploads.take_news())
                 if done:
                     break
                 await producer.trained(number)
@@ -251,6 +258,8 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.learners.close()
+        for text in await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat):
+            say(text)
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
-from weft.cluster.agree import largest
+from weft.cluster.agree import done_by_first, largest
 from weft.cluster.alike import require_agreement
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
@@ -50,6 +50,8 @@ from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
+from weft.remote.uploads import Uploads, prepare
+from weft.terminal import say
 
 FRESH = Start()
 _PROMISE = "the step that runs is finished and saved first, and then the run ends"
@@ -73,6 +75,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         flight.watch(config.train.timeout)
         if config.optimizer.name not in BUILT_IN:
             find_class(config.optimizer)  # an error need not wait for the data
+        if config.checkpoint.push is not None:
+            done_by_first(partial(prepare, config), ranks)
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             data = read_run_data(config, shown)
@@ -117,7 +121,9 @@ def train(
     saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
+    uploads = Uploads(config, folder, first=engine.ranks.is_first)
     with (
+        uploads,
         recorder,
         saver,
         StopSignals(_PROMISE * engine.ranks.is_first) as signals,
@@ -153,7 +159,7 @@ def train(
                 with phases("save"):
                     state = recorder.progress(step, updates, phases) | evaluator.state()
                     saver.save(step.number, state, best=evaluator.is_to_keep)
-            progress.notes(saver.take_news())
+            progress.notes([*saver.take_news(), *uploads.take_news()])
             if done:
                 break
         flight.at("save")
@@ -163,6 +169,9 @@ def train(
     early = step.number < len(steps)
     stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
+    flight.at("upload")
+    for text in uploads.finish(bool(stop), flight.own.beat):
+        say(text)
     if stopped is not None:
         say_stopped(folder, step.number, stopped, engine.ranks)
         if stop:

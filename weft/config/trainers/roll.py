@@ -123,7 +123,7 @@ ROLL = Trainer(
             "checkpoint_config.*": say.SAVE,
             "save_only_model": say.WEIGHTS_ONLY,
             "async_save_ckpt": say.ASYNC,
-            "async_upload": say.HUB,
+            "async_upload": say.UPLOAD,
             "keep_local_file": say.KEEP,
             "max_ckpt_to_keep": say.KEEP,
             "eval_steps": say.EVAL,
