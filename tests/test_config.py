@@ -275,6 +275,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
         ("checkpoint.push_at", "save", []),
+        ("run.staging", "there", []),
         ("checkpoint.push_private", "true", []),
         ("checkpoint.push_revision", "dev", []),
         ("checkpoint.keep_best", "true", []),
@@ -302,7 +303,7 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
-    tried |= {f"checkpoint.{leaf}" for leaf in PUSHED}
+    tried |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
@@ -574,7 +575,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
-    unread |= {f"checkpoint.{leaf}" for leaf in PUSHED}
+    unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}

@@ -275,6 +275,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
     "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
+    "run.staging": (
+        "where on this machine a run on an object store has its folder",
+        "test_object_stores.py::test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_bit",
+    ),
     "run.overwrite": ("whether an earlier run is removed", "test_api.py::test_a_start_that_failed_leaves_no_run"),
 }
 

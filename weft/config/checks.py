@@ -21,6 +21,7 @@ from weft.config.sources import (
     split_problems,
 )
 from weft.config.trainers.values import weft_value
+from weft.config.urls import uses_stores
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
@@ -142,6 +143,7 @@ INERT = (
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
     Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
     Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("run.staging", lambda c: not uses_stores(c), "no path of this config is on an object store"),
     Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
     Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )

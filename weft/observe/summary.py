@@ -14,6 +14,7 @@ from typing import Any
 
 import weft
 from weft.observe.metrics import plain
+from weft.terminal import called
 from weft.versions import TESTED, installed_version
 
 _KEPT = 10
@@ -123,9 +124,9 @@ class RunSummary:
         its checkpoint where it is kept.
         """
         content = {
-            "model": self.model,
-            "data": self.data,
-            "saved": None if saved is None else str(saved),
+            "model": called(self.model),
+            "data": called(self.data),
+            "saved": None if saved is None else called(str(saved)),
             "stopped": stopped,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,

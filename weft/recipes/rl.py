@@ -37,7 +37,7 @@ from weft.recipes.rl_failure import told
 from weft.recipes.rl_placement import TIMED, settle
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
-from weft.remote.uploads import Uploads
+from weft.remote.uploads import Uploads, upload_all
 from weft.remote.uploads import prepare as prepare_uploads
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.beside import Who
@@ -59,7 +59,7 @@ from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.turns import Turns, shares_devices, sleeping_parts
 from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import RolloutEngine, Sampling
-from weft.terminal import say
+from weft.terminal import say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
 
@@ -84,6 +84,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
             more = after_the_last(start, config, plan.steps, held.folder, "rl")
+            say_all(upload_all(config, held.folder))
             say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
             return
         if resume:
@@ -96,7 +97,9 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
         go_on = again(held.folder, options)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups, go_on):
-            opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, device=options.device)
+            opened = Run(
+                config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, options.device, resume
+            )
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
 
@@ -184,6 +187,7 @@ class Run:
     on_step: OnStep | None = None
     go_on: str = ""  # the command that goes on with a run that was stopped
     device: Device = "cpu"
+    resume: bool = False
     show: Show = lambda text: None  # is told how far rollouts are
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
@@ -218,9 +222,9 @@ async def train(run: Run) -> None:
     progress = Progress(plan.steps, every=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
-        opened.push_async_exit(run.learners.ending)
+        uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
+        opened.push_async_exit(run.learners.ending)  # first, so that what it still saves is uploaded
         turns, sampling, evaluator = await prepare(run, opened)
-        uploads = opened.enter_context(Uploads(config, run.held.folder))
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, turns, sampling, evaluator, recorder))
             make = replay(run) if run.replayed else partial(roll_out, run, turns.engine, sampling)
@@ -258,8 +262,7 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.learners.close()
-        for text in await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat):
-            say(text)
+        say_all(await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat))
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
@@ -309,6 +312,7 @@ async def collect(run: Run) -> None:
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
         turns, sampling, _ = await prepare(run, opened)
+        uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
         run.show = progress.doing
         with recorder, StopSignals(_PROMISE) as signals, progress:
@@ -321,6 +325,7 @@ async def collect(run: Run) -> None:
                 if signals.number:
                     break
         await run.learners.close()
+        say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.own.beat))
     if signals.number and number < run.plan.rollouts:
         say_stopped(run.go_on, number, signals.number)
         raise StoppedError(signals.number)

@@ -50,8 +50,8 @@ from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
-from weft.remote.uploads import Uploads, prepare
-from weft.terminal import say
+from weft.remote.uploads import Uploads, prepare, upload_all
+from weft.terminal import say_all
 
 FRESH = Start()
 _PROMISE = "the step that runs is finished and saved first, and then the run ends"
@@ -88,6 +88,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             by = ended_by(config, data.held_out, start.evaluation)
             if start.step == steps or by is not None:
                 more = after_the_last(start, config, steps, folder)
+                if ranks.is_first:
+                    say_all(upload_all(config, folder))
                 say_finished(folder, start.step, steps, by, ranks, more)
                 return
             flight.in_run(folder)
@@ -100,7 +102,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
-            train(config, engine, data, folder, phases, start, hooks)
+            train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 
 def train(
@@ -111,6 +113,8 @@ def train(
     phases: Phases,
     start: Start = FRESH,
     hooks: Hooks = NO_HOOKS,
+    *,
+    resume: bool = False,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
@@ -121,7 +125,7 @@ def train(
     saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
-    uploads = Uploads(config, folder, first=engine.ranks.is_first)
+    uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (
         uploads,
         recorder,
@@ -170,8 +174,7 @@ def train(
     stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
     flight.at("upload")
-    for text in uploads.finish(bool(stop), flight.own.beat):
-        say(text)
+    say_all(uploads.finish(bool(stop), flight.own.beat))
     if stopped is not None:
         say_stopped(folder, step.number, stopped, engine.ranks)
         if stop:
