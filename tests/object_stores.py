@@ -51,6 +51,7 @@ def place(kind: str, folder: Path) -> Iterator[Place]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
     with mock.patch.dict(os.environ, variables):
+        forget()
         bucket = f"bucket-{os.urandom(4).hex()}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         try:

@@ -28,6 +28,7 @@ from weft.errors import UserError
 from weft.recipes.hooks import Hooks, OnStep, RlHooks
 from weft.remote.enter import fetched_config
 from weft.remote.local import localised
+from weft.remote.reading import here
 
 if TYPE_CHECKING:
     from weft.objectives.base import Objective
@@ -147,7 +148,7 @@ class _Given:
         self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
     ) -> None:
         self.where, self.resume = where, resume
-        self.files = [str(config)] if isinstance(config, str | Path) else []
+        self.files = [here(where, str(config))] if isinstance(config, str | Path) else []
         self.values = _base(config, resume) | sections
         if model is not None:
             self.values["model"] = _model(model)

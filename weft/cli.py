@@ -359,9 +359,9 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
-    outside = arguments.output is not None or len(arguments.runs) > 1
-    runs = tuple(here("weft report", run, records=True, output=outside) for run in arguments.runs)
-    options = ReportOptions(runs=runs, output=arguments.output)
+    runs = tuple(here("weft report", run, records=True) for run in arguments.runs)
+    beside = len(runs) > 1 or runs[0] == arguments.runs[0]
+    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
 
     def body() -> None:
         from weft.observe import report
@@ -397,7 +397,7 @@ def _alone(command: str) -> None:
 def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
     """The config of files and overrides, with copies of what it has on object stores. run: "new" where one begins."""
     overrides = [word for word in arguments.config if _is_override(word)]
-    files = [word for word in arguments.config if not _is_override(word)]
+    files = [here("weft", word) for word in arguments.config if not _is_override(word)]
     dry_run = getattr(arguments, "dry_run", False)
     return _localised(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
 

@@ -60,7 +60,13 @@ class Uploads(AbstractContextManager["Uploads"]):
         """All that the run leaves is where it belongs; what there is to say. StorageError where an object store has not
         got it. stopped: by a signal. beat: called every moment, while there is something to wait for."""
         news = [] if self._pusher is None else self._pusher.finish(stopped, beat)
-        return news if self._mirror is None else [*self._mirror.finish(beat), *news]
+        if self._mirror is None:
+            return news
+        try:
+            return [*news, *self._mirror.finish(beat)]
+        except StorageError:
+            say_all([*news, *self._mirror.take_news()])
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
