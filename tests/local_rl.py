@@ -63,9 +63,14 @@ def start(task: Path, run: Path, *more: str, hook: Hook | None = None, **options
     files = [str(run / "config.yaml")] if resume else []
     words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS]
     config = load_config(files, [*([] if resume else words), f"run.dir={run}", *more], RlConfig)
-    with mock.patch.object(rl, "open_actors", partial(local_actors, hook=hook)):
-        rl.run(config, RlOptions(device="cpu", world=1, resume=str(run) if resume else None, **options))
+    run_config(config, resume=resume, hook=hook, **options)
     return config
+
+
+def run_config(config: RlConfig, *, resume: bool = False, hook: Hook | None = None, **options: Any) -> None:
+    """The same with a config that was loaded."""
+    with mock.patch.object(rl, "open_actors", partial(local_actors, hook=hook)):
+        rl.run(config, RlOptions(device="cpu", world=1, resume=str(config.run.dir) if resume else None, **options))
 
 
 class LocalGroup:

@@ -49,8 +49,11 @@ def test_import_paths_are_looked_up_without_running_anything(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.dir=s3://bucket/run", "run.dir s3://bucket/run is a URL. weft writes a run to a folder"),
-        ("data.path=https://host/rows.jsonl", "data.path https://host/rows.jsonl is a URL. weft reads local files"),
+        (
+            "run.dir=gs://bucket/run",
+            "run.dir gs://bucket/run: gs:// needs the package gcsfs, which is not installed",
+        ),
+        ("data.path=az://host/rows.jsonl", "data.path az://host/rows.jsonl: az:// needs the package adlfs"),
         ("train.objective=json:Focal", "train.objective: json has no Focal"),
         ("optimizer.name=nowhere:Lion", "optimizer.name: there is no module nowhere for nowhere:Lion"),
     ],

@@ -244,6 +244,7 @@ def test_neither_partner_is_refused() -> None:
 
 
 LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+PUSHED = ("push_at", "push_private", "push_revision")
 
 
 @pytest.mark.parametrize(
@@ -272,6 +273,10 @@ LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]"
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
+        ("checkpoint.push_at", "save", []),
+        ("run.staging", "there", []),
+        ("checkpoint.push_private", "true", []),
+        ("checkpoint.push_revision", "dev", []),
         ("checkpoint.keep_best", "true", []),
         ("eval.every", "10", []),
         ("eval.at_start", "true", []),
@@ -297,6 +302,7 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
     tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
+    tried |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
     tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
@@ -343,6 +349,7 @@ OUT_OF_RANGE = {
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
     "checkpoint.keep_every": "0",
+    "checkpoint.push": "model",
     "mesh.dp_replicate": "0",
     "mesh.dp_shard": "-2",
     "fsdp.reshard_after_forward": "0",
@@ -420,7 +427,7 @@ def test_every_number_has_a_range() -> None:
     numeric = {
         key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
     }
-    assert numeric | {"lora.targets"} == set(RANGES) == set(OUT_OF_RANGE)
+    assert numeric | {"lora.targets", "checkpoint.push"} == set(RANGES) == set(OUT_OF_RANGE)
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
@@ -567,6 +574,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
+    unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}

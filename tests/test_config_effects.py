@@ -215,6 +215,22 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "which checkpoint is kept besides",
         "test_eval.py::test_a_run_without_improvement_ends_and_keeps_its_best",
     ),
+    "checkpoint.push": (
+        "where on the hub the run's model is uploaded to",
+        "test_push.py::test_the_last_checkpoint_at_the_end",
+    ),
+    "checkpoint.push_at": (
+        "whether checkpoints are uploaded while training goes on",
+        "test_push.py::test_after_each_save_while_training_goes_on_and_checkpoints_are_removed",
+    ),
+    "checkpoint.push_private": (
+        "whether the repository is made private",
+        "test_push.py::test_the_last_checkpoint_at_the_end",
+    ),
+    "checkpoint.push_revision": (
+        "which branch is uploaded to",
+        "test_push.py::test_an_upload_that_fails_is_said_and_the_run_goes_on",
+    ),
     "eval.path": (
         "which documents are evaluated",
         "test_eval.py::test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same",
@@ -259,6 +275,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
     "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),
     "run.dir": ("where the run writes", "test_sft_run.py::test_the_resolved_config_runs_again"),
+    "run.staging": (
+        "where on this machine a run on an object store has its folder",
+        "test_object_stores.py::test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_bit",
+    ),
     "run.overwrite": ("whether an earlier run is removed", "test_api.py::test_a_start_that_failed_leaves_no_run"),
 }
 

@@ -23,8 +23,12 @@ from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.load import load_values, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
+from weft.config.urls import is_url
 from weft.errors import UserError
 from weft.recipes.hooks import Hooks, OnStep, RlHooks
+from weft.remote.enter import fetched_config
+from weft.remote.local import localised
+from weft.remote.reading import here
 
 if TYPE_CHECKING:
     from weft.objectives.base import Objective
@@ -132,7 +136,7 @@ def rl(
     given = _Given("weft.rl", config, model, data, resume, overwrite, dict(sections))
     pickled = _take_rewards(given.values, reward)
     loaded = given.load(RlConfig)
-    options = rl_options(loaded, device, None if resume is None else ranks_of(Path(resume)))
+    options = rl_options(loaded, device, None if resume is None else ranks_of(Path(str(loaded.run.dir))))
     options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
     return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))
 
@@ -144,7 +148,7 @@ class _Given:
         self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
     ) -> None:
         self.where, self.resume = where, resume
-        self.files = [str(config)] if isinstance(config, str | Path) else []
+        self.files = [here(where, str(config))] if isinstance(config, str | Path) else []
         self.values = _base(config, resume) | sections
         if model is not None:
             self.values["model"] = _model(model)
@@ -161,10 +165,17 @@ class _Given:
     def load(self, schema: type[Schema]) -> Schema:
         """The config. Rows are written only once all else of it is right."""
         if self.resume is not None:
+            staging = {key: value for key, value in self.values.get("run", {}).items() if key == "staging"}
+            self.values["run"] = {**staging, "dir": str(self.resume)}
+            if is_url(str(self.resume)):
+                with fetched_config(str(self.resume)) as folder:
+                    self.files = [written_config(str(folder), schema, str(self.resume))]
+                    return localised(load_values(self.values, self.where, schema, self.files), "resumed")
             self.files = [written_config(str(self.resume), schema)]
-            self.values["run"] = {"dir": str(self.resume)}
         if self.rows is None:
-            return load_values(self.values, self.where, schema, self.files)
+            return localised(load_values(self.values, self.where, schema, self.files), "new")
+        if is_url(self.values.get("run", {}).get("dir")):
+            raise UserError("data is rows in memory, and run.dir on an object store: write them to a file there.")
         with scratch_folder() as scratch:
             self.values["data"]["path"] = str(_write(self.rows, scratch / ROWS))
             return _with_rows(load_values(self.values, self.where, schema, self.files), scratch / ROWS)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from weft import parsers
 from weft.api import rl_options
@@ -29,6 +29,7 @@ from weft.cluster.options import (
     ExportOptions,
     MergeOptions,
     PreviewOptions,
+    PushOptions,
     ReportOptions,
     RolloutsOptions,
     SftOptions,
@@ -43,12 +44,15 @@ from weft.config.compat.migrate import migrate
 from weft.config.load import read_config_file, written_config
 from weft.config.mesh import fewest_ranks
 from weft.config.rl_schema import RlConfig
+from weft.config.urls import is_url, uses_stores
 from weft.errors import UserError
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
 from weft.planner.devices import accelerator
-from weft.terminal import guard, say
+from weft.remote.enter import fetched_config
+from weft.remote.reading import here
+from weft.terminal import called, guard, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
@@ -138,7 +142,7 @@ def _prepare(words: Sequence[str]) -> Job:
 
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments, SftConfig) if arguments.resume is None else _load_resumed(arguments, SftConfig)
+    config = _load_run(arguments, SftConfig)
     _check_dry_run(arguments)
     world = _world(arguments, config)
     check_installed(config.track)
@@ -166,7 +170,7 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rl")
-    config = _load(arguments, RlConfig) if arguments.resume is None else _load_resumed(arguments, RlConfig)
+    config = _load_run(arguments, RlConfig)
     _check_dry_run(arguments)
     options = replace(
         rl_options(config, arguments.device, _ranks_wanted(arguments, config)),
@@ -210,7 +214,7 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    return ["sft", "--resume", str(run), *options, *(["--debug"] if arguments.debug else [])]
+    return ["sft", "--resume", called(str(run)), *options, *(["--debug"] if arguments.debug else [])]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -244,13 +248,38 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
         raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
     options = ExportOptions(
-        path=arguments.path, dtype=arguments.dtype or "bf16", output=arguments.output, ema=arguments.ema
+        path=here("weft export", arguments.path, output=bool(arguments.output or arguments.check)),
+        dtype=arguments.dtype or "bf16",
+        output=arguments.output,
+        ema=arguments.ema,
     )
 
     def body() -> None:
         from weft.recipes import export
 
         say(f"checked  {export.check(Path(options.path))}" if arguments.check else f"exported {export.run(options)}")
+
+    return Job(body, 1, words)
+
+
+def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("push")
+    path = here("weft push", arguments.path, step=arguments.step, best=arguments.best)
+    chosen = path == arguments.path
+    options = PushOptions(
+        path=path,
+        repository=arguments.repository,
+        private=arguments.private,
+        revision=arguments.revision,
+        message=arguments.message,
+        step=arguments.step if chosen else None,
+        best=arguments.best and chosen,
+    )
+
+    def body() -> None:
+        from weft.recipes import push
+
+        say(f"pushed   {push.run(options)}")
 
     return Job(body, 1, words)
 
@@ -280,7 +309,8 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("merge")
-    options = MergeOptions(path=arguments.path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
+    path = here("weft merge", arguments.path, output=bool(arguments.output))
+    options = MergeOptions(path=path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
 
     def body() -> None:
         from weft.recipes import merge
@@ -292,9 +322,10 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("chat")
+    path = here("weft chat", arguments.path, step=arguments.step)
     options = ChatOptions(
-        path=arguments.path,
-        step=arguments.step,
+        path=path,
+        step=arguments.step if path == arguments.path else None,
         system=arguments.system,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
@@ -312,7 +343,7 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rollouts")
     options = RolloutsOptions(
-        run=arguments.run,
+        run=here("weft rollouts", arguments.run, records=True),
         step=arguments.step,
         groups=arguments.groups,
         samples=arguments.samples,
@@ -329,7 +360,9 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
-    options = ReportOptions(runs=tuple(arguments.runs), output=arguments.output)
+    runs = tuple(here("weft report", run, records=True) for run in arguments.runs)
+    beside = len(runs) > 1 or runs[0] == arguments.runs[0]
+    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
 
     def body() -> None:
         from weft.observe import report
@@ -362,10 +395,30 @@ def _alone(command: str) -> None:
         raise UserError(f"weft {command} is one process: start it without torchrun, srun or mpirun, or as one task.")
 
 
-def _load(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
+def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
+    """The config of files and overrides, with copies of what it has on object stores. run: "new" where one begins."""
     overrides = [word for word in arguments.config if _is_override(word)]
-    files = [word for word in arguments.config if not _is_override(word)]
-    return load_config(files, overrides, schema, weights=not getattr(arguments, "dry_run", False))
+    files = [here("weft", word) for word in arguments.config if not _is_override(word)]
+    dry_run = getattr(arguments, "dry_run", False)
+    return _localised(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
+
+
+def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: bool = False) -> Schema:
+    if not uses_stores(config):
+        return config
+    from weft.remote.local import localised
+
+    return cast(Schema, localised(cast(Any, config), run, dry_run=dry_run))
+
+
+def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
+    """The config of a run that begins, or goes on."""
+    if arguments.resume is None:
+        return _load(arguments, schema, "new")
+    config: Any = _load_resumed(arguments, schema)
+    if is_url(arguments.resume) and not arguments.dry_run:
+        arguments.resume = config.run.dir
+    return cast(Schema, config)
 
 
 def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
@@ -378,7 +431,12 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
         )
     if any(word.startswith("run.dir=") for word in arguments.config):
         raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
-    return load_config([written_config(run, schema)], [*arguments.config, f"run.dir={json.dumps(run)}"], schema)
+    overrides = [*arguments.config, f"run.dir={json.dumps(run)}"]
+    if not is_url(run):
+        return _localised(load_config([written_config(run, schema)], overrides, schema), "resumed", arguments.dry_run)
+    with fetched_config(run) as folder:
+        config = load_config([written_config(str(folder), schema, run)], overrides, schema)
+    return _localised(config, "resumed", arguments.dry_run)
 
 
 def _names_rl(arguments: argparse.Namespace) -> bool:
@@ -451,6 +509,7 @@ COMMANDS = {
     "report": Command(parsers.report_parser, _report),
     "data": Command(parsers.data_parser, _data),
     "export": Command(parsers.export_parser, _export),
+    "push": Command(parsers.push_parser, _push),
     "merge": Command(parsers.merge_parser, _merge),
     "verify": Command(parsers.verify_parser, _verify),
     "engine": Command(parsers.engine_parser, _engine),

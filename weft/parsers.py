@@ -8,6 +8,7 @@ from typing import NoReturn
 from weft.config import SftConfig
 from weft.config.compat.names import advice_for
 from weft.config.keys import schema_keys
+from weft.config.sources import HUB_NAME, is_hub_name
 from weft.config.unknown import Unknown, messages, page_hint
 from weft.errors import UserError
 
@@ -19,6 +20,7 @@ SUMMARIES = {
     "report": "One HTML page about a run, or several compared.",
     "data": "Look at the data before training: weft data preview.",
     "export": "Write a checkpoint's weights in another dtype.",
+    "push": "Upload a checkpoint to the HuggingFace hub, with a model card.",
     "merge": "Write a base model with an adapter merged into it.",
     "verify": "Show that the configured mesh computes what one plain process does.",
     "engine": "Environments of rollout engines: weft engine install vllm.",
@@ -61,6 +63,12 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
+
+
+def _hub_name(text: str) -> str:
+    if not is_hub_name(text):
+        raise argparse.ArgumentTypeError(f"{text} must be {HUB_NAME}")
+    return text
 
 
 def _temperature(text: str) -> float:
@@ -172,6 +180,20 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
     )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+    return parser
+
+
+def push_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft push", description=SUMMARIES["push"], allow_abbrev=False)
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("repository", type=_hub_name, metavar="OWNER/NAME", help="made where it is missing")
+    parser.add_argument("--private", action="store_true", help="make it a private one, where it is missing")
+    parser.add_argument("--revision", metavar="BRANCH", help="made where it is missing (default: main)")
+    parser.add_argument("--message", metavar="TEXT", help="of the commit (default: Upload step-N)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=_count, metavar="N", help="of a run folder the checkpoint of this step")
+    which.add_argument("--best", action="store_true", help="of a run folder the best one (checkpoint.keep_best)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 

@@ -23,15 +23,37 @@ from rich.segment import Segment
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def clean(text: str) -> str:
+_called: dict[str, str] = {}  # folders here -> what the user knows them by
+
+
+def call_by(folder: str, name: str) -> None:
+    """From now on, whatever is printed says `name` for this folder: the URL of which it is a copy."""
+    _called[folder] = name
+
+
+def called(text: str) -> str:
+    """The text with such folders by their names."""
+    for folder, name in _called.items():
+        text = text.replace(folder, name)
+    return text
+
+
+def clean(text: str, *, as_is: bool = False) -> str:
     """The text with such characters escaped, all others as they are."""
+    text = text if as_is else called(text)
     return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
-def say(*texts: object, error: bool = False, end: str = "\n") -> None:
-    """Print texts, each on a line of its own, at once. error: to standard error."""
+def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = False) -> None:
+    """Print texts, each on a line of its own, at once. error: to standard error. as_is: folders by their own names."""
     stream = sys.stderr if error else sys.stdout
-    print("\n".join(clean(str(text)) for text in texts), file=stream, end=end, flush=True)
+    print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
+
+
+def say_all(texts: Iterable[object], *, error: bool = False) -> None:
+    """Print texts, if there are any, each on a line of its own."""
+    for text in texts:
+        say(text, error=error)
 
 
 class Console(rich.console.Console):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -99,15 +100,21 @@ def prune(
     """Remove what is not to be kept: whole checkpoints, and of older ones the trainer state. Never the newest,
     nor the one that `best` names.
     """
-    steps, best = whole_steps(checkpoints), best_step(checkpoints)
-    for step in steps[:-keep] if keep is not None else []:
-        if step != best and (keep_every is None or step % keep_every):
+    best = best_step(checkpoints)
+    for step in superseded(whole_steps(checkpoints), keep, keep_every):
+        if step != best:
             remove(step_folder(checkpoints, step))
     if trainer_state == "last":
         for step in whole_steps(checkpoints)[:-1]:
             folder = step_folder(checkpoints, step)
             for state in [folder / TRAINER_STATE, *folder.glob(f"*/{TRAINER_STATE}")]:  # a critic's is in its own
                 remove(state)
+
+
+def superseded(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
+    """Those of these steps, which are in order, that the newer ones replace."""
+    older = steps[:-keep] if keep is not None else []
+    return [step for step in older if keep_every is None or step % keep_every]
 
 
 def remove(folder: Path) -> None:

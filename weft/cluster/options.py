@@ -75,6 +75,21 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """`weft push`. path: a run folder or a checkpoint. repository: OWNER/NAME on the hub. private: whether it is made
+    so. revision: a branch; null for main. message: of the commit. step, best: which checkpoint of a run folder; neither
+    for the newest."""
+
+    path: str
+    repository: str
+    private: bool = False
+    revision: str | None = None
+    message: str | None = None
+    step: int | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeOptions:
     """`weft merge`. path: a run folder, one of its checkpoints, or an adapter of peft's. base: instead of the model
     that the adapter names. output: null for a folder beside the adapter."""

@@ -26,6 +26,6 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     if blind:
         raise UserError(
             f"run.dir: {folder.absolute()} is not the same folder for all ranks: {', '.join(blind[:4])}"
-            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir to a folder on a "
-            "file system that all ranks share."
+            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir, or "
+            "run.staging where run.dir is on an object store, to a folder on a file system that all ranks share."
         )

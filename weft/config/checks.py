@@ -11,7 +11,16 @@ from typing import Any
 
 from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES
-from weft.config.sources import column_problems, role_problems, source_name, source_problems, split_problems
+from weft.config.sources import (
+    HUB_NAME,
+    column_problems,
+    is_hub_name,
+    role_problems,
+    source_name,
+    source_problems,
+    split_problems,
+)
+from weft.config.urls import uses_stores
 from weft.config.yaml12 import show
 
 # (key, partner): the partner replaces the key, whose default yields when only the partner is set.
@@ -111,6 +120,10 @@ INERT = (
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
     Inert("checkpoint.keep_best", lambda c: not _held_out(c), _NO_DOCUMENTS),
     Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
+    *(
+        Inert(f"checkpoint.{leaf}", lambda c: c.checkpoint.push is None, "checkpoint.push is null: nothing is uploaded")
+        for leaf in ("push_at", "push_private", "push_revision")
+    ),
     Inert("eval.every", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
     Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
     Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
@@ -133,6 +146,7 @@ INERT = (
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
     Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
     Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("run.staging", lambda c: not uses_stores(c), "no path of this config is on an object store"),
     Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
     Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
@@ -199,6 +213,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
     "checkpoint.keep_every": AT_LEAST_1,
+    "checkpoint.push": (is_hub_name, HUB_NAME),
     "eval.every": NOT_NEGATIVE,
     "eval.patience": AT_LEAST_1,
     "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),

@@ -25,7 +25,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir")
+PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir", "run.staging")
 
 
 def load_config(
@@ -63,15 +63,16 @@ def load_values(
     return _finish(tree, schema, weights=True)
 
 
-def written_config(run: str, schema: type) -> str:
-    """RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is that of another command."""
+def written_config(run: str, schema: type, name: str | None = None) -> str:
+    """RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is that of another command. name: of
+    RUN in messages, where that is not its path."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
         raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
     command = "rl" if "rl" in (read_config_file(str(path)).value or {}) else "sft"
     if (command == "rl") != ("rl" in sections(schema)):
-        raise UserError(f"--resume {run}: it is a run of weft {command}: weft {command} --resume {run}")
+        raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
     return str(path)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.config.rewards import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
+from weft.config.urls import is_url, url_problem
 from weft.errors import UserError
 from weft.files import regular_file
 from weft.importing import MAIN, named_problem
@@ -28,23 +29,18 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
     found = list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
     if not found:
-        found = [(key, data_problem(key, path)) for key, path in data]
-        if prompts is not None:
+        found = [(key, data_problem(key, path)) for key, path in data if not is_url(path)]
+        if prompts is not None and not is_url(prompts):
             found.append(("eval.prompts", _prompts_problem(prompts)))
-        found.append(("data.chat_template", _template_problem(config.data.chat_template)))
-        found += [("model.path", _model_problem(config, weights)), ("lora.path", _adapter_problem(config.lora.path))]
+        if not is_url(config.data.chat_template):
+            found.append(("data.chat_template", _template_problem(config.data.chat_template)))
+        if not is_url(config.model.path):
+            found.append(("model.path", _model_problem(config, weights)))
+        if not is_url(config.lora.path):
+            found.append(("lora.path", _adapter_problem(config.lora.path)))
         found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
         found.append(("rl.reward", _extra_problem(config)))
     return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
-
-
-_LOCAL = {
-    "run.dir": "weft writes a run to a folder of a file system: name one, and copy its checkpoints/step-N from there "
-    "(each is whole as soon as it has that name), or mount the bucket."
-}
-_FETCHED = (
-    "weft reads local files, and models and datasets of the HuggingFace hub (owner/name): fetch it, and name the file."
-)
 
 
 def _data_paths(config: Any) -> list[tuple[str, str]]:
@@ -78,11 +74,12 @@ def _prompts_path(config: Any) -> str | None:
 
 
 def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no, and
-    a URL would be a folder of that name."""
+    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no; and
+    of URLs that nothing can read here."""
     for key, path in named:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
-            yield key, f"{key} {path} is a URL. {_LOCAL.get(key, _FETCHED)}"
+        if is_url(path):
+            if problem := url_problem(key, path):
+                yield key, problem
             continue
         try:
             os.lstat(os.path.expanduser(path))

@@ -9,6 +9,7 @@ import yaml
 
 from weft.config.check import inert_keys
 from weft.config.keys import default_of, get, schema_keys
+from weft.config.urls import named
 from weft.config.yaml12 import Dumper
 
 
@@ -25,7 +26,10 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and mappings all the way down; of a record (a source, a group) what differs from its defaults."""
+    """Lists and mappings all the way down; of a record (a source, a group) what differs from its defaults; URLs, of
+    what was copied from there."""
+    if isinstance(value, str):
+        return named(value)
     if is_dataclass(value):
         given = {spec: getattr(value, spec.name) for spec in fields(value)}
         return {spec.name: _plain(item) for spec, item in given.items() if item != default_of(spec)}

@@ -22,7 +22,8 @@ class ModelConfig:
     """The model, as HuggingFace knows it, and how its layers are computed."""
 
     path: str = key(
-        "A HuggingFace model directory or hub id; with `init: random`, a directory that holds at least config.json."
+        "A HuggingFace model directory, here or on an object store (s3://bucket/model), or hub id; with `init: random` "
+        "a directory that holds at least config.json."
     )
     init: Literal["pretrained", "random"] = key(
         "`pretrained` reads the weights; `random` draws them as transformers does for this architecture, "
@@ -159,7 +160,8 @@ class DataConfig:
 
     path: str | None = key(
         "A file (.jsonl, .json, .csv, .tsv, .parquet; text also as .gz), a pattern of several such as "
-        "data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name)."
+        "data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name). All "
+        "but the last may lie on an object store, as in s3://bucket/train-*.jsonl."
     )
     split: str | None = key(
         "Split of a dataset on the hub or of a saved one (null: train, or the only one); with `[from:to]` behind it, "
@@ -415,6 +417,19 @@ class CheckpointConfig:
         "let the link `best` name it.",
         False,
     )
+    push: str | None = key(
+        "Upload the run's model to this repository of the HuggingFace hub, OWNER/NAME, with a model card; the trainer "
+        "state stays. The repository is made before training where it is missing, and an upload that fails never ends "
+        "the run. null: nothing is uploaded.",
+        None,
+    )
+    push_at: Literal["end", "save"] = key(
+        "What is uploaded: at the `end` the last checkpoint, or with checkpoint.keep_best the best; `save`: besides, "
+        "while training goes on, the newest after each save.",
+        "end",
+    )
+    push_private: bool = key("Make that repository a private one, where it is not there yet.", False)
+    push_revision: str | None = key("Branch of it, made where it is missing; null: main.", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,7 +509,16 @@ class ProfileConfig:
 class RunConfig:
     """Where the run writes."""
 
-    dir: str | None = key("Where the run writes; null: runs/NAME-DATE.", None)
+    dir: str | None = key(
+        "Where the run writes; null: runs/NAME-DATE. On an object store, as in s3://bucket/run, it works in a folder "
+        "of run.staging, and uploads beside training (docs/how-to/object-stores.md).",
+        None,
+    )
+    staging: str | None = key(
+        "Folder of this machine for what lies on object stores: the folders of runs, and copies of data and models; "
+        "null: ~/.cache/weft/remote. All ranks of a run whose run.dir is a URL have to share it.",
+        None,
+    )
     overwrite: bool = key("Remove what an earlier run has left in run.dir, its checkpoints included.", False)
 
 

@@ -127,6 +127,16 @@ def looks_like_hub_dataset(path: str) -> bool:
     return not path.removesuffix(".gz").endswith(DATA_SUFFIXES) and not Path(path).parent.is_dir()
 
 
+HUB_NAME = "OWNER/NAME, as on the hub: letters, digits, dots, dashes and underscores, at most 96"
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the hub can have a repository of this name."""
+    parts = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", name, re.ASCII)
+    wrong = "--" in name or ".." in name or name.endswith((".git", ".", "-")) or len(name) > 96
+    return parts is not None and not wrong
+
+
 def is_pattern(path: str) -> bool:
     """Whether a path stands for several files."""
     return any(letter in path for letter in "*?[") and not Path(path).expanduser().exists()

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.config.urls import is_url
 from weft.observe.progress import duration, number
-from weft.terminal import say
+from weft.terminal import called, say
 
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
@@ -40,10 +41,11 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")
+    remote = is_url(called(str(folder)))  # where nothing is written beside what is read
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
-            lines.append(f"         weft merge {folder}     a model of base and adapter")
+            lines.append(f"         weft merge {folder}{' --output merged' * remote}     a model of base and adapter")
         lines.append(f"         weft report {folder}    curves, phases and config on one page")
         if rewards:
             lines.append(f"         weft rollouts {folder}  what was sampled, and how it was rewarded")

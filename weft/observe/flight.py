@@ -47,6 +47,7 @@ _WORDS = {
     "record": "writing the metrics",
     "profile": "writing the profile",
     "save": "saving",
+    "upload": "uploading",
     "idle": "waiting for the controller",
     "sync": "syncing weights",
     "generate": "generating",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.observe.metrics import plain
+from weft.terminal import called
 from weft.version import __version__
 from weft.versions import TESTED, installed_version
 
@@ -123,9 +124,9 @@ class RunSummary:
         its checkpoint where it is kept.
         """
         content = {
-            "model": self.model,
-            "data": self.data,
-            "saved": None if saved is None else str(saved),
+            "model": called(self.model),
+            "data": called(self.data),
+            "saved": None if saved is None else called(str(saved)),
             "stopped": stopped,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,

@@ -25,6 +25,7 @@ from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
+from weft.observe import flight
 from weft.observe.progress import Progress
 from weft.observe.summary import Phases
 from weft.observe.trackers import check_installed
@@ -36,6 +37,8 @@ from weft.recipes.rl_failure import told
 from weft.recipes.rl_placement import TIMED, settle
 from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
 from weft.recipes.rl_resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
+from weft.remote.uploads import Uploads, upload_all
+from weft.remote.uploads import prepare as prepare_uploads
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.beside import Who
 from weft.rl.corrections import correct, old_is_current, require_comparable
@@ -56,7 +59,7 @@ from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.turns import Turns, shares_devices, sleeping_parts
 from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import RolloutEngine, Sampling
-from weft.terminal import say
+from weft.terminal import say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
 
@@ -67,6 +70,8 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     import_ray(alone=config.cluster.address is None)
     import_arrow()
     check_engines(config)
+    if not options.rollout_only:
+        prepare_uploads(config)
     task, resume = read_task(config, hooks), options.resume is not None
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
@@ -79,6 +84,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
             more = after_the_last(start, config, plan.steps, held.folder, "rl")
+            say_all(upload_all(config, held.folder))
             say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
             return
         if resume:
@@ -91,7 +97,9 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
         go_on = again(held.folder, options)
         with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups, go_on):
-            opened = Run(config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, device=options.device)
+            opened = Run(
+                config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, options.device, resume
+            )
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
 
@@ -179,6 +187,7 @@ class Run:
     on_step: OnStep | None = None
     go_on: str = ""  # the command that goes on with a run that was stopped
     device: Device = "cpu"
+    resume: bool = False
     show: Show = lambda text: None  # is told how far rollouts are
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
@@ -213,7 +222,8 @@ async def train(run: Run) -> None:
     progress = Progress(plan.steps, every=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
-        opened.push_async_exit(run.learners.ending)
+        uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
+        opened.push_async_exit(run.learners.ending)  # first, so that what it still saves is uploaded
         turns, sampling, evaluator = await prepare(run, opened)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, turns, sampling, evaluator, recorder))
@@ -243,6 +253,7 @@ async def train(run: Run) -> None:
                     async with turns.trainers_awake(back=not done):
                         with run.phases("save"):
                             progress.notes(await save(run, recorder, step))
+                progress.notes(uploads.take_news())
                 if done:
                     break
                 await producer.trained(number)
@@ -251,6 +262,7 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.learners.close()
+        say_all(await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat))
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
@@ -300,6 +312,7 @@ async def collect(run: Run) -> None:
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
         turns, sampling, _ = await prepare(run, opened)
+        uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
         run.show = progress.doing
         with recorder, StopSignals(_PROMISE) as signals, progress:
@@ -312,6 +325,7 @@ async def collect(run: Run) -> None:
                 if signals.number:
                     break
         await run.learners.close()
+        say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.own.beat))
     if signals.number and number < run.plan.rollouts:
         say_stopped(run.go_on, number, signals.number)
         raise StoppedError(signals.number)

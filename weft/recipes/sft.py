@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
-from weft.cluster.agree import largest
+from weft.cluster.agree import done_by_first, largest
 from weft.cluster.alike import require_agreement
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
@@ -50,6 +50,8 @@ from weft.recipes.identity import identity
 from weft.recipes.reading import RunData, dated, deal, read_run_data
 from weft.recipes.recorder import Recorder
 from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
+from weft.remote.uploads import Uploads, prepare, upload_all
+from weft.terminal import say_all
 
 FRESH = Start()
 _PROMISE = "the step that runs is finished and saved first, and then the run ends"
@@ -73,6 +75,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         flight.watch(config.train.timeout)
         if config.optimizer.name not in BUILT_IN:
             find_class(config.optimizer)  # an error need not wait for the data
+        if config.checkpoint.push is not None:
+            done_by_first(partial(prepare, config), ranks)
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             data = read_run_data(config, shown)
@@ -84,6 +88,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             by = ended_by(config, data.held_out, start.evaluation)
             if start.step == steps or by is not None:
                 more = after_the_last(start, config, steps, folder)
+                if ranks.is_first:
+                    say_all(upload_all(config, folder))
                 say_finished(folder, start.step, steps, by, ranks, more)
                 return
             flight.in_run(folder)
@@ -96,7 +102,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
-            train(config, engine, data, folder, phases, start, hooks)
+            train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 
 def train(
@@ -107,6 +113,8 @@ def train(
     phases: Phases,
     start: Start = FRESH,
     hooks: Hooks = NO_HOOKS,
+    *,
+    resume: bool = False,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
     phases.go_on(start.seconds)
@@ -117,7 +125,9 @@ def train(
     saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
+    uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (
+        uploads,
         recorder,
         saver,
         StopSignals(_PROMISE * engine.ranks.is_first) as signals,
@@ -153,7 +163,7 @@ def train(
                 with phases("save"):
                     state = recorder.progress(step, updates, phases) | evaluator.state()
                     saver.save(step.number, state, best=evaluator.is_to_keep)
-            progress.notes(saver.take_news())
+            progress.notes([*saver.take_news(), *uploads.take_news()])
             if done:
                 break
         flight.at("save")
@@ -163,6 +173,8 @@ def train(
     early = step.number < len(steps)
     stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
+    flight.at("upload")
+    say_all(uploads.finish(bool(stop), flight.own.beat))
     if stopped is not None:
         say_stopped(folder, step.number, stopped, engine.ranks)
         if stop:

@@ -1,0 +1,99 @@
+"""Paths on object stores, as fsspec has them (s3://bucket/x): what is one, and whether what reads it is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.")
+# Protocol -> the package that fsspec needs for it.
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "adl": "adlfs", "oss": "ossfs", "oci": "ocifs", "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko",
+    "ssh": "paramiko", "hdfs": "pyarrow", "webhdfs": "requests", "smb": "smbprotocol",
+}  # fmt: skip
+
+
+class LocalCopy(str):
+    """A path here that stands for one on an object store. remote: that one, which configs and messages name."""
+
+    remote: str
+
+    def __new__(cls, local: str, remote: str) -> LocalCopy:
+        copy = super().__new__(cls, local)
+        copy.remote = remote
+        return copy
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.remote
+
+
+def named(path: str) -> str:
+    """What the user calls a path: the remote one, of a local copy."""
+    return path.remote if isinstance(path, LocalCopy) else path
+
+
+def is_url(path: str | None) -> bool:
+    """Whether a path lies on an object store."""
+    return path is not None and _URL.match(path) is not None
+
+
+def url_problem(key: str, url: str) -> str:
+    """What is missing for this URL to be used; empty where nothing is."""
+    found = _URL.match(url)
+    assert found is not None
+    protocol = found[1].lower()
+    package = _PACKAGES.get(protocol)
+    if package is not None:
+        if find_spec(package) is not None:
+            return ""
+        return f"{key} {url}: {protocol}:// needs the package {package}, which is not installed: pip install {package}"
+    from fsspec.registry import available_protocols, get_filesystem_class
+
+    if protocol not in available_protocols():
+        stores = "s3://, gs://, az://, file:// and what else fsspec knows"
+        return f"{key} {url}: there is no protocol {protocol}:// in fsspec: weft takes {stores}, or a local path."
+    try:
+        get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        return f"{key} {url}: {protocol}:// cannot be used: {error}."
+    return ""
+
+
+# Keys whose path may be a URL, and lists of sources with such paths.
+_PATHS = (
+    "model.path", "lora.path", "data.path", "data.chat_template", "eval.path", "eval.prompts", "reference.path",
+    "critic.path",
+)  # fmt: skip
+_SOURCES = ("data.sources", "eval.sources")
+
+
+def map_paths(config: Any, change: Callable[[str, str], str]) -> Any:
+    """The config with each path that may be a URL, run.dir apart, as `change(key, path)` says."""
+    for key in (*_PATHS, *_SOURCES):
+        section, _, leaf = key.partition(".")
+        part: Any = getattr(config, section, None)
+        value = getattr(part, leaf, None)
+        if isinstance(value, str):
+            changed: Any = change(key, value)
+        elif key in _SOURCES and value is not None:
+            changed = tuple(replace(source, path=change(key, source.path)) for source in value)
+        else:
+            continue
+        config = replace(config, **{section: replace(part, **{leaf: changed})})
+    return config
+
+
+def uses_stores(config: Any) -> bool:
+    """Whether anything of a config lies on an object store."""
+    paths = [config.run.dir] if config.run.dir is not None else []
+
+    def note(key: str, path: str) -> str:
+        paths.append(path)
+        return path
+
+    map_paths(config, note)
+    return any(is_url(named(path)) for path in paths)

@@ -1,0 +1,70 @@
+"""`weft push`: a checkpoint, or any folder that holds a whole model or adapter, to the HuggingFace hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weft.checkpoint.digests import DIGESTS, check_digests
+from weft.checkpoint.files import TensorFile
+from weft.checkpoint.retention import best_step, step_folder, whole_steps
+from weft.cluster.options import PushOptions
+from weft.cluster.scratch import scratch_folder
+from weft.errors import UserError
+from weft.files import is_own_file, read_object
+from weft.models.adapter_files import CONFIG as ADAPTER
+from weft.recipes.export import find_checkpoint
+from weft.remote.hub import Repository
+from weft.remote.push import message_of, push_checkpoint
+
+_INDEX = "model.safetensors.index.json"
+
+
+def run(options: PushOptions) -> str:
+    """Upload it; where it can be seen. UserError where it is not whole, or the hub does not take it."""
+    checkpoint = choose_checkpoint(Path(options.path), options.step, best=options.best)
+    require_whole(checkpoint)
+    repository = Repository(options.repository, options.private, options.revision)
+    repository.prepare()
+    with scratch_folder("push-") as scratch:
+        return push_checkpoint(
+            repository, checkpoint, options.message or message_of(checkpoint), scratch / checkpoint.name
+        )
+
+
+def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
+    """The folder that is uploaded: the one that is named, or of a run its newest, its best, or that of a step."""
+    checkpoints = path / "checkpoints"
+    steps = whole_steps(checkpoints)
+    if step is None and not best:
+        return find_checkpoint(path)
+    if not steps:
+        raise UserError(f"--step and --best choose a checkpoint of a run folder, and {path} is none: leave them out.")
+    if step is not None and step not in steps:
+        raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
+    chosen = step if step is not None else best_step(checkpoints)
+    if chosen is None:
+        raise UserError(f"--best: {checkpoints} has no link `best`: the run had no checkpoint.keep_best=true.")
+    return step_folder(checkpoints, chosen)
+
+
+def require_whole(checkpoint: Path) -> None:
+    """UserError where a folder holds no model or adapter, or not all of it, or other weights than were written."""
+    if checkpoint.suffix in (".partial", ".removing"):
+        raise UserError(f"{checkpoint} is being written or removed, so it is not whole: name another checkpoint.")
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    if not weights:
+        raise UserError(
+            f"{checkpoint} holds no weights (*.safetensors), so it is no whole "
+            f"{'adapter' if (checkpoint / ADAPTER).is_file() else 'model'}: name a checkpoint, RUN/checkpoints/step-N."
+        )
+    for file in weights:
+        TensorFile.open(file).close()
+    if os.path.lexists(checkpoint / _INDEX):
+        named = read_object(checkpoint / _INDEX, "the index of a model's files").get("weight_map")
+        names = set(named.values()) if isinstance(named, dict) else set()
+        missing = sorted(n for n in names if not is_own_file(str(n)) or not (checkpoint / str(n)).is_file())
+        if missing or not names:
+            raise UserError(f"{checkpoint} is not whole: {_INDEX} names {missing[0] if missing else 'no file'}.")
+    if os.path.lexists(checkpoint / DIGESTS):
+        check_digests(checkpoint)

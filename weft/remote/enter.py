@@ -1,0 +1,177 @@
+"""RUN on an object store, before the ranks start: its folder on this machine, new, or filled with what resuming takes.
+
+One process of a machine does it for all: STAGING/runs/X/.writer.json here and URL/writer.json there have one token,
+which says that the folder here holds all that is there. Where another machine has written last, what is here is put
+aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from weft.checkpoint.retention import commit, point_best, point_latest, step_folder, whole_steps
+from weft.cluster.scratch import scratch_folder
+from weft.config.urls import LocalCopy, url_problem
+from weft.errors import UserError
+from weft.observe.tables import byte_count
+from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, WRITER, Manifest, RemoteRun, name_of
+from weft.remote.staging import locked, run_folder
+from weft.remote.store import BRIEF, Store, StoreError
+from weft.terminal import say
+
+TOKEN = ".writer.json"
+_RECORDS = ("rollouts/", "evaluations/")
+
+
+def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> LocalCopy:
+    """The folder here of a new run. UserError where the store cannot be written, or holds a run already."""
+    folder = run_folder(url, staging)
+    with _told("run.dir", url), locked(staging, Path(folder).name):
+        remote = RemoteRun(Store(url, BRIEF))
+        if not overwrite and remote.holds_a_run():
+            raise UserError(
+                f"run.dir: {url} holds a run already. Set run.dir to another URL, or run.overwrite=true to remove that "
+                f"run; or go on with it: weft {command} --resume {url}"
+            )
+        if not _is_ours(remote, Path(folder)):
+            _put_aside(Path(folder))
+            _claim(remote, Path(folder))
+    return folder
+
+
+@contextmanager
+def fetched_config(url: str) -> Iterator[Path]:
+    """A folder with config.yaml of a run on a store, for `--resume`."""
+    if problem := url_problem("--resume", url):
+        raise UserError(problem)
+    with _told("--resume", url):
+        content = Store(url, BRIEF).read("config.yaml")
+    if content is None:
+        raise UserError(f"--resume {url}: it holds no config.yaml, so it is not the folder of a run. Name its run.dir.")
+    with scratch_folder("config-") as folder:
+        (folder / "config.yaml").write_bytes(content)
+        yield folder
+
+
+def go_on_with(url: str, staging: Path) -> LocalCopy:
+    """The folder here of a run that goes on, with what that takes; nothing is fetched where this machine has it."""
+    folder = run_folder(url, staging)
+    with _told("--resume", url), locked(staging, Path(folder).name):
+        remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
+        newest = max(remote.steps(), default=0)
+        if not _is_ours(remote, here) or max(whole_steps(here / CHECKPOINTS), default=0) < newest:
+            scratch = here.with_name(f"{here.name}.fetching")
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            fetch_run(remote, scratch, resumable=True)
+            _put_aside(here)
+            os.rename(scratch, here)
+            _claim(remote, here)
+    return folder
+
+
+def _is_ours(remote: RemoteRun, folder: Path) -> bool:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        own = json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"]
+        return bool(own == remote.writer())
+    return False
+
+
+def own_token(folder: Path) -> str:
+    """That of this folder."""
+    return str(json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"])
+
+
+def _claim(remote: RemoteRun, folder: Path) -> None:
+    token = uuid.uuid4().hex
+    remote.claim(token, {"host": socket.gethostname(), "pid": os.getpid()})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKEN).write_text(json.dumps({"token": token}), encoding="utf-8")
+
+
+def _put_aside(folder: Path) -> None:
+    """What an earlier run of this URL has left here, and the store does not know of."""
+    if not folder.is_dir():
+        return
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "rollouts")):
+        shutil.rmtree(folder)
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    say(f"aside    what this machine had of that run, which another has written since, is now {aside}", as_is=True)
+
+
+# ---------------------------------------------------------------- what is fetched
+
+
+def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool = False) -> None:
+    """The records of a run, and its newest whole checkpoint, with the one that `best` names.
+
+    resumable: only checkpoints with trainer state. records: rollouts and evaluations, too, which may be large; without
+    any checkpoint they are fetched at all events.
+    """
+    names, steps = remote.store.list(), remote.steps()
+    wanted = (name for name in names if "/" not in name and name != WRITER)
+    more = (name for name in names if name.startswith(_RECORDS) and (records or not steps))
+    for name in [*wanted, *more]:
+        remote.store.get(name, folder / name)
+    newest = _newest(remote, steps, folder, lambda manifest: manifest.resumable or not resumable)
+    if newest is not None:
+        point_latest(step_folder(folder / CHECKPOINTS, newest))
+    best = remote.named(BEST)
+    if best in steps and best is not None:
+        if best != newest:
+            _newest(remote, [best], folder, lambda manifest: True)
+        if best in whole_steps(folder / CHECKPOINTS):
+            point_best(step_folder(folder / CHECKPOINTS, best))
+
+
+def _newest(remote: RemoteRun, steps: list[int], folder: Path, serves: Callable[[Manifest], bool]) -> int | None:
+    for step in reversed(steps):
+        manifest = remote.manifest(step)
+        if manifest is None or not serves(manifest):
+            continue
+        try:
+            _fetch_checkpoint(remote, manifest, folder)
+        except (StoreError, FileNotFoundError) as error:
+            say(f"skipped  {remote.store.url}/{CHECKPOINTS}/{name_of(step)}: {error}")
+            continue
+        return step
+    return None
+
+
+def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> None:
+    """Whole, under its name, or not at all."""
+    began, scratch = time.perf_counter(), folder / "fetching"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        remote.download(manifest, scratch)
+        for inner in (f"{CRITIC}/{CHECKPOINTS}", CHECKPOINTS):
+            found = scratch / inner / name_of(manifest.step)
+            if found.is_dir():
+                (folder / inner).mkdir(parents=True, exist_ok=True)
+                commit(found, folder / inner / found.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    size = byte_count(sum(size for size, _ in manifest.files.values()))
+    say(f"fetched  {remote.store.url}/{CHECKPOINTS}/{name_of(manifest.step)}: {size} in "
+        f"{time.perf_counter() - began:.1f} s, as its {COMPLETE} says")  # fmt: skip
+
+
+@contextmanager
+def _told(key: str, url: str) -> Iterator[None]:
+    """Errors of the store as those of a key or an option."""
+    try:
+        yield
+    except (StoreError, FileNotFoundError) as error:
+        raise UserError(f"{key}: {url} cannot be used: {error}.") from error

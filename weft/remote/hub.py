@@ -1,0 +1,93 @@
+"""A repository of the HuggingFace hub that checkpoints are uploaded to, and what is said where the hub refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from weft.errors import UserError, first_line
+
+T = TypeVar("T")
+# Names of the classes that httpx, which the hub's client stands on, raises where no answer came.
+_UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
+
+
+@dataclass(frozen=True)
+class Repository:
+    """name: OWNER/NAME. private: whether it is made so, where it is not there yet. revision: the branch that is
+    uploaded to; None for the main one. key: what messages call the name by."""
+
+    name: str
+    private: bool = False
+    revision: str | None = None
+    key: str = "weft push"
+
+    def prepare(self) -> None:
+        """Make the repository and its branch where they are missing. UserError, before anything is uploaded, where the
+        hub is out of reach, there is no token, or it may not write there."""
+        if constants.HF_HUB_OFFLINE:
+            raise self._refused("HF_HUB_OFFLINE is set, so the hub is not asked: unset it")
+        if get_token() is None:
+            raise self._refused("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+        self._asked(lambda api: api.create_repo(self.name, private=self.private or None, exist_ok=True))
+        if self.revision is not None:
+            branch = self.revision
+            self._asked(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Upload the files of a folder in a commit; where it can be seen. UserError where the hub does not take it."""
+        done = self._asked(
+            lambda api: api.upload_folder(
+                repo_id=self.name, folder_path=folder, commit_message=message, revision=self.revision
+            )
+        )
+        return str(done.commit_url)
+
+    def _asked(self, ask: Callable[[HfApi], T]) -> T:
+        try:
+            return ask(HfApi(library_name="weft"))
+        except Exception as error:  # the client's own, httpx's, and those of hf_xet
+            raise self._refused(_reason(self.name, error)) from error
+
+    def _refused(self, reason: str) -> UserError:
+        return UserError(f"{self.key}: {self.name} cannot be uploaded to: {reason}.")
+
+
+def _reason(name: str, error: Exception) -> str:
+    """What the hub's refusal means, and what to do."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if status is None:
+        return _unanswered(error)
+    said = getattr(error, "server_message", None) or ""
+    answer = f"the hub answers {status}" + (f" ({first_line(ValueError(said))})" if said else "")
+    if status == 401:
+        return f"{answer}, it does not know the token: run `hf auth login`, or set HF_TOKEN to another"
+    if status == 403:
+        return (
+            f"{answer}, the token may not write there: make one that may at {constants.ENDPOINT}/settings/tokens, or "
+            "name a repository of your own"
+        )
+    if status == 404:
+        return f"{answer}: is {name.partition('/')[0]} the name of a user or an organisation that you can write to?"
+    if status == 429:
+        return f"{answer}, too many requests: try again in some minutes"
+    if status >= 500:
+        return f"{answer}, it has trouble of its own: try again later"
+    return f"{answer}: {first_line(error)}"
+
+
+def _unanswered(error: Exception) -> str:
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
+    if {cls.__name__ for cls in type(error).__mro__} & _UNANSWERED:
+        return (
+            f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}): try again where there is a "
+            "network"
+        )
+    return f"{type(error).__name__}: {first_line(error)}"

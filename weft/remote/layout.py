@@ -1,0 +1,236 @@
+"""A run on an object store: checkpoints that are whole or not there, and small objects that name them.
+
+    URL/config.yaml, metrics.jsonl, ...           as in RUN
+    URL/checkpoints/step-000200/...               the files of a checkpoint
+    URL/checkpoints/step-000200/complete.json     written when all of them are there: their sizes and sha256
+    URL/checkpoints/latest, best                  the names of checkpoints, as text: there are no links
+    URL/critic/checkpoints/step-000200/...        of a critic in ranks of its own; complete.json has its files, too
+    URL/writer.json                               which process writes there
+
+An object store can neither rename nor link. So a checkpoint is whole where complete.json is, which is written last and
+removed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.retention import TRAINER_STATE, step_folder, superseded
+from weft.errors import StorageError
+from weft.remote.store import Store, StoreError
+
+CHECKPOINTS, COMPLETE, LATEST, BEST = "checkpoints", "complete.json", "checkpoints/latest", "checkpoints/best"
+ASIDE = "complete.aside.json"  # of a checkpoint that the run has gone back behind
+WRITER = "writer.json"
+CRITIC = "critic"
+_STEP = re.compile(r"(?:critic/)?checkpoints/(step-(\d{6,}))/(.+)")
+_AT_ONCE = 4  # files that are moved side by side
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What complete.json says. files: names relative to the run -> (bytes, sha256)."""
+
+    step: int
+    files: Mapping[str, tuple[int, str]]
+
+    @staticmethod
+    def of(folder: Path, names: Iterable[str], step: int) -> Manifest:
+        """Of files that lie in a folder."""
+        return Manifest(step, {name: ((folder / name).stat().st_size, sha256(folder / name)) for name in sorted(names)})
+
+    @staticmethod
+    def parse(content: bytes | None) -> Manifest | None:
+        """None where it is no manifest, or was cut short."""
+        try:
+            found = json.loads(content or b"")
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
+            return Manifest(int(found["step"]), files)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def text(self) -> bytes:
+        return json.dumps({"step": self.step, "files": dict(self.files)}, indent=1).encode()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a run can go on from it."""
+        return f"{CHECKPOINTS}/{name_of(self.step)}/{TRAINER_STATE}/state.json" in self.files
+
+
+def name_of(step: int) -> str:
+    """step-000200."""
+    return step_folder(Path(), step).name
+
+
+def sha256(path: Path) -> str:
+    """Of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class RemoteRun:
+    """One process writes it at a time: `token` is what it has left in writer.json, None for who only reads."""
+
+    def __init__(self, store: Store, token: str | None = None) -> None:
+        self.store, self.token = store, token
+        self._without_state: set[int] = set()
+
+    # ------------------------------------------------------------ what is there
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are whole, in order."""
+        return self._steps(self.store.list(CHECKPOINTS))
+
+    def _steps(self, names: Iterable[str], marker: str = COMPLETE) -> list[int]:
+        found = (_STEP.fullmatch(name) for name in names)
+        return sorted(int(match[2]) for match in found if match and match[3] == marker)
+
+    def manifest(self, step: int, marker: str = COMPLETE) -> Manifest | None:
+        """What is in a checkpoint; None where it is not whole."""
+        return Manifest.parse(self.store.read(_marker(step, marker)))
+
+    def named(self, link: str) -> int | None:
+        """The step that `latest` or `best` names; None where it names none."""
+        match = re.fullmatch(r"step-(\d{6,})", (self.store.read(link) or b"").decode(errors="replace").strip())
+        return None if match is None else int(match[1])
+
+    def holds_a_run(self) -> bool:
+        """Whether anything is there that a run would overwrite."""
+        names = self.store.list()
+        return any(
+            (name == "metrics.jsonl" and entry.size) or name.startswith(("checkpoints/", "rollouts/"))
+            for name, entry in names.items()
+        )
+
+    def writer(self) -> str | None:
+        """The token of the process that writes there."""
+        try:
+            return str(json.loads(self.store.read(WRITER) or b"")["token"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    # ------------------------------------------------------------ writing
+
+    def upload(self, step: int, folder: Path) -> None:
+        """A checkpoint, whole or not: all its files, then complete.json, then `latest`. folder: has its files under
+        their names relative to the run."""
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        manifest = Manifest.of(folder, names, step)
+        there = self._objects(step)
+        if _marker(step) in there:
+            self.unmark([step])
+        self._each(lambda name: self.store.put(folder / name, name), names)
+        self.store.remove(name for name in there if name not in names)
+        found = self._objects(step)
+        short = [name for name, (size, _) in manifest.files.items() if name not in found or found[name].size != size]
+        if short:
+            raise StoreError(f"{self.store.url}/{short[0]}: is not of the size that was uploaded")
+        self.require_own()
+        self.store.write(_marker(step), manifest.text())
+        self.point(LATEST, step)
+
+    def point(self, link: str, step: int) -> None:
+        """Let `latest` or `best` name a checkpoint."""
+        self.store.write(link, name_of(step).encode())
+
+    def unmark(self, steps: Iterable[int], into: str | None = None) -> None:
+        """These are whole no more; before, `latest` names the newest of the others. into: keeps complete.json."""
+        gone = set(steps)
+        left = [step for step in self.steps() if step not in gone]
+        if gone and self.named(LATEST) in gone:
+            self.point(LATEST, left[-1]) if left else self.store.remove([LATEST])
+        for step in gone:
+            if into is not None and (content := self.store.read(_marker(step))) is not None:
+                self.store.write(_marker(step, into), content)
+            self.store.remove([_marker(step)])
+
+    def prune(self, keep: int | None, keep_every: int | None, best: int | None, *, last_state: bool) -> None:
+        """Remove what is not to be kept. last_state: of older ones the trainer state, too."""
+        steps = self.steps()
+        kept = {best, self.named(BEST)}
+        for step in superseded(steps, keep, keep_every):
+            if step not in kept:
+                self.remove(step)
+        for step in self.steps()[:-1] if last_state else []:
+            if step not in self._without_state:
+                self._remove_state(step)
+                self._without_state.add(step)
+
+    def remove(self, step: int) -> None:
+        """A whole checkpoint, its complete.json first."""
+        self.unmark([step])
+        self.store.remove(self._objects(step))
+
+    def _remove_state(self, step: int) -> None:
+        manifest = self.manifest(step)
+        if manifest is None:
+            return
+        left = {name: of for name, of in manifest.files.items() if f"/{TRAINER_STATE}/" not in name}
+        if len(left) < len(manifest.files):
+            self.store.write(_marker(step), Manifest(step, left).text())
+            self.store.remove(manifest.files.keys() - left.keys())
+
+    def sweep(self) -> None:
+        """Remove what a killed process has uploaded of checkpoints that are not whole."""
+        names = [*self.store.list(CHECKPOINTS), *self.store.list(f"{CRITIC}/{CHECKPOINTS}")]
+        whole = {*self._steps(names), *self._steps(names, ASIDE)}
+        parts = ((name, _STEP.fullmatch(name)) for name in names)
+        self.store.remove(name for name, match in parts if match and int(match[2]) not in whole)
+
+    def clear(self) -> None:
+        """Remove a run, what makes it one first."""
+        self.unmark(self.steps())
+        self.store.remove(name for name in self.store.list() if name != WRITER)
+
+    def claim(self, token: str, who: Mapping[str, Any]) -> None:
+        """This process writes there from now on, and no other."""
+        self.token = token
+        self.store.write(WRITER, json.dumps({"token": token, **who}).encode())
+
+    def require_own(self) -> None:
+        """StorageError where another process has taken the run over."""
+        if self.writer() != self.token:
+            raise TakenOverError(
+                f"{self.store.url} is written by another process now (writer.json): this one uploads nothing more"
+            )
+
+    # ------------------------------------------------------------ reading
+
+    def download(self, manifest: Manifest, into: Path) -> None:
+        """The files of a checkpoint, compared with their sizes and sha256. StoreError that names the one that differs.
+
+        into: where they lie under their names relative to the run."""
+
+        def fetch(name: str) -> None:
+            self.store.get(name, into / name)
+            size, digest = manifest.files[name]
+            if (into / name).stat().st_size != size or sha256(into / name) != digest:
+                raise StoreError(f"{self.store.url}/{name}: is not what was uploaded: size or sha256 differ")
+
+        self._each(fetch, manifest.files)
+
+    def _objects(self, step: int) -> dict[str, Any]:
+        own = f"{CHECKPOINTS}/{name_of(step)}"
+        return {**self.store.list(own), **self.store.list(f"{CRITIC}/{own}")}
+
+    def _each(self, do: Any, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="store") as threads:
+            for done in [threads.submit(partial(do, name)) for name in names]:
+                done.result()
+
+
+class TakenOverError(StorageError):
+    """Another process writes the run."""
+
+
+def _marker(step: int, name: str = COMPLETE) -> str:
+    return f"{CHECKPOINTS}/{name_of(step)}/{name}"

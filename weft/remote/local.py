@@ -1,0 +1,55 @@
+"""A config whose paths lie on object stores, with folders of this machine in their place: what recipes get.
+
+Values are `LocalCopy`s: local paths to all that reads them, and the URLs they came from in config.yaml, checkpoints and
+messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from weft.config.paths import check_paths
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.urls import LocalCopy, is_url, map_paths
+from weft.errors import UserError
+from weft.remote.enter import begin_run, go_on_with
+from weft.remote.staging import fetch, staging_folder
+
+Config = TypeVar("Config", SftConfig, RlConfig)
+Run = Literal["new", "resumed"]
+
+
+def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
+    """The same config where nothing of it is on a store.
+
+    run: what is about to begin in run.dir; None where nothing is. dry_run: only what describes the model is fetched.
+    UserError where a store does not have it, or does not give it, and where that is not what the key asks for.
+    """
+    staging = staging_folder(config.run.staging)
+
+    def local(key: str, path: str) -> str:
+        if not is_url(path) or (dry_run and key.startswith(("data.", "eval."))):
+            return path
+        if isinstance(config, RlConfig) and config.cluster.address is not None:
+            raise UserError(
+                f"{key} {path}: with cluster.address other machines read it, too: put it on a file system that they "
+                "share, and name its path there."
+            )
+        return fetch(key, path, staging, weights=not dry_run)
+
+    changed: Config = map_paths(config, local)
+    if changed != config and (problems := check_paths(changed, weights=not dry_run)):
+        raise UserError("\n".join(problems))
+    if run is None or dry_run or not is_url(config.run.dir):
+        return changed
+    command = "rl" if isinstance(config, RlConfig) else "sft"
+    return replace(changed, run=replace(config.run, dir=_folder(config, run, command)))
+
+
+def _folder(config: SftConfig | RlConfig, run: Run, command: str) -> LocalCopy:
+    url, staging = str(config.run.dir), staging_folder(config.run.staging)
+    if run == "resumed":
+        return go_on_with(url, staging)
+    return begin_run(url, staging, overwrite=config.run.overwrite, command=command)

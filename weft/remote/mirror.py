@@ -1,0 +1,220 @@
+"""What keeps a run's copy on an object store beside training: a thread of the process that has the run folder.
+
+It takes what is whole here: checkpoints as soon as they have their names, of which it makes links at once, so that they
+stay until they are uploaded, and the run's other files when they have changed. Before a checkpoint is whole there, the
+lines of metrics.jsonl up to it are. An error of the store never ends training: it is said, and tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weft.checkpoint.retention import best_step, step_folder, superseded, whole_steps
+from weft.config.schema import CheckpointConfig
+from weft.errors import StorageError
+from weft.remote.layout import ASIDE, BEST, CHECKPOINTS, CRITIC, LATEST, RemoteRun, TakenOverError, name_of, sha256
+from weft.remote.links import link_files
+from weft.terminal import say
+
+_POLL_SECONDS = 0.3
+_RECORDS_SECONDS, _RECORDS_SHARE = 30.0, 20.0  # between uploads of the other files; as a multiple of how long one took
+_LONGEST_PAUSE = 60.0
+_FINAL_ROUNDS = 2
+_LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", ".writer.json"}
+_PASSING = (".partial", ".live", ".new", ".draft", ".removing")
+
+
+class Mirror:
+    """critic: whether a critic saves beside the policy, in RUN/critic. fresh: whether the run is new, so that what an
+    earlier one has left there goes. retry: the command that uploads what is missing."""
+
+    def __init__(
+        self, remote: RemoteRun, run: Path, config: CheckpointConfig, retry: str, *, critic: bool, fresh: bool
+    ) -> None:
+        self.remote, self.run, self.config, self.retry = remote, run, config, retry
+        self.critic, self.fresh = critic, fresh
+        self._links = run / "uploading"
+        self._news: list[str] = []
+        self._seen: set[int] = set()  # steps that were linked, uploaded, or left out
+        self._sent: dict[str, tuple[int, int]] = {}  # other files, as they were when they were uploaded
+        self._records_due = 0.0
+        self._stop = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for what is whole."""
+        say(f"staging  {self.run}, uploaded to {self.remote.store.url} beside training (run.staging)", as_is=True)
+        shutil.rmtree(self._links, ignore_errors=True)
+        self._thread.start()
+
+    def take_news(self) -> list[str]:
+        """What there is to say since it was last asked."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without having uploaded everything."""
+        return bool(self._failure) and not self._thread.is_alive()
+
+    def finish(self, beat: Callable[[], None], seconds: float = float("inf")) -> list[str]:
+        """Wait until all that is whole here is there, at most so long; what there is to say. StorageError where some of
+        it is not."""
+        self._stop.set()
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(_POLL_SECONDS)
+            beat()
+        if self._thread.is_alive():
+            self._failure = f"not done within {seconds:g} s"
+        if self._failure:
+            raise StorageError(
+                f"not all of the run is on {self.remote.store.url}: {self._failure}. It is whole on this machine, in "
+                f"{self.run.parent} as {self.run.name}. To upload it from here: {self.retry}"
+            )
+        return self.take_news()
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        pause, rounds, tidy = 0.0, 0, False
+        while True:
+            ends = self._stop.wait(max(_POLL_SECONDS, pause))
+            try:
+                if not tidy:
+                    self._tidy()
+                    tidy = True
+                self._link_new()
+                self._round(ends)
+                if self._failure:
+                    self._news.append(f"upload   {self.remote.store.url} takes files again")
+                pause, rounds, self._failure = 0.0, 0, ""
+                if ends and not self._linked():
+                    return
+            except TakenOverError as error:
+                self._failure = str(error)
+                self._news.append(f"upload   {error}. Training goes on")
+                return
+            except Exception as error:  # whatever a store does, training goes on
+                pause, rounds = min(_LONGEST_PAUSE, 2 * pause + 1.0), rounds + 1
+                self._note(error)
+                if ends and rounds >= _FINAL_ROUNDS:
+                    return
+
+    def _note(self, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        if reason != self._failure:
+            self._news.append(f"upload   failed, and is tried again: {reason}. Training goes on")
+        self._failure = reason
+
+    def _tidy(self) -> None:
+        """Once: what the run is not going to go on from makes way, and what is there already is not sent again."""
+        self.remote.require_own()
+        if self.fresh:
+            self.remote.clear()
+        self.remote.sweep()
+        here, there = whole_steps(self.run / CHECKPOINTS), self.remote.steps()
+        later = [step for step in there if step > max(here, default=0)]
+        if later:
+            self.remote.unmark(later, into=ASIDE)
+        for step in set(here) & set(there):
+            if self._is_there(step):
+                self._seen.add(step)
+        left = [step for step in there if step not in later]
+        if left and self.remote.named(LATEST) != left[-1]:
+            self.remote.point(LATEST, left[-1])
+
+    def _is_there(self, step: int) -> bool:
+        """Whether a checkpoint that is whole there is this one: all sizes, and the sha256 of its JSON files."""
+        manifest = self.remote.manifest(step)
+        files = {str(path.relative_to(self.run)): path for path in self._files(step)}
+        if manifest is None or manifest.files.keys() != files.keys():
+            return False
+        return all(
+            path.stat().st_size == manifest.files[name][0]
+            and (path.suffix != ".json" or sha256(path) == manifest.files[name][1])
+            for name, path in files.items()
+        )
+
+    def _files(self, step: int) -> list[Path]:
+        """Of a checkpoint, and that of a critic beside it."""
+        folders = [step_folder(self.run / inner, step) for inner in (CHECKPOINTS, f"{CRITIC}/{CHECKPOINTS}")]
+        files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+        return [path for path in files if not any(part.endswith(_PASSING) for part in path.parts)]
+
+    def _link_new(self) -> None:
+        for step in whole_steps(self.run / CHECKPOINTS):
+            waits = self.critic and not step_folder(self.run / CRITIC / CHECKPOINTS, step).is_dir()
+            if step in self._seen or waits:
+                continue
+            partial = self._links / f"{name_of(step)}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                link_files(self.run, [path.relative_to(self.run) for path in self._files(step)], partial)
+            except FileNotFoundError:
+                continue  # removed meanwhile: there is a newer one
+            os.rename(partial, self._links / name_of(step))
+            self._seen.add(step)
+
+    def _linked(self) -> list[int]:
+        """Steps that wait to be uploaded."""
+        return whole_steps(self._links)
+
+    def _round(self, ends: bool) -> None:
+        """Everything that is due; the other files first."""
+        steps, best = self._linked(), best_step(self.run / CHECKPOINTS)
+        if steps or ends or time.monotonic() >= self._records_due:
+            began = time.monotonic()
+            self._send_records()
+            took = time.monotonic() - began
+            self._records_due = time.monotonic() + max(_RECORDS_SECONDS, _RECORDS_SHARE * took)
+        for step in steps:
+            folder = self._links / name_of(step)
+            if step not in superseded(self._linked(), self.config.keep, self.config.keep_every) or step == best:
+                began = time.monotonic()
+                self.remote.upload(step, folder)
+                where = f"{self.remote.store.url}/{CHECKPOINTS}/{name_of(step)}"
+                self._news.append(f"uploaded {where} in {time.monotonic() - began:.1f} s")
+                self._point_best(best)
+                last = self.config.trainer_state == "last"
+                self.remote.prune(self.config.keep, self.config.keep_every, best, last_state=last)
+            shutil.rmtree(folder)
+            self._link_new()
+        if ends:
+            self._point_best(best)
+
+    def _point_best(self, best: int | None) -> None:
+        if best is not None and best != self.remote.named(BEST) and best in self.remote.steps():
+            self.remote.point(BEST, best)
+
+    def _send_records(self) -> None:
+        for path in records(self.run):
+            try:
+                stat = path.stat()
+                name = str(path.relative_to(self.run))
+                if self._sent.get(name) != (stat.st_size, stat.st_mtime_ns):
+                    self.remote.store.put(path, name)
+                    self._sent[name] = (stat.st_size, stat.st_mtime_ns)
+            except FileNotFoundError:
+                continue  # moved or removed meanwhile
+
+
+def records(run: Path) -> Iterator[Path]:
+    """The files of a run folder but for checkpoints and what is there for a moment only."""
+    for folder, inner, names in os.walk(run):
+        own = Path(folder).relative_to(run)
+        inner[:] = sorted(name for name in inner if (own / name).parts[0] not in _LEFT_OUT and own / name != _OF_CRITIC)
+        for name in sorted(names):
+            path = Path(folder) / name
+            passing = str(own / name) in _LEFT_OUT or name.endswith(_PASSING)
+            if not passing and path.is_file() and not path.is_symlink():
+                yield path
+
+
+_OF_CRITIC = Path(CRITIC) / CHECKPOINTS

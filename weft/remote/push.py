@@ -1,0 +1,135 @@
+"""Uploading checkpoints to the hub: one at once (`weft push`), or those of a run beside its training."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from weft.checkpoint.retention import best_step, step_folder, whole_steps
+from weft.config.schema import CheckpointConfig
+from weft.remote.card import CARD, model_card
+from weft.remote.hub import Repository
+from weft.remote.links import files_of_model, link_files
+
+_POLL_SECONDS = 0.5
+
+
+def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
+    """Upload what a user of the model needs, with a card where it has none; where it can be seen.
+
+    links: a folder that is made for the time, best on the checkpoint's file system: what lies there stays whole when
+    the checkpoint is removed meanwhile. Raises FileNotFoundError where it is removed before that.
+    """
+    try:
+        link_files(checkpoint, files_of_model(checkpoint), links)
+        if not (links / CARD).exists():
+            (links / CARD).write_text(model_card(checkpoint, repository.name), encoding="utf-8")
+        return repository.upload(links, message)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def repeated(checkpoint: Path, repository: Repository) -> str:
+    """The command that uploads a checkpoint."""
+    private = " --private" if repository.private else ""
+    branch = "" if repository.revision is None else f" --revision {repository.revision}"
+    return f"weft push {checkpoint} {repository.name}{private}{branch}"
+
+
+class Pusher:
+    """Uploads the checkpoints of a run, one at a time, from a thread of the process that has the run folder.
+
+    With checkpoint.push_at=save it is always the newest that is whole; those that came while another was uploaded are
+    left out. An upload that fails never ends the run: `news` says what failed, and the command that repeats it.
+    """
+
+    def __init__(self, repository: Repository, config: CheckpointConfig, run: Path) -> None:
+        self.repository, self.config, self.run = repository, config, run
+        self._news: list[str] = []
+        self._done: Path | None = None  # uploaded, or tried
+        self._stop, self._cancelled = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._began = max(whole_steps(self._checkpoints), default=0)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def start(self) -> None:
+        """Begin to look for checkpoints."""
+        disable_progress_bars()  # they would be drawn over that of training
+        shutil.rmtree(self._links, ignore_errors=True)
+        self._thread = threading.Thread(target=self._work, name="push", daemon=True)
+        self._thread.start()
+
+    def take_news(self) -> list[str]:
+        """What there is to say since it was last asked."""
+        news, self._news = self._news, []
+        return news
+
+    def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
+        """The run has ended: wait until what it is to leave on the hub is there; what there is to say.
+
+        stopped: by a signal, which leaves no time: then nothing more is begun. beat: called every moment.
+        """
+        self._cancelled = stopped
+        self._stop.set()
+        assert self._thread is not None
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+            beat()
+        return self.take_news()
+
+    def give_up(self) -> None:
+        """The run ends with an error: nothing more is begun, and what is under way ends with the process."""
+        self._cancelled = True
+        self._stop.set()
+
+    # ------------------------------------------------------------ the thread
+
+    @property
+    def _links(self) -> Path:
+        return self.run / "pushing"
+
+    def _work(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            steps = whole_steps(self._checkpoints) if self.config.push_at == "save" else []
+            if steps and steps[-1] > self._began:
+                self._push(step_folder(self._checkpoints, steps[-1]))
+        last = self._last()
+        if last is not None and last != self._done:
+            if self._cancelled:
+                self._news.append(
+                    f"push     {last} is not uploaded, because the run was stopped: {repeated(last, self.repository)}"
+                )
+            else:
+                self._push(last)
+
+    def _last(self) -> Path | None:
+        """What is on the hub in the end: the best checkpoint where it is kept (checkpoint.keep_best), else the last."""
+        steps = whole_steps(self._checkpoints)
+        best = best_step(self._checkpoints) if self.config.keep_best else None
+        step = best if best is not None else steps[-1] if steps else None
+        return None if step is None else step_folder(self._checkpoints, step)
+
+    def _push(self, checkpoint: Path) -> None:
+        if checkpoint == self._done:
+            return
+        try:
+            where = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
+            self._news.append(f"pushed   {checkpoint.name} to {where}")
+        except FileNotFoundError:
+            return  # removed meanwhile, so there is a newer one
+        except Exception as error:  # whatever it is, training does not need it
+            again = repeated(checkpoint, self.repository)
+            self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {again}")
+        self._done = checkpoint
+
+
+def message_of(checkpoint: Path, run: Path | None = None) -> str:
+    """What the commit says where the user says nothing."""
+    return f"Upload {checkpoint.name}" + ("" if run is None else f" of {run.resolve().name}")

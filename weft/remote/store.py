@@ -1,0 +1,144 @@
+"""An object store under a URL, through fsspec: a few calls, each tried again while the store may recover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft.config.urls import url_problem
+from weft.errors import StorageError, UserError, first_line
+
+T = TypeVar("T")
+# Seconds between attempts, beside those that the file systems of fsspec make by themselves. What goes on beside
+# training is patient; what the user waits for is not.
+PATIENT, BRIEF = (1.0, 2.0, 4.0, 8.0), ()
+# What stays as it is, however often it is tried; the names are botocore's.
+_LASTING = (PermissionError, IsADirectoryError, ValueError, TypeError)
+_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ProfileNotFound"}
+# What tells two contents of one name apart, as the file systems of fsspec call it.
+_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated", "mtime")
+
+
+class StoreError(StorageError):
+    """A store did not do what it was asked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object. mark: differs where its content does."""
+
+    size: int
+    mark: str
+
+
+class Store:
+    """What lies under a URL; names are relative to it, with slashes. delays: seconds between attempts."""
+
+    def __init__(self, url: str, delays: tuple[float, ...] = PATIENT) -> None:
+        self.url, self.delays = url.rstrip("/"), delays
+        if problem := url_problem("the path", self.url):
+            raise UserError(problem)
+        from fsspec.core import url_to_fs  # takes a while, and most runs need no store
+
+        options = {"auto_mkdir": True} if self.url.startswith(("file:", "local:")) else {}
+        self._fs, self._root = self._tried("", lambda: url_to_fs(self.url, **options))
+
+    def read(self, name: str) -> bytes | None:
+        """An object's content; None where there is none."""
+        try:
+            return bytes(self._tried(name, lambda: self._fs.cat_file(self._path(name))))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object, whole or not at all where the store can."""
+        self._written(name, lambda: self._fs.pipe_file(self._path(name), content))
+
+    def put(self, local: Path, name: str) -> None:
+        """Upload a file. FileNotFoundError where it is gone here."""
+        local.stat()
+        self._written(name, lambda: self._fs.put_file(str(local), self._path(name)))
+
+    def get(self, name: str, local: Path) -> None:
+        """Download an object. FileNotFoundError where there is none."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._tried(name, lambda: self._fs.get_file(self._path(name), str(local)))
+
+    def list(self, under: str = "") -> dict[str, Entry]:
+        """All objects, at any depth."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._tried(under, lambda: self._fs.find(self._path(under), detail=True))
+        except FileNotFoundError:
+            return {}
+        return self._entries(found)
+
+    def match(self, pattern: str) -> dict[str, Entry]:
+        """The objects that a pattern names."""
+        self._fs.invalidate_cache()
+        found = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
+        return self._entries({name: info for name, info in found.items() if info["type"] == "file"})
+
+    def entry(self, name: str) -> Entry | None:
+        """An object; None where there is none of this very name."""
+        self._fs.invalidate_cache()
+        try:
+            info = self._tried(name, lambda: self._fs.info(self._path(name)))
+        except FileNotFoundError:
+            return None
+        return _entry(info) if info["type"] == "file" else None
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are gone already are no error."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._tried(name, partial(self._fs.rm_file, self._path(name)))
+
+    def _written(self, name: str, do: Callable[[], Any]) -> None:
+        try:
+            self._tried(name, do)
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.url}/{name}: there is no such bucket: make it, or name another") from error
+
+    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
+        start = len(self._root.rstrip("/")) + 1
+        return {name[start:]: _entry(info) for name, info in sorted(found.items()) if len(name) >= start}
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+    def _tried(self, name: str, do: Callable[[], T]) -> T:
+        for delay in (*self.delays, None):
+            try:
+                return do()
+            except FileNotFoundError:
+                raise
+            except NotADirectoryError as error:  # of local files: an object where a folder is looked for
+                raise FileNotFoundError(str(error)) from error
+            except Exception as error:  # each file system has exceptions of its own
+                if delay is None or _is_lasting(error):
+                    raise StoreError(f"{self.url}{'/' * bool(name)}{name}: {_reason(error)}") from error
+            time.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    return Entry(int(info.get("size") or 0), "|".join(str(info[key]) for key in _MARKS if info.get(key)))
+
+
+def _is_lasting(error: Exception) -> bool:
+    return isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
+
+
+def _reason(error: Exception) -> str:
+    text = first_line(error)
+    if isinstance(error, PermissionError):
+        return f"access denied ({text}): may these credentials list, read, write and delete there?"
+    if type(error).__name__ in _LASTING_NAMES:
+        return f"{text}: set the store's credentials, as in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return f"{type(error).__name__}: {text}"

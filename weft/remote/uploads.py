@@ -1,0 +1,103 @@
+"""What goes on beside a run with what it writes, as soon as it is whole: uploads, in threads of the process that has
+the run folder. Recipes know this file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.config.rl_schema import RlConfig
+from weft.config.urls import LocalCopy
+from weft.errors import StorageError
+from weft.observe import flight
+from weft.remote.enter import own_token
+from weft.remote.hub import Repository
+from weft.remote.layout import RemoteRun
+from weft.remote.mirror import Mirror
+from weft.remote.push import Pusher
+from weft.remote.store import Store
+from weft.terminal import say, say_all
+
+_AFTER_AN_ERROR = 60.0  # seconds that uploads may still take when the run has failed
+
+
+def prepare(config: Any) -> None:
+    """Before anything is read or trained: UserError where what the run is to upload to cannot be had."""
+    if config.checkpoint.push is not None:
+        repository_of(config).prepare()
+
+
+def repository_of(config: Any) -> Repository:
+    """What checkpoint.push names."""
+    checkpoint = config.checkpoint
+    return Repository(checkpoint.push, checkpoint.push_private, checkpoint.push_revision, "checkpoint.push")
+
+
+class Uploads(AbstractContextManager["Uploads"]):
+    """Those of a run, from its first step to its end. first: False on ranks that upload nothing. resume: whether the
+    run goes on."""
+
+    def __init__(self, config: Any, run: Path, *, resume: bool, first: bool = True) -> None:
+        pushes = first and config.checkpoint.push is not None
+        self._pusher = Pusher(repository_of(config), config.checkpoint, run) if pushes else None
+        self._mirror = mirror_of(config, run, resume=resume) if first else None
+
+    def __enter__(self) -> Uploads:
+        for thread in (self._mirror, self._pusher):
+            if thread is not None:
+                thread.start()
+        return self
+
+    def take_news(self) -> list[str]:
+        """What there is to say since it was last asked."""
+        threads = (self._mirror, self._pusher)
+        return [text for thread in threads if thread is not None for text in thread.take_news()]
+
+    def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
+        """All that the run leaves is where it belongs; what there is to say. StorageError where an object store has not
+        got it. stopped: by a signal. beat: called every moment, while there is something to wait for."""
+        news = [] if self._pusher is None else self._pusher.finish(stopped, beat)
+        if self._mirror is None:
+            return news
+        try:
+            return [*news, *self._mirror.finish(beat)]
+        except StorageError:
+            say_all([*news, *self._mirror.take_news()])
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if self._pusher is not None:
+            self._pusher.give_up()
+        if self._mirror is not None and not self._mirror.failed:
+            say(f"ending   what is whole is uploaded first, within {_AFTER_AN_ERROR:g} s", error=True)
+            try:
+                say_all(self._mirror.finish(flight.own.beat, _AFTER_AN_ERROR), error=True)
+            except StorageError as problem:
+                say(f"upload   {problem}", error=True)
+
+
+def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
+    """What keeps the run on an object store; None where run.dir names a folder."""
+    if not isinstance(config.run.dir, LocalCopy):
+        return None
+    url, is_rl = config.run.dir.remote, isinstance(config, RlConfig)
+    critic = isinstance(config, RlConfig) and config.rl.advantage == "gae" and config.critic.ranks is not None
+    remote = RemoteRun(Store(url), own_token(run))
+    retry = f"weft {'rl' if is_rl else 'sft'} --resume {url}"
+    return Mirror(remote, run, config.checkpoint, retry, critic=critic, fresh=not resume)
+
+
+def upload_all(config: Any, run: Path) -> list[str]:
+    """What is whole here of a run that has nothing more to train; what there is to say."""
+    mirror = mirror_of(config, run, resume=True)
+    if mirror is None:
+        return []
+    mirror.start()
+    return mirror.finish(flight.own.beat)
