@@ -77,9 +77,12 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("torchtune.yaml", "train.epochs: [epochs]", "train.epoch: [epochs]", "moves: train.epoch is no key of weft."),
         ("torchtune.yaml", "train.epochs: [epochs]", "train.epochs: [epocs]", "torchtune.yaml: epocs stands under"),
         ("torchtune.yaml", "fp32: {fsdp.param_dtype", "fp32: {fsdp.dtype", "means: dtype: fsdp.dtype is no key"),
+        ("trl.yaml", "LENGTH:", "Lenght:", "trl.yaml: names: max_length: the sentence follows a colon: no capital"),
+        ("miles.yaml", "  GROUP:", "  \"say `rl.groups`.\":", "miles.yaml: rl: n_samples_per_prompt: `rl.groups` in"),
+        ("trl.yaml", "lora: {", "lora: {lora_r: [true], ", "trl.yaml: lora: lora_r, use_peft: one name says"),
         ("torchtitan.yaml", "STEPS: [", "EPOCHS: [max_steps, ", "names: max_steps: trl.yaml has another answer"),
-        ("sentences.yaml", "say `track.project`.", "say `track.projct`.", "PROJECT names `track.projct`, no key"),
-        ("sentences.yaml", "say `rl.kl_unbiased`.", "Say `rl.kl_unbiased`", "rl: UNBIASED must begin without"),
+        ("sentences.yaml", "say `track.project`.", "say `track.projct`.", "PROJECT: `track.projct` in its sen"),
+        ("sentences.yaml", "say `rl.kl_unbiased`.", "Say `rl.kl_unbiased`", "rl: UNBIASED: the sentence follows"),
     ],
 )  # fmt: skip
 def test_a_typo_in_a_table_is_named_with_its_file(tmp_path: Path, file: str, old: str, new: str, words: str) -> None:

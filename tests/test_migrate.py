@@ -420,3 +420,12 @@ def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     draft = migrate([str(tmp_path / "a.yaml")])
     assert "documents: 8  # 1 x 4 x 2 data rank(s), each of several GPUs" in draft
     assert "dir: ./out" in draft
+
+
+@pytest.mark.parametrize("minutes", ["30", '"30"', "30.0"])
+def test_minutes_are_seconds(tmp_path: Path, minutes: str) -> None:
+    """In quotes, too, where sixty times a text would be a text."""
+    text = f"base_model: m\nsequence_len: 512\ntimeout_minutes: {minutes}\ndp_shard_size: 4\n"
+    (tmp_path / "a.yaml").write_text(text)
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found["train.timeout"], found["mesh.dp_shard"]) == (1800, 4)

@@ -51,8 +51,10 @@ def _of_files(tables: Tables) -> Iterator[str]:
 def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
     file, table = f"{trainer.name}.yaml", trainer.table
     yield from _of_names(f"{file}: names", trainer.names)
-    inline = {text: text for text in trainer.names.values() if text not in tables.sentences.sft.values()}
-    yield from _of_sentences(f"{file}: names", inline, _known(SftConfig))
+    yield from _of_sentences(f"{file}: names", trainer.names, _known(SftConfig))
+    yield from _of_sentences(f"{file}: rl", trainer.rl, _known(RlConfig))
+    if len(table.lora) > 1:
+        yield f"{file}: lora: {', '.join(table.lora)}: one name says whether there are adapters."
     for name in trainer.rl:
         if not _NAME.fullmatch(name) or name in _known(RlConfig):
             yield f"{file}: rl: {name} is a key of weft, or no name in lower case."
@@ -92,9 +94,11 @@ def _of_keys(where: str, keys: Iterable[str]) -> Iterator[str]:
 def _of_sentences(where: str, sentences: Mapping[str, str], known: set[str]) -> Iterator[str]:
     for name, text in sentences.items():
         if text[:1].isupper() or not text.endswith("."):
-            yield f"{where}: {name} must begin without a capital and end with a full stop: it follows a colon."
+            yield f"{where}: {name}: the sentence follows a colon: no capital, and a full stop at its end: {text}"
         yield from (
-            f"{where}: {name} names `{key}`, no key of weft." for key in _NAMED.findall(text) if key not in known
+            f"{where}: {name}: `{key}` in its sentence is no key of weft."
+            for key in _NAMED.findall(text)
+            if key not in known
         )
 
 
