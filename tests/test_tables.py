@@ -7,14 +7,12 @@ import io
 import pytest
 from rich.table import Table
 
+from weft.engine.groups import OptimizerGroupRow
 from weft.observe.tables import (
     AxisRow,
     DtypeRow,
-    OptimizerGroupRow,
     ParameterRow,
     UnitRow,
-    byte_count,
-    count,
     dtype_table,
     mesh_table,
     optimizer_table,
@@ -25,7 +23,7 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
-from weft.terminal import Console
+from weft.terminal import Console, byte_count, count
 
 
 def printed(table: Table) -> list[str]:

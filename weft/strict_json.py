@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import first_line
@@ -81,3 +83,14 @@ def _integer(digits: str) -> int:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_int=_integer)
+
+
+def plain(value: Any) -> Any:
+    """`value` with None in place of numbers that JSON does not know (NaN, infinities)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

@@ -85,3 +85,19 @@ class _Record(logging.LogRecord):
 
 def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     say("".join(traceback.format_exception(kind, error, trace)), error=True, end="")
+
+
+def count(number: int) -> str:
+    """`999`, `4.98M`, `70.6B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def byte_count(number: int) -> str:
+    """`12 B`, `19.7 MiB`, `1.5 TiB`."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            return f"{number / 1024**power:.4g} {unit}"
+    return f"{number} B"

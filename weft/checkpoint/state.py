@@ -33,8 +33,8 @@ from weft.engine.host import HostTensor
 from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.files import read_object, regular_file
-from weft.observe.metrics import plain
 from weft.observe.summary import versions
+from weft.strict_json import plain
 
 T = TypeVar("T")
 FORMAT = 2

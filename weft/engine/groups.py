@@ -12,13 +12,25 @@ from torch import Tensor, nn
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
 from weft.models.patterns import names_it, nearest
-from weft.observe.tables import OptimizerGroupRow
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
 _BIAS = re.compile(r"(^|_)bias$", re.IGNORECASE)
 _Row = tuple[int, str, float, float | None]  # (place, name, weight decay, peak learning rate)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerGroupRow:
+    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names.
+    lr: their peak learning rate, None where they have none."""
+
+    name: str
+    weight_decay: float
+    parameters: int
+    elements: int
+    examples: tuple[str, ...]
+    lr: float | None = None
 
 
 @dataclass(frozen=True)

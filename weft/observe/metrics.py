@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from weft.cluster.alike import require_agreement
 from weft.observe.timing import waiting
+from weft.strict_json import plain
 
 # The keys that other programs may rely on, in the order of every line; the recipe's own follow.
 CORE_KEYS = (
@@ -139,14 +139,3 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def plain(value: Any) -> Any:
-    """`value` with None in place of numbers that JSON does not know (NaN, infinities)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value

@@ -27,7 +27,6 @@ from weft.observe.tables import (
     DtypeRow,
     ParameterRow,
     UnitRow,
-    byte_count,
     dtype_table,
     mesh_table,
     optimizer_table,
@@ -40,7 +39,7 @@ from weft.ops.attention import EXACT, choose
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.activations import saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
-from weft.terminal import say
+from weft.terminal import byte_count, say
 from weft.versions import untested_versions
 
 

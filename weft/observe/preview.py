@@ -18,8 +18,7 @@ from weft.data.opened import Source
 from weft.data.order import Share
 from weft.data.sources import Part
 from weft.errors import UserError
-from weft.observe.tables import byte_count
-from weft.terminal import Console
+from weft.terminal import Console, byte_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,9 +24,8 @@ from weft.errors import UserError
 from weft.observe.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
 from weft.observe.progress import duration
 from weft.observe.report_rl import is_rl, last_samples, rl_charts
-from weft.observe.tables import byte_count, count
 from weft.observe.timing import METRICS as PHASES
-from weft.terminal import clean
+from weft.terminal import byte_count, clean, count
 from weft.version import __version__
 
 Line = dict[str, Any]

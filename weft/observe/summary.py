@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from weft.observe.metrics import plain
+from weft.strict_json import plain
 from weft.terminal import called
 from weft.version import __version__
 from weft.versions import TESTED, installed_version

@@ -15,7 +15,8 @@ from rich import box
 from rich.measure import Measurement
 from rich.table import Table
 
-from weft.terminal import Console
+from weft.engine.groups import OptimizerGroupRow
+from weft.terminal import Console, byte_count, count
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
@@ -51,19 +52,6 @@ class UnitRow:
     parameters: int
     bytes: int
     sharding: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerGroupRow:
-    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names.
-    lr: their peak learning rate, None where they have none."""
-
-    name: str
-    weight_decay: float
-    parameters: int
-    elements: int
-    examples: tuple[str, ...]
-    lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,22 +196,6 @@ def show(table: Table, console: Console | None = None) -> None:
         console = Console(file=console.file, width=max(_PAGE, console.width, needed))
     console.print(table)
     console.print()
-
-
-def count(number: int) -> str:
-    """`999`, `4.98M`, `70.6B`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
-
-
-def byte_count(number: int) -> str:
-    """`12 B`, `19.7 MiB`, `1.5 TiB`."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            return f"{number / 1024**power:.4g} {unit}"
-    return f"{number} B"
 
 
 def shape(sizes: Sequence[int]) -> str:

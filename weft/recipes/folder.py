@@ -26,6 +26,7 @@ from weft.config.schema import RunConfig, SftConfig
 from weft.errors import UserError
 from weft.terminal import called
 
+SAMPLES = "samples.jsonl"  # answers to eval.prompts
 AnyConfig = SftConfig | RlConfig
 
 

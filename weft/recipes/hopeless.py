@@ -1,8 +1,8 @@
-"""When steps come to nothing, one after the other, the run is ended."""
+"""When rollout steps come to nothing, one after the other, the run is ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,26 +11,6 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.documents import is_trained
 from weft.rl.types import Sample
-
-
-@dataclass
-class BadSteps:
-    """Steps in a row that were not finite. most: train.max_nonfinite."""
-
-    most: int
-    in_a_row: int = 0
-
-    def count(self, line: Mapping[str, object], advice: str) -> None:
-        """One step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped because
-        its loss scale was too large, or because it had nothing to train, is neither good nor bad."""
-        if line.get("overflow") or line.get("empty"):
-            return
-        self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
-        if self.in_a_row >= self.most:
-            raise FloatingPointError(
-                f"{self.in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {line.get('reason')}. "
-                f"{advice}"
-            )
 
 
 @dataclass

@@ -21,9 +21,28 @@ from weft.observe.summary import Phases, RunSummary
 from weft.observe.timing import StepTimes
 from weft.observe.trackers import Trackers
 from weft.parallel.timed import time_collectives
-from weft.recipes.hopeless import BadSteps
 from weft.recipes.resume import Start
 from weft.terminal import say
+
+
+@dataclass
+class BadSteps:
+    """Steps in a row that were not finite. most: train.max_nonfinite."""
+
+    most: int
+    in_a_row: int = 0
+
+    def count(self, line: Mapping[str, object], advice: str) -> None:
+        """One step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped because
+        its loss scale was too large, or because it had nothing to train, is neither good nor bad."""
+        if line.get("overflow") or line.get("empty"):
+            return
+        self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
+        if self.in_a_row >= self.most:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {line.get('reason')}. "
+                f"{advice}"
+            )
 
 
 @dataclass

@@ -35,9 +35,8 @@ from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.schedule import learning_rate
 from weft.errors import UserError
-from weft.recipes.folder import cut_lines, dropped_of, write_config
+from weft.recipes.folder import SAMPLES, cut_lines, dropped_of, write_config
 from weft.recipes.identity import model_fingerprint
-from weft.recipes.sampling import SAMPLES
 
 # Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
 MAY_CHANGE = (

@@ -14,7 +14,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe.opening import print_dry_run
-from weft.observe.tables import EngineRow, byte_count, engine_table, show
+from weft.observe.tables import EngineRow, engine_table, show
 from weft.planner.devices import accelerator
 from weft.planner.memory import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
@@ -23,7 +23,7 @@ from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.environments import environment_class
 from weft.rl.rewards import Rewards
 from weft.rl.types import Prompt
-from weft.terminal import say
+from weft.terminal import byte_count, say
 
 _LONGEST = 2000  # characters of the prompt that is shown
 _LONGEST_VALUE = 60  # of a column's

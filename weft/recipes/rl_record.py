@@ -17,7 +17,8 @@ from weft.observe.metrics import MetricsFile
 from weft.observe.summary import Phases, RunSummary
 from weft.observe.trackers import Trackers
 from weft.recipes.hooks import OnStep
-from weft.recipes.hopeless import BadSteps, EmptySteps, FlatSteps
+from weft.recipes.hopeless import EmptySteps, FlatSteps
+from weft.recipes.recorder import BadSteps
 from weft.recipes.rl_resume import RlStart
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated

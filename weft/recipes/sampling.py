@@ -16,11 +16,11 @@ from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.observe import flight
-from weft.observe.tables import byte_count
+from weft.recipes.folder import SAMPLES
 from weft.rollout.base import Request, Sampling, seed_of
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.terminal import byte_count
 
-SAMPLES = "samples.jsonl"
 _PRINTED = 3  # answers of an evaluation
 _TOKENS = 8_192  # that the copy remembers at once, beside all that training holds
 _WIDTH = 100  # characters of a prompt, and of an answer, that are printed

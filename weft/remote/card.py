@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from weft import __version__
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.config.sources import looks_like_hub_dataset
 from weft.files import read_object
+from weft.version import __version__
 
 CARD = "README.md"
 _ADAPTER = "adapter_config.json"

@@ -21,11 +21,10 @@ from weft.checkpoint.retention import commit, point_best, point_latest, step_fol
 from weft.cluster.scratch import scratch_folder
 from weft.config.urls import LocalCopy, url_problem
 from weft.errors import UserError
-from weft.observe.tables import byte_count
 from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, WRITER, Manifest, RemoteRun, name_of
 from weft.remote.staging import locked, run_folder
 from weft.remote.store import BRIEF, Store, StoreError
-from weft.terminal import say
+from weft.terminal import byte_count, say
 
 TOKEN = ".writer.json"
 _RECORDS = ("rollouts/", "evaluations/")

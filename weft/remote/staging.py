@@ -24,10 +24,9 @@ from urllib.parse import urlsplit
 from weft.config.sources import is_pattern
 from weft.config.urls import LocalCopy
 from weft.errors import UserError
-from weft.observe.tables import byte_count
 from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, LATEST, RemoteRun, name_of
 from weft.remote.store import BRIEF, Entry, Store, StoreError
-from weft.terminal import call_by, say
+from weft.terminal import byte_count, call_by, say
 
 DEFAULT = "~/.cache/weft/remote"
 # Of a checkpoint, what a model that is trained or run from it does not need.
