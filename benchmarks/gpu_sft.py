@@ -31,11 +31,11 @@ from weft.engine.config import EngineConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.models import hf
-from weft.models.layout import layout_of
+from weft.models.flops import FlopFacts, document_flops
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.flops import FlopFacts, document_flops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.parallel.mesh import own_part
+from weft.sharding.layout import layout_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
 # Name -> a config of the examples, and what differs from it.

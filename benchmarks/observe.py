@@ -39,16 +39,16 @@ from weft.data.tokenizer import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.document import first_sources
 from weft.engine.engine import Engine
+from weft.engine.prefetch import ahead
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe import flight
-from weft.observe.memory import own_peak_memory_gib
-from weft.observe.progress import Progress
-from weft.observe.summary import RunSummary
-from weft.recipes.ahead import ahead
-from weft.recipes.reading import deal, read_data
-from weft.recipes.recorder import Recorder
-from weft.recipes.resume import Start
+from weft.recipes.run_data import deal, read_data
 from weft.recipes.sft import lay_out, take_step
+from weft.report.progress import Progress
+from weft.run.recorder import Recorder
+from weft.run.resume import Start
+from weft.telemetry import flight
+from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.summary import RunSummary
 
 
 class Bench:

@@ -34,8 +34,8 @@ from weft.data.table import Chunk, in_memory
 from weft.engine.document import Document, choose, metas, take
 from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step, unread_tokens
 from weft.engine.row import build_row
-from weft.observe.flops import AttentionFacts, FlopFacts, document_flops
-from weft.observe.memory import own_peak_memory_gib
+from weft.models.flops import AttentionFacts, FlopFacts, document_flops
+from weft.telemetry.memory import own_peak_memory_gib
 
 LINEAR, QUADRATIC = 3.6e9, 344e3
 BUDGETS = (4096, 6000, 8192, 12288, 16384)

@@ -79,12 +79,12 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.config import load_config
     from weft.config.rl_schema import RlConfig
     from weft.recipes import rl as recipe
-    from weft.recipes.folder import Held
-    from weft.recipes.rl_actors import Actors
-    from weft.recipes.rl_resume import FRESH
+    from weft.rl.actors import Actors
+    from weft.rl.colocation import Turns
     from weft.rl.pool import EmbeddedPool
+    from weft.rl.resume import FRESH
     from weft.rl.trainer import Trainer
-    from weft.rl.turns import Turns
+    from weft.run.folder import Held
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)

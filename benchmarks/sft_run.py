@@ -37,9 +37,9 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     from weft.engine.document import Document
     from weft.engine.engine import Engine
     from weft.engine.plan import StepPlan
+    from weft.engine.prefetch import ahead
     from weft.engine.rows import Rows
     from weft.objectives.cross_entropy import CrossEntropy
-    from weft.recipes.ahead import ahead
 
     rule = spec["optimizer"]
     optimizer = OptimizerConfig(

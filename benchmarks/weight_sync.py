@@ -38,9 +38,9 @@ from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.rollout.standalone import Standalone
-from weft.rollout.sync.planes import SLOTS
+from weft.rollout.sync.protocol import Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.transports import SLOTS
 
 GB, KEY = 1e9, "benchmark"
 BARE_ROUNDS = 8

@@ -22,7 +22,7 @@ from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.models import hf
-from weft.observe.flops import FlopFacts
+from weft.models.flops import FlopFacts
 from weft.recipes.verify import EPSILON
 from weft.verification import harness
 from weft.verification.documents import awkward_steps

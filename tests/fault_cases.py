@@ -15,7 +15,7 @@ from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.checkpoint.state import check_contents, read_state
 from weft.models import hf
-from weft.observe import flight
+from weft.telemetry import flight
 
 STEPS = 6
 CONFIG = """\

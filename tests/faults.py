@@ -1,5 +1,5 @@
 """Real runs of the command line with faults in them. A fault strikes one rank when it comes to a phase of a step
-(weft.observe.flight)."""
+(weft.telemetry.flight)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _settle(fault: Fault | None, group: Path | None) -> None:
 
 def prepare(fault: Fault, folder: Path = Path()) -> None:
     """Let the fault strike where flight.at says that its moment has come. folder: where the moment is noted."""
-    from weft.observe import flight
+    from weft.telemetry import flight
 
     original, struck, times = flight.at, (folder / "struck-at").absolute(), count(1)
 
@@ -192,7 +192,7 @@ DO: dict[str, Callable[[Any], None]] = {
 def _not_a_number(fault: Fault) -> None:
     """From a step on, the loss of one rank is not a number."""
     from weft.objectives.cross_entropy import CrossEntropy
-    from weft.observe import flight
+    from weft.telemetry import flight
 
     original = CrossEntropy.__call__
 
@@ -211,7 +211,7 @@ def _plan(change: Callable[[list[Any]], list[Any]]) -> Callable[[Fault], None]:
 
     def prepare(fault: Fault) -> None:
         from weft.engine.engine import Engine
-        from weft.observe import flight
+        from weft.telemetry import flight
 
         original, step = Engine.plan, count(1)  # a step is planned while the one before is taken
 
@@ -241,23 +241,23 @@ def _other_data(fault: Fault) -> None:
 
 def _other_code(fault: Fault) -> None:
     """One rank's checkout differs."""
-    from weft.cluster import alike
+    from weft.cluster import consistency
 
-    original = alike.code_digest
-    alike.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()
+    original = consistency.code_digest
+    consistency.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()
 
 
 def _slow_disk(fault: Fault) -> None:
     """Weights take some seconds to write: longer than a rank that fails alone waits."""
-    from weft.checkpoint import contents
+    from weft.checkpoint import snapshot
 
-    original = contents.write_export
+    original = snapshot.write_export
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(5)
         return original(*arguments, **options)
 
-    contents.write_export = slow
+    snapshot.write_export = slow
 
 
 def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
@@ -265,7 +265,7 @@ def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
 
     def prepare(fault: Fault) -> None:
         from weft.data import sources, tokenise
-        from weft.data.crew import Crew
+        from weft.data.workers import Crew
 
         tokenise.KEPT_BYTES = tokenise.CREW_BYTES = 0
         sources.BLOCK_BYTES = 300

@@ -26,12 +26,12 @@ from weft.cluster.rays import ActorGroup, together
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError
-from weft.observe import flight
 from weft.recipes import rl
-from weft.recipes.rl_actors import Actors
-from weft.rl.records import FOLDER, rollout_files
+from weft.rl.actors import Actors
 from weft.rl.trainer import Trainer
+from weft.rollout.records import FOLDER, rollout_files
 from weft.rollout.standalone import Standalone
+from weft.telemetry import flight
 
 KEYS = [
     "model.init=random", "rl.prompts=2", "rl.group_size=3", "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4",
@@ -115,7 +115,7 @@ class LocalGroup:
 def local_actors(
     config: RlConfig, options: RlOptions, *, fill: bool, hook: Hook | None = None, kind: type[LocalGroup] = LocalGroup
 ) -> Iterator[Actors]:
-    """What weft.recipes.rl_actors.open_actors gives, without Ray."""
+    """What weft.rl.actors.open_actors gives, without Ray."""
     trainers = kind("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
     engines = None
     if config.rollout.engine == "hf":

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from weft.cluster.guard import guarded
+from weft.cluster.entrypoint import guarded
 from weft.errors import UserError
 
 

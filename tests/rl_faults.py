@@ -98,7 +98,8 @@ class RlRun(forked.Run):
 
 def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | None) -> None:
     """In the controller's process, before it begins."""
-    from weft.recipes import rl, rl_actors
+    from weft.recipes import rl
+    from weft.rl import actors
 
     tempfile.tempdir = None  # what it was before the variables were set
     say_what_ends()
@@ -115,15 +116,15 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
         prepare(fault, folder)
     else:
         make = f"_make_{fault.who}"
-        setattr(rl_actors, make, partial(made_struck, fault, str(folder), make))
+        setattr(actors, make, partial(made_struck, fault, str(folder), make))
 
 
 def made_struck(fault: RlFault, folder: str, make: str, *arguments: Any) -> Any:
-    """In an actor's process: what rl_actors makes there."""
-    from weft.recipes import rl_actors
+    """In an actor's process: what weft.rl.actors makes there."""
+    from weft.rl import actors
 
     prepare(fault, Path(folder))
-    return getattr(rl_actors, make)(*arguments)
+    return getattr(actors, make)(*arguments)
 
 
 class ReportingGroup(LocalGroup):
@@ -182,13 +183,13 @@ def _score() -> tuple[Any, str]:
 
 
 def _turn() -> tuple[Any, str]:
-    from weft.rl.turns import Turns
+    from weft.rl.colocation import Turns
 
     return Turns, "to_rollouts"
 
 
 def _record() -> tuple[Any, str]:
-    from weft.recipes.rl_record import RlRecorder
+    from weft.rl.recorder import RlRecorder
 
     return RlRecorder, "record"
 
@@ -201,9 +202,9 @@ CONTROLLER: dict[str, Callable[[], tuple[Any, str]]] = {
 
 def _other_checksum() -> None:
     """An engine sums what it received otherwise than it was sent."""
-    from weft.rollout.sync import wire
+    from weft.rollout.sync import protocol
 
-    wire.checksum = lambda data: 1
+    protocol.checksum = lambda data: 1
 
 
 def _port_in_use() -> None:

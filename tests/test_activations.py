@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.cases import saved_model
+from weft.engine.startup import hidden_of, implementation
 from weft.models import hf
-from weft.models.startup import hidden_of, implementation
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.planner.activations import saved_bytes

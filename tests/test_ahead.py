@@ -29,13 +29,13 @@ from weft.data.table import Chunk, in_memory
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
+from weft.engine.prefetch import ahead
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.summary import Phases
 from weft.parallel.mesh import Mesh
 from weft.recipes import sft
-from weft.recipes.ahead import ahead
 from weft.recipes.evaluate import HeldOut
-from weft.recipes.reading import RunData
+from weft.recipes.run_data import RunData
+from weft.telemetry.summary import Phases
 
 
 def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int = 10**6) -> Documents:
@@ -262,7 +262,7 @@ def test_rows_are_built_while_the_step_before_computes(tmp_path: Path) -> None:
 
 def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     """(what was raised, lines written before, where the rank was)."""
-    from weft.observe import flight
+    from weft.telemetry import flight
 
     config = config_of(path)
     config = replace(config, data=replace(config.data, shuffle=False))

@@ -28,7 +28,7 @@ from weft.config.schema import RunConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.recipes.folder import make_folder
+from weft.run.folder import make_folder
 
 ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
 SECTIONS: dict[str, Any] = {
@@ -116,11 +116,11 @@ def test_a_start_that_failed_leaves_no_run(here: Path) -> None:
 
 def test_names_of_the_package() -> None:
     """The function weft.rl has the name of a folder, whatever of that has been imported."""
-    import weft.rl.types as types
+    import weft.rollout.types as types
 
     assert dir(weft) == ["Engine", "Run", "rl", "sft"]
     assert inspect.isfunction(weft.rl) and "Reinforcement learning" in pydoc.render_doc(weft.rl)
-    assert types.__name__ == "weft.rl.types" and weft.Engine.__module__ == "weft.engine.engine"
+    assert types.__name__ == "weft.rollout.types" and weft.Engine.__module__ == "weft.engine.engine"
     assert Path(weft.__file__).with_name("py.typed").exists()
 
 

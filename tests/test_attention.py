@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import versions
-from weft.models.device_check import errors
+from weft.engine.device_check import errors
 from weft.ops import attention, flex
 from weft.ops.attention import choose, varlen
 from weft.ops.attention_call import Bounds, Call, Traits

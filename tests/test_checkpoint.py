@@ -27,11 +27,8 @@ from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
-from weft.checkpoint import contents, rng, save
-from weft.checkpoint.boxes import Box
-from weft.checkpoint.files import create, lay_out
+from weft.checkpoint import rng, save, snapshot
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.ranges import RangeWriter
 from weft.checkpoint.retention import point_best, point_latest, prune, set_aside, step_folder, sweep, whole_steps
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state, write_rank_file
@@ -40,7 +37,10 @@ from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.recipes.folder import cut_lines, open_folder
+from weft.run.folder import cut_lines, open_folder
+from weft.sharding.boxes import Box
+from weft.sharding.ranges import RangeWriter
+from weft.sharding.safetensors_files import create, lay_out
 
 # ---------------------------------------------------------------- which folders stay
 
@@ -222,13 +222,13 @@ def pieces(engine: Engine) -> dict[str, torch.Tensor]:
 @mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
 def saves_while_weights_move(folder: str) -> bool:
     saver = opened(folder, async_=True)
-    before, write = pieces(saver.engine), contents.write_export
+    before, write = pieces(saver.engine), snapshot.write_export
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.3)
         return write(*arguments, **options)
 
-    with mock.patch.object(contents, "write_export", slow), saver:
+    with mock.patch.object(snapshot, "write_export", slow), saver:
         saver.save(1, {})
         busy = saver._busy
         with torch.no_grad():
@@ -251,8 +251,8 @@ def saves_with_an_error(folder: str, number: int) -> tuple[str, str]:
     def fails(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    broken = mock.patch.object(contents, "write_rank_file", fails)
-    with saver, broken if torch.distributed.get_rank() == 1 else mock.patch.object(contents, "DTYPES", {}):
+    broken = mock.patch.object(snapshot, "write_rank_file", fails)
+    with saver, broken if torch.distributed.get_rank() == 1 else mock.patch.object(snapshot, "DTYPES", {}):
         saver.save(2, {})
         try:
             saver.wait()

@@ -124,7 +124,7 @@ def test_restarts_are_the_launchers_affair(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("weft.cluster.guard._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.cluster.entrypoint._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 2
     assert "under torchrun use its --max-restarts" in capsys.readouterr().err
     monkeypatch.setattr(cli, "launchers_folder", lambda: Path("scratch"))  # a rank of weft's own launcher
@@ -137,7 +137,7 @@ def test_nproc_that_contradicts_torchrun_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("weft.cluster.guard._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.cluster.entrypoint._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--nproc", "2"]) == 2
     assert "WORLD_SIZE=4" in capsys.readouterr().err
 
@@ -234,7 +234,7 @@ def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: py
 def test_a_rank_that_ended_well_runs_no_native_destructors(rank: str, status: int, destroyed: bool) -> None:
     code = (
         "import atexit, threading, time\n"
-        "from weft.cluster.guard import program\n"
+        "from weft.cluster.entrypoint import program\n"
         "class Native:\n"
         "    def __del__(self): print('destroyed', flush=True)\n"
         "kept = Native()\n"

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 # Who can write to the config, or to modules that it names, can run code: that is what these keys are for.
 PLACES = {
-    ("weft/data/crew.py", "Crew._receive", "pickle.loads"): "a pipe to a process that this one has started",
-    ("weft/data/crew.py", "serve", "pickle.loads"): "a pipe to the process that has started this one",
+    ("weft/data/workers.py", "Crew._receive", "pickle.loads"): "a pipe to a process that this one has started",
+    ("weft/data/workers.py", "serve", "pickle.loads"): "a pipe to the process that has started this one",
     ("weft/importing.py", "import_extra", "import_module"): "names written at the calls, of weft's extras",
     ("weft/importing.py", "import_named", "import_module"): "import paths of the config",
     ("weft/rl/reward_calls.py", "_found", "pickle.loads"): "functions of the program that calls weft.rl",

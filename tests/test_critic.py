@@ -35,7 +35,7 @@ from weft.objectives.value import ValueLoss
 from weft.rl.advantages import advantages
 from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
 from weft.rl.trainer import Trainer, Who
-from weft.rl.types import Floats
+from weft.rollout.types import Floats
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents

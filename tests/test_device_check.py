@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.zoo import tiny_config
+from weft.engine import build, device_check
+from weft.engine.device_check import TOLERANCES, check_on_device
+from weft.engine.startup import Findings, check_kernel, examine
 from weft.errors import UserError
-from weft.models import build, device_check
-from weft.models.device_check import TOLERANCES, check_on_device
-from weft.models.startup import Findings, check_kernel, examine
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call, Traits
 from weft.ops.per_document import per_document

@@ -19,10 +19,10 @@ from tests.resuming import Sections, equal, inputs, lines, process, state_of, wh
 from tests.test_optimizer import whole
 from weft.checkpoint.state import EMA, WEIGHTS
 from weft.cluster.options import ExportOptions
-from weft.engine.ema import Ema
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.optim.ema import Ema
 from weft.recipes import export
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents

@@ -31,8 +31,8 @@ from weft.rl.episodes import Episodes, load_environment
 from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, Sampling, seed_of
+from weft.rollout.types import Group, Prompt, Sample
 
 TOKENIZER = family_tokenizer("qwen", "qwen3")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -255,7 +255,7 @@ HELD = """
 import asyncio, os, sys
 from tests.environments import Faulty
 from weft.rl.environment_pool import EnvironmentPool
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 
 async def main():
     worker = await EnvironmentPool("tests.environments:Faulty").open()

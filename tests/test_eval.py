@@ -26,12 +26,12 @@ from weft.config import schema
 from weft.engine.document import Document
 from weft.objectives.base import Batch, Objective, Terms
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe import flight
-from weft.observe.summary import Phases
 from weft.recipes import evaluate
-from weft.recipes.best import Best
 from weft.recipes.evaluate import Evaluator, HeldOut
-from weft.recipes.resume import put_best_in_order
+from weft.run.best import Best
+from weft.run.resume import put_best_in_order
+from weft.telemetry import flight
+from weft.telemetry.summary import Phases
 from weft.verification import reference
 from weft.verification.plants import planted
 

@@ -24,9 +24,9 @@ from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
 from weft.parallel.mesh import own_part
 from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
-from weft.rl.types import Prompt, Sample
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
+from weft.rollout.types import Prompt, Sample
 from weft.verification.adapter import stir
 
 TEMPERATURE = 0.9

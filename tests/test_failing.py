@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cluster import guard, machine, reports
-from weft.cluster.alike import differences
+from weft.cluster import entrypoint, machine, reports
+from weft.cluster.consistency import differences
 from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import Outcome
 from weft.cluster.reports import RankReport
@@ -23,8 +23,8 @@ from weft.cluster.status import STATUS, Kind, kind_of
 from weft.cluster.watch import Evidence
 from weft.cluster.watchdog import Frozen, main_stack, waits
 from weft.errors import RanksDisagreeError, StorageError, UserError
-from weft.observe import flight
-from weft.observe.flight import Flight, Record
+from weft.telemetry import flight
+from weft.telemetry.flight import Flight, Record
 
 # ---------------------------------------------------------------- the record
 
@@ -273,13 +273,13 @@ def test_sys_exit_in_a_rank(
 ) -> None:  # fmt: skip
     """As Python itself has it: a text is shown, and is a failure."""
     ended: list[int] = []
-    monkeypatch.setattr(guard, "_end_rank", lambda status: ended.append(status) or status)
-    monkeypatch.setattr(guard, "joined", lambda: True)
-    monkeypatch.setattr(guard, "_settle_in", lambda into: None)
+    monkeypatch.setattr(entrypoint, "_end_rank", lambda status: ended.append(status) or status)
+    monkeypatch.setattr(entrypoint, "joined", lambda: True)
+    monkeypatch.setattr(entrypoint, "_settle_in", lambda into: None)
     monkeypatch.delenv(reports.FOLDER_VARIABLE, raising=False)
     if launched:
         monkeypatch.setenv(reports.FOLDER_VARIABLE, str(tmp_path))
-    assert guard.guarded(lambda: sys.exit(code)) == status and ended == [status]
+    assert entrypoint.guarded(lambda: sys.exit(code)) == status and ended == [status]
     found = [report.message for report in reports.read_all(tmp_path)]
     assert found == ([says] if launched and says is not None else [])
     assert capsys.readouterr().err == (f"{says}\n" if isinstance(code, str) and not launched else "")

@@ -19,7 +19,7 @@ from tests.faults import Fault, Run
 from tests.zoo import tiny_config
 from weft.cluster.machine import free_port
 from weft.models import hf
-from weft.observe import flight
+from weft.telemetry import flight
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.observe.flops import (
+from weft.models.flops import (
     AttentionFacts,
     FlopFacts,
     Throughput,

@@ -18,9 +18,9 @@ from transformers.modeling_utils import AttentionInterface, remove_tied_weights_
 from tests.cases import describe, parity, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.checkpoint.boxes import Box
 from weft.models import hf, hf_template
-from weft.models.layout import layout_of
+from weft.sharding.boxes import Box
+from weft.sharding.layout import layout_of
 
 pytestmark = pytest.mark.compat
 

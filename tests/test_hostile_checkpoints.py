@@ -18,9 +18,7 @@ from tests.pool import run
 from tests.resuming import config_of
 from tests.test_hostile_models import DEEP, KINDS
 from weft import cli
-from weft.checkpoint import digests, state
-from weft.checkpoint.boxes import Box
-from weft.checkpoint.digests import BoxDigest, check_digests, write_digests
+from weft.checkpoint import state
 from weft.checkpoint.parts import ENGINE, RL_RUN, RUN
 from weft.checkpoint.resume import alone, newest, resumed_notes
 from weft.checkpoint.retention import step_folder, whole_steps
@@ -30,8 +28,11 @@ from weft.config import to_dict
 from weft.config.schema import SftConfig
 from weft.engine.host import HostTensor
 from weft.errors import UserError
-from weft.observe.summary import Phases, RunSummary
-from weft.recipes.resume import changes, newest_whole, rates_changed
+from weft.run.resume import changes, newest_whole, rates_changed
+from weft.sharding import digests
+from weft.sharding.boxes import Box
+from weft.sharding.digests import BoxDigest, check_digests, write_digests
+from weft.telemetry.summary import Phases, RunSummary
 
 CONFIG = config_of(Path("home"), Path("run"), "2", {})
 VALUES = torch.arange(12.0).reshape(4, 3)

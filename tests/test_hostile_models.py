@@ -18,15 +18,16 @@ from tests import forked
 from tests.cases import saved_model
 from tests.fuzz import fuzz
 from tests.toy_tokenizers import byte_tokenizer
-from weft.checkpoint.boxes import Box
-from weft.checkpoint.files import TensorFile
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
 from weft.files import check_folder, read_object, regular_file
-from weft.models import adapter_files, hf
-from weft.models.quantised import decoder_of
-from weft.models.source import open_source
-from weft.recipes.identity import _rows_of
+from weft.models import hf
+from weft.run.identity import _rows_of
+from weft.sharding import adapter_files
+from weft.sharding.boxes import Box
+from weft.sharding.quantised import decoder_of
+from weft.sharding.safetensors_files import TensorFile
+from weft.sharding.source import open_source
 
 DEEP = "[" * 5000 + "]" * 5000
 

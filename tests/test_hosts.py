@@ -22,7 +22,7 @@ from weft.errors import ActorError, UserError
 from weft.rl.served_pool import ServedPool, check_hosts, open_engines
 from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.servers import CALLS, HostedServer, server_variables
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.protocol import Ticket
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINES, OTHER = 2, "127.0.0.3"

@@ -8,12 +8,13 @@ import pytest
 from transformers import PretrainedConfig
 
 from tests.zoo import tiny_config
+from weft.engine import startup
+from weft.engine.startup import examine
 from weft.errors import UserError
-from weft.models import shrink, startup
+from weft.models import shrink
 from weft.models.facts import find_facts
 from weft.models.kinds import Kinds, kinds_of, meta_model
 from weft.models.shrink import fewer_layers, narrow
-from weft.models.startup import examine
 
 _RECURRENT = ["recurrent", "recurrent", "attention"]
 # family, keys, layers of the copy, what must be left of a key of its config

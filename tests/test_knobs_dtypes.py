@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
-from weft.engine import rounded
 from weft.engine.contract import check_contract
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import dtype_rows
+from weft.optim import rounded
+from weft.report.banner import dtype_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents

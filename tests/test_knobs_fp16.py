@@ -13,10 +13,10 @@ from tests.cases import describe, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
-from weft.engine.loss_scale import LossScale
 from weft.engine.plan import StepPlan
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import dtype_rows
+from weft.optim.loss_scale import LossScale
+from weft.report.banner import dtype_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, verify
 from weft.verification.observed import to_documents

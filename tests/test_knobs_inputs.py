@@ -15,8 +15,8 @@ from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import dtype_rows
 from weft.parallel.inputs import InputCasts
+from weft.report.banner import dtype_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents

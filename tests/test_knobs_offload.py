@@ -11,8 +11,8 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import fsdp_line
 from weft.parallel.fsdp import fsdp_modules
+from weft.report.banner import fsdp_line
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
-from weft.engine import optimizer
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, whole
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import parameter_rows, unit_rows
+from weft.optim import optimizer
+from weft.report.banner import parameter_rows, unit_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents

@@ -17,8 +17,8 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import unit_rows
 from weft.parallel.units import find_units
+from weft.report.banner import unit_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents

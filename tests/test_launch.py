@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tests import forked
 from tests.machine import business
 from weft.cluster import process
+from weft.cluster.entrypoint import guarded
 from weft.cluster.failures import diagnose
-from weft.cluster.guard import guarded
 from weft.cluster.launch import launch
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import cpu_cores

@@ -23,18 +23,19 @@ from tests.cases import open_engine, world_of
 from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
-from weft.checkpoint.boxes import Box, local_box
-from weft.checkpoint.files import TensorFile, create, lay_out
-from weft.checkpoint.ranges import RangeWriter
-from weft.engine import builder
+from weft.engine import build, builder
 from weft.engine.engine import Engine
+from weft.engine.startup import Findings
 from weft.errors import UserError
-from weft.models import build, hf, load
-from weft.models.layout import Piece
-from weft.models.source import open_source
-from weft.models.startup import Findings
-from weft.models.walker import checked, walk
+from weft.models import hf
 from weft.parallel import parallelize
+from weft.sharding import load
+from weft.sharding.boxes import Box, local_box
+from weft.sharding.layout import Piece
+from weft.sharding.ranges import RangeWriter
+from weft.sharding.safetensors_files import TensorFile, create, lay_out
+from weft.sharding.source import open_source
+from weft.sharding.walker import checked, walk
 
 Tensors = dict[str, Tensor]
 _folder = tempfile.TemporaryDirectory(prefix="weft-load-")

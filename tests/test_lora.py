@@ -24,11 +24,11 @@ from weft.config.schema import LoraConfig, ParameterGroup
 from weft.engine.contract import check_contract
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.adapter_files import plan_lora
 from weft.models.lora import first_values
 from weft.models.low_rank import linear_hook
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import export, merge
+from weft.sharding.adapter_files import plan_lora
 from weft.verification.adapter import stir
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import neighbours, one_gradient, to_documents

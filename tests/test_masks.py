@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.toy_tokenizers import TEMPLATES as TEMPLATE_FOLDER
 from tests.toy_tokenizers import family_tokenizer
-from weft.data.answers import Trained
 from weft.data.chat_template import Span
 from weft.data.conversation import conversation
 from weft.data.encode import Encoder, Encoding, _trained_tokens
+from weft.data.loss_mask import Trained
+from weft.data.loss_mask_fallback import Comparison
 from weft.data.records import Record
-from weft.data.sentinels import Comparison
 from weft.errors import UserError
 
 # template -> family of tokenizers

@@ -16,9 +16,9 @@ from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
-from weft.models import load
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.planner.memory import Needs, capacity, check_draws, check_fits, hint, local_ranks
+from weft.sharding import load
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 

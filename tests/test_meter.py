@@ -13,7 +13,7 @@ import pytest
 from tests.local_rl import make_task, start
 from weft.cluster.stopping import StopSignals
 from weft.errors import StoppedError
-from weft.observe import progress
+from weft.report import progress
 from weft.rl import meter as meter_module
 from weft.rl import pool
 from weft.rl.meter import Meter

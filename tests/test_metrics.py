@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests import pool
+from weft.engine.metrics import CORE_KEYS, MetricsFile, Sums
 from weft.errors import RanksDisagreeError
-from weft.observe.metrics import CORE_KEYS, MetricsFile, Sums
 
 
 def test_sums_over_micro_batches() -> None:

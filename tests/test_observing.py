@@ -11,9 +11,9 @@ import pytest
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
+from weft.engine.metrics import CORE_KEYS
 from weft.models import hf
-from weft.observe.closing import closing
-from weft.observe.metrics import CORE_KEYS
+from weft.report.closing import closing
 
 ROOT = Path(__file__).parent.parent
 TIMES = ["time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"]

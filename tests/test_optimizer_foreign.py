@@ -18,11 +18,11 @@ from weft.checkpoint.state import find_scalars, load_state, read_state
 from weft.config.schema import CheckpointConfig, OptimizerConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.foreign import ForeignRule, OnShards, find_rule
-from weft.engine.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.opening import dtype_rows
+from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.optimizer import build_optimizer, set_learning_rate
+from weft.report.banner import dtype_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 

@@ -14,10 +14,10 @@ from tests.cases import describe, open_engine, parity, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.config.schema import OptimizerConfig, ParameterGroup
-from weft.engine import groups
-from weft.engine.groups import check_groups, describe_groups, treatments
-from weft.engine.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
+from weft.optim import groups
+from weft.optim.groups import check_groups, describe_groups, treatments
+from weft.optim.optimizer import build_optimizer, set_learning_rate
 from weft.verification.harness import Verdict
 
 

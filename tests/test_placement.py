@@ -12,9 +12,9 @@ from weft.cluster.rays import Bundle
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
-from weft.recipes import rl_placement
-from weft.recipes.rl_actors import places_of
-from weft.recipes.rl_placement import LONG, settle
+from weft.rl import placement as rl_placement
+from weft.rl.actors import places_of
+from weft.rl.placement import LONG, settle
 
 NEEDED = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
 

@@ -28,7 +28,7 @@ from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe.summary import Phases
+from weft.telemetry.summary import Phases
 from weft.verification import reference, reference_optimizer
 from weft.verification.bugs import RUN_LOSSES, RUN_RATES
 from weft.verification.bugs.adapters import BASE
@@ -120,7 +120,7 @@ def run_documents(poisoned: tuple[int, ...]) -> list[reference.Document]:
 
 def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...]) -> None:
     """`weft sft` behind its data, to its last step or until it gives up."""
-    from weft.recipes import reading, sft
+    from weft.recipes import run_data, sft
 
     config = run_config(path)
     documents = [
@@ -131,7 +131,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     with planted(plant):
         engine = Engine(EngineConfig.of(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):
-            sft.train(config, engine, reading.RunData(documents, report), Path(folder), Phases())
+            sft.train(config, engine, run_data.RunData(documents, report), Path(folder), Phases())
 
 
 @cache
@@ -145,13 +145,13 @@ def lines(plant: str | None) -> list[dict[str, Any]]:
 @cache
 def expected_lines() -> list[tuple[float | None, float | None]]:
     """(loss, lr) of each step by the reference, None where the step is skipped; the rates by hand."""
-    from weft.recipes import reading
+    from weft.recipes import run_data
 
     path, rates = saved_model("llama"), [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]  # W = 2, T = 6: p = (s - 2) / 4
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
     plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.named()))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
-    for step in reading.deal(run_config(path), lengths):
+    for step in run_data.deal(run_config(path), lengths):
         if 2 in step.documents:
             out.append((None, None))
         else:
@@ -370,7 +370,7 @@ def test_unknown_names_and_too_few_ranks_are_refused() -> None:
 
 
 def test_a_plant_is_taken_out_again() -> None:
-    from weft.engine import schedule
+    from weft.optim import schedule
 
     def fails() -> None:
         with planted("warmup-doubled"):

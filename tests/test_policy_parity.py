@@ -25,7 +25,7 @@ from weft.recipes.verify import EPSILON
 from weft.rl import advantages
 from weft.rl.corrections import correct, old_is_current
 from weft.rl.documents import TrainedSamples, documents_of, is_trained
-from weft.rl.types import Group, Prompt, Sample
+from weft.rollout.types import Group, Prompt, Sample
 from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors
 from weft.verification.plants import planted

@@ -18,16 +18,17 @@ from torch import Tensor
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.two_caches import Client, meeting
-from weft.checkpoint import files, ranges, state
-from weft.checkpoint.boxes import Box, overlap
-from weft.checkpoint.digests import DIGESTS, BoxDigest, check_boxes
+from weft.checkpoint import state
 from weft.checkpoint.export import save_huggingface
-from weft.checkpoint.ranges import RangeWriter, join_seams
 from weft.checkpoint.retention import whole_steps
 from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import whole
 from weft.errors import StorageError
+from weft.sharding import ranges, safetensors_files
+from weft.sharding.boxes import Box, overlap
+from weft.sharding.digests import DIGESTS, BoxDigest, check_boxes
+from weft.sharding.ranges import RangeWriter, join_seams
 
 
 def wide_model() -> str:
@@ -41,7 +42,7 @@ def through_caches(folder: Path, page: int, block: int) -> Iterator[None]:
     place = folder / "meet"
     place.mkdir(exist_ok=True)
     client = Client(page, meeting(place, dist.get_rank(), dist.get_world_size()))
-    with mock.patch.object(files, "os", client), mock.patch.object(ranges, "BLOCK", block):
+    with mock.patch.object(safetensors_files, "os", client), mock.patch.object(ranges, "BLOCK", block):
         yield
 
 
@@ -155,9 +156,9 @@ def writes_boxes(folder: str, cut: str) -> int:
     rank, path = dist.get_rank(), Path(folder)
     before, after = torch.rand(123), torch.rand(77)  # the tensor begins and ends within blocks
     values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE)
-    layout = files.lay_out({"before": before, "values": values, "after": after})
+    layout = safetensors_files.lay_out({"before": before, "values": values, "after": after})
     if rank == 0:
-        files.create(path / "x.safetensors", layout)
+        safetensors_files.create(path / "x.safetensors", layout)
     dist.barrier()
     part, entry = Box(*CUTS[cut][rank]), layout.entries["values"]
     with through_caches(path, 65536, ranges.BLOCK), RangeWriter(path, path / f"seams-{rank}") as writer:

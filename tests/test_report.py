@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from weft import cli
-from weft.observe import charts, report_rl
-from weft.observe.charts import Chart, Series, draw, number, ticks
-from weft.observe.report import charts as charts_of
-from weft.observe.report import page, read_run
-from weft.observe.report_rl import extremes
-from weft.rl.records import write_rollouts
-from weft.rl.types import Group, Prompt, Sample, samples_of
+from weft.report import charts, rl_page
+from weft.report.charts import Chart, Series, draw, number, ticks
+from weft.report.page import charts as charts_of
+from weft.report.page import page, read_run
+from weft.report.rl_page import extremes
+from weft.rollout.records import write_rollouts
+from weft.rollout.types import Group, Prompt, Sample, samples_of
 
 STEPS = 120
 
@@ -262,7 +262,7 @@ def test_the_page_on_a_phone() -> None:
 
 def test_metrics_that_have_a_chart_are_documented() -> None:
     documented = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
-    keys = [key for together in report_rl._CHARTS for key in (*together.keys, together.held_out) if key]
+    keys = [key for together in rl_page._CHARTS for key in (*together.keys, together.held_out) if key]
     assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
 
 

@@ -21,7 +21,7 @@ from weft.rl.builtin_rewards import BUILT_IN
 from weft.rl.given_rewards import name_rewards
 from weft.rl.reward_calls import Batch, Named, RewardFunction
 from weft.rl.rewards import Failures, Rewards
-from weft.rl.types import Prompt, Sample
+from weft.rollout.types import Prompt, Sample
 
 OURS = "tests.reward_functions:"
 

@@ -29,29 +29,30 @@ from tests.cases import open_engine, saved_model
 from tests.faults import _fill_metrics_disk
 from tests.local_rl import lines_of, make_task, rollouts_of, same_run, start, weights_of
 from tests.pool import run as run_on_ranks
-from weft.checkpoint import contents, save
+from weft.checkpoint import save, snapshot
 from weft.checkpoint.retention import whole_steps
 from weft.checkpoint.save import Saver
-from weft.cluster import pulse, reports
+from weft.cluster import actor_watchdog, reports
+from weft.cluster.actor_watchdog import Pulse
 from weft.cluster.options import RolloutsOptions
-from weft.cluster.pulse import Pulse
 from weft.cluster.rays import _Host, together
 from weft.cluster.reports import RankReport
 from weft.cluster.status import kind_of
 from weft.config.rl_schema import RlAlgorithm
 from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
-from weft.observe import flight, rollouts
 from weft.recipes import rl
-from weft.recipes.hopeless import EmptySteps, FlatSteps
-from weft.recipes.rl_actors import Actors
+from weft.report import rollouts
+from weft.rl.actors import Actors
 from weft.rl.advantages import advantages
 from weft.rl.pool import BatchPool
 from weft.rl.rewards import Rewards
+from weft.rl.stop_conditions import EmptySteps, FlatSteps
 from weft.rl.trainer import Trainer, Updated
-from weft.rl.types import Group, samples_of
 from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
+from weft.rollout.types import Group, samples_of
+from weft.telemetry import flight
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +286,7 @@ def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeyp
         elif what == "metrics":
             _fill_metrics_disk(None)
         elif what == "a checkpoint":
-            monkeypatch.setattr(contents, "write_rank_file", no_room)
+            monkeypatch.setattr(snapshot, "write_rank_file", no_room)
         else:
             run.rename(tmp_path / "gone")
 
@@ -318,7 +319,7 @@ def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
     whole: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk takes three seconds for the weights; the controller fails meanwhile, in the second step."""
-    run, write = tmp_path / "run", contents.write_export
+    run, write = tmp_path / "run", snapshot.write_export
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(3)
@@ -328,7 +329,7 @@ def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
         if (method, before) == ("update", 1):
             raise RuntimeError("boom")
 
-    monkeypatch.setattr(contents, "write_export", slow)
+    monkeypatch.setattr(snapshot, "write_export", slow)
     with pytest.raises(RuntimeError, match="boom"):
         start(task, run, *whole_keys(task), "checkpoint.async=true", hook=strike)
     assert whole_steps(run / "checkpoints") == [1]
@@ -361,7 +362,7 @@ def test_what_fails_in_an_actor_is_told_before_it_answers(tmp_path: Path) -> Non
 def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int]]:
     """A trainer's rank whose call fails while a checkpoint is written, of which rank 0 writes for two seconds; the
     seconds that its end takes, and what is whole then."""
-    rank, write = dist.get_rank(), contents.write_export
+    rank, write = dist.get_rank(), snapshot.write_export
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(2.0 * (rank == 0))
@@ -369,7 +370,7 @@ def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int
 
     trainer = object.__new__(Trainer)
     saver = trainer.saver = Saver(open_engine(path, "2"), Path(folder), CheckpointConfig(), {"config": {}})
-    with mock.patch.object(contents, "write_export", slow), mock.patch.object(save, "_GRACE_SECONDS", 0.5):
+    with mock.patch.object(snapshot, "write_export", slow), mock.patch.object(save, "_GRACE_SECONDS", 0.5):
         saver.save(1, {})
         if not alone or rank == 1:
             began = time.monotonic()
@@ -492,7 +493,8 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
 ACTOR = """
 import os, sys, time
 from pathlib import Path
-from weft.observe import flight, rollouts
+from weft.telemetry import flight
+from weft.report import rollouts
 flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
 flight.begin(0, 1)
 if sys.argv[2] != "idle":
@@ -510,7 +512,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own watchdog is stopped, too. Where it waits for a call, it is one that the call does not wake."""
-    monkeypatch.setattr(pulse.Silence, "most", staticmethod(lambda limit: 3 * limit))
+    monkeypatch.setattr(actor_watchdog.Silence, "most", staticmethod(lambda limit: 3 * limit))
     words = [sys.executable, "-c", ACTOR, str(tmp_path), phase]
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
@@ -529,7 +531,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
 
 
 def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse.Silence, "most", staticmethod(lambda limit: 0.0))
+    monkeypatch.setattr(actor_watchdog.Silence, "most", staticmethod(lambda limit: 0.0))
     record = flight.Flight()
     record.open(tmp_path / flight.FOLDER / flight.live_name(0))
     record.watch(1.0)
@@ -547,7 +549,7 @@ def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatc
 def hold_for_ever() -> None:
     """A controller whose reward function never ends."""
     from tests.test_rewards import sample_of
-    from weft.rl.types import Prompt
+    from weft.rollout.types import Prompt
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=("tests.reward_functions:hold_the_lock",), reward_workers=1))

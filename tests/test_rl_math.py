@@ -24,8 +24,8 @@ from weft.rl.corrections import correct, require_comparable
 from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
 from weft.rl.kl import kl
 from weft.rl.prompts import PromptStream
-from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Sampling
+from weft.rollout.types import Group, Prompt, Sample
 
 FIRST = len(PROMPT)  # place of the first token that was drawn
 

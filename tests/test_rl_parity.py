@@ -14,8 +14,8 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
-from weft.rl.records import write_rollouts
 from weft.rl.trainer import Trainer
+from weft.rollout.records import write_rollouts
 from weft.verification.harness import Verdict
 from weft.verification.plants import planted
 from weft.verification.rl_harness import verify_rl

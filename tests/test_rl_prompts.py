@@ -15,7 +15,7 @@ from weft.data.encode import Encoding
 from weft.errors import UserError
 from weft.rl.chat import Chats
 from weft.rl.prompts import PromptRules, Prompts, PromptStream, load_rl_prompts, read_prompts
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 
 ASKING = (
     "{% for m in messages %}<|start|>{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"

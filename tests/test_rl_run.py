@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.machine import business
-from weft.rl.records import FOLDER, read_rollouts, rollout_files
+from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 
 ROOT = Path(__file__).parent.parent
 WEFT = [sys.executable, "-m", "weft"]

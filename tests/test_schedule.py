@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weft.config.schema import ScheduleConfig
-from weft.engine.schedule import decay_steps, learning_rate, warmup_steps
+from weft.optim.schedule import decay_steps, learning_rate, warmup_steps
 
 
 def rates(total: int, lr: float = 1.0, beyond: int = 0, **keys: Any) -> list[float]:
@@ -116,5 +116,5 @@ def test_shape(name: str, warmup: int, decay: str) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, weft.engine.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, weft.optim.schedule; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

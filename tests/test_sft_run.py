@@ -27,9 +27,9 @@ from tests.zoo import tiny_config
 from weft import cli
 from weft.config.schema import ScheduleConfig
 from weft.engine.engine import Engine
-from weft.engine.schedule import learning_rate
+from weft.engine.metrics import CORE_KEYS
 from weft.models import hf
-from weft.observe.metrics import CORE_KEYS
+from weft.optim.schedule import learning_rate
 from weft.recipes import sft
 
 EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4

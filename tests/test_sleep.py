@@ -20,8 +20,7 @@ from torch import Tensor
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import whole_state
-from weft.checkpoint import contents
-from weft.checkpoint.boxes import Box, shard_of
+from weft.checkpoint import snapshot
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_parts
 from weft.config.schema import CheckpointConfig
@@ -32,6 +31,7 @@ from weft.engine.sleep import PARTS, Part
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
 from weft.planner.memory import HostNeeds, host_bytes
+from weft.sharding.boxes import Box, shard_of
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -173,7 +173,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     for own in (engine, critic):
         gradient(own, 0)
         own.apply(1e-3)
-    pool, write, before = engine.sleeper.pool, contents.write_export, [copied(engine), copied(critic)]
+    pool, write, before = engine.sleeper.pool, snapshot.write_export, [copied(engine), copied(critic)]
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.5)
@@ -181,7 +181,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
 
     others = {"critic": critic}
     with (
-        mock.patch.object(contents, "write_export", slow),
+        mock.patch.object(snapshot, "write_export", slow),
         Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, others=others) as saver,
     ):
         saver.save(1, {})

@@ -19,7 +19,7 @@ from tests.cases import write_small_job
 from tests.forked import Run
 from tests.stand_in_vllm import environment
 from tests.toy_tokenizers import write_jsonl
-from weft.rollout.sync.wire import open_store
+from weft.rollout.sync.protocol import open_store
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter
 from weft.rollout.vllm.server import Settings

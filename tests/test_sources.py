@@ -24,7 +24,7 @@ from weft.data.messages import read_messages
 from weft.data.records import Reading, Record
 from weft.data.sources import open_source
 from weft.errors import UserError
-from weft.recipes.reading import read_run_data
+from weft.recipes.run_data import read_run_data
 
 ROWS = [{"prompt": f'{i}+{i}, or\n"twice" {i}=', "completion": f"{2 * i} \u00e9"} for i in range(7)]
 

@@ -19,11 +19,12 @@ from tests.zoo import tiny_config
 from weft.cluster.options import VerifyOptions
 from weft.cluster.process import Ranks
 from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
+from weft.engine import startup
+from weft.engine.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
-from weft.models import hf, startup
+from weft.models import hf
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
-from weft.models.startup import LENGTHS, check_kernel, examine
 from weft.ops import attention
 from weft.ops.attention_call import Bounds
 from weft.recipes import verify as verify_recipe

@@ -23,16 +23,16 @@ from weft.cluster.machine import free_port
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
-from weft.models import walker
 from weft.recipes import merge
 from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import sender as sending
-from weft.rollout.sync.desk import Desk
-from weft.rollout.sync.planes import Slots
+from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.server import Desk
+from weft.rollout.sync.transports import Slots
+from weft.sharding import walker
 from weft.verification.adapter import stir
 
 PROMPTS = [(5, 9, 100), (3, 100, 50, 7, 11, 12, 13, 14)]

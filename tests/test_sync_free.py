@@ -32,8 +32,8 @@ from weft.verification.documents import awkward_steps
 
 # Where the host reads what the device has computed, in a step of whatever kind, and how often.
 READS = {
-    "observe/metrics.py Sums.reduce": 1,  # the metrics, and whether the loss is finite: once, after all micro-batches
-    "engine/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
+    "engine/metrics.py Sums.reduce": 1,  # the metrics, and whether the loss is finite: once, after all micro-batches
+    "optim/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
 }
 # In torch and transformers, on numbers that are on the host by their own choice wherever the parameters are.
 ON_THE_HOST = {"torch/optim/adam.py"}  # step counters of an AdamW that is not fused
@@ -76,7 +76,7 @@ class Reading(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """As in `engine/optimizer.py global_norm`: the innermost frame outside of torch's own core, below weft."""
+    """As in `optim/optimizer.py global_norm`: the innermost frame outside of torch's own core, below weft."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -29,16 +29,16 @@ from weft.errors import UserError
 from weft.rl.served_pool import open_engines
 from weft.rl.trainer import Devices
 from weft.rollout.standalone import Standalone
-from weft.rollout.sync import wire
-from weft.rollout.sync.planes import SLOTS
+from weft.rollout.sync import protocol
+from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.transports import SLOTS
 
 DTYPE = torch.float32
 
 
 class FileMemory:
-    """In place of wire.DeviceMemory. device: what this process's is called. shared, opened, waited: how often that
+    """In place of protocol.DeviceMemory. device: what this process's is called. shared, opened, waited: how often that
     was done."""
 
     def __init__(self, device: str, folder: str = "") -> None:
@@ -73,7 +73,7 @@ class FileMemory:
 @contextmanager
 def device(name: str, folder: str = "") -> Iterator[FileMemory]:
     memory = FileMemory(name, folder)
-    with patch.object(wire, "device_memory", memory), patch("weft.rollout.standalone.device_memory", memory):
+    with patch.object(protocol, "device_memory", memory), patch("weft.rollout.standalone.device_memory", memory):
         yield memory
 
 
@@ -108,7 +108,7 @@ def follow_again(path: str, ticket: Ticket, own: str, version: int) -> tuple[Any
 
 
 def fail(path: str, ticket: Ticket, own: str) -> str:
-    wire._OnDevice.mapped = None
+    protocol._OnDevice.mapped = None
     with device(own), pytest.raises(SyncError) as told:
         Standalone(path, dtype=DTYPE).receive(ticket, 1)
     return str(told.value)
@@ -131,7 +131,7 @@ def train_and_send(
     buckets = []
     with device(devices[rank], folder) as memory, ExitStack() as stack:
         # Each rank that sends listens on a port of its own, which its engine knows beforehand.
-        create = wire.socket.create_server
+        create = protocol.socket.create_server
         ours = ports[rank] if rank < len(ports) else 0
         stack.enter_context(patch("socket.create_server", lambda at, **k: create((at[0], ours), **k)))
         sender = Sender(engine, receivers, options(), key=KEY)
@@ -315,7 +315,7 @@ def test_an_engine_that_cannot_map_says_so_at_both_ends(processes: list[EnginePr
 
 
 def test_without_a_device_nothing_is_seen() -> None:
-    assert wire.DeviceMemory().devices("cpu") == []
+    assert protocol.DeviceMemory().devices("cpu") == []
     if not torch.cuda.is_available():
         with pytest.raises((RuntimeError, AssertionError)):
-            wire.DeviceMemory().open({"device": "a"})
+            protocol.DeviceMemory().open({"device": "a"})

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.table import Table
 
-from weft.engine.groups import OptimizerGroupRow
-from weft.observe.tables import (
+from weft.optim.groups import OptimizerGroupRow
+from weft.report.tables import (
     AxisRow,
     DtypeRow,
     ParameterRow,

@@ -24,8 +24,8 @@ from tests.zoo import tiny_config
 from weft import cli
 from weft.models import hf
 from weft.recipes import chat as chat_recipe
-from weft.rl.records import write_rollouts
-from weft.rl.types import Group, Prompt, Sample
+from weft.rollout.records import write_rollouts
+from weft.rollout.types import Group, Prompt, Sample
 from weft.terminal import Console, clean, say
 
 # A title, the clipboard, colours and the cursor, C1's CSI and OSC, a bell, a return, bidi overrides and isolates.

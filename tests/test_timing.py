@@ -17,9 +17,9 @@ from tests.pool import run
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.observe import flight, profiling, timing
-from weft.observe.timing import StepTimes
 from weft.parallel.timed import TimedAllGather, time_collectives
+from weft.telemetry import flight, profiling, timing
+from weft.telemetry.timing import StepTimes
 from weft.verification.documents import awkward_steps
 
 CPU = torch.device("cpu")

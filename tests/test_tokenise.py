@@ -19,7 +19,7 @@ import pytest
 from tests.pool import run
 from tests.test_sources import flat
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
-from weft.data import crew, sources, tokenise
+from weft.data import sources, tokenise, workers
 from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
@@ -72,7 +72,7 @@ def test_a_worker_brings_no_torch(tmp_path: Path) -> None:
     (tmp_path / "work").write_bytes(pickle.dumps(tokenise.Work(byte_tokenizer(CHATML))))
     (tmp_path / "block").write_bytes(pickle.dumps(FileBlock(write(tmp_path, 3), 0, 10**6, 0)))
     code = (
-        "import pickle, sys\nfrom pathlib import Path\nimport weft.data.crew\n"
+        "import pickle, sys\nfrom pathlib import Path\nimport weft.data.workers\n"
         "work, block = (pickle.loads(Path(name).read_bytes()) for name in ('work', 'block'))\n"
         "print(len(work.encode(work.make(), block).lengths), 'torch' in sys.modules)\n"
     )
@@ -88,7 +88,7 @@ def with_weft() -> dict[str, str]:
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.data.crew.sys.executable", "/bin/false")
+    monkeypatch.setattr("weft.data.workers.sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"a process that tokenises has died.*data\.workers"):
         load(write(tmp_path), workers=2)
 
@@ -104,7 +104,7 @@ class Limited:
 
 def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
     ours, theirs = Pipe()
-    thread = Thread(target=crew.serve, args=(theirs,))
+    thread = Thread(target=workers.serve, args=(theirs,))
     thread.start()
     for thing in (Limited(), "a block"):
         ours.send_bytes(pickle.dumps(thing))
@@ -112,7 +112,7 @@ def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
     ours.close()
     thread.join()
     with pytest.raises(RecursionError):
-        crew._result(answer)
+        workers._result(answer)
 
 
 def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

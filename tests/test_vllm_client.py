@@ -35,7 +35,7 @@ from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served
 from weft.rollout.servers import HostedServer, server_names
 from weft.rollout.sglang import SglangEngine
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
 from weft.rollout.vllm.mapping import body_of, completion_of
@@ -298,10 +298,12 @@ def test_its_environment_is_ours_but_for_the_python_path(monkeypatch: pytest.Mon
 
 def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) -> None:
     place_parts(tmp_path)
-    look = "import sys; import weft.rollout.sync.wire; print(sorted(m for m in sys.modules if m.startswith('weft')))"
+    look = (
+        "import sys; import weft.rollout.sync.protocol; print(sorted(m for m in sys.modules if m.startswith('weft')))"
+    )
     done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True)
     assert json.loads(done.stdout.decode().replace("'", '"')) == [
-        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.checksums", "weft.rollout.sync.wire"
+        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.checksums", "weft.rollout.sync.protocol"
     ], done.stderr  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
 
 class _Weft(ModuleType):
     """weft.rl is the function, whether or not anything of the folder of that name has been imported; and has the
-    modules of that folder, for `import weft.rl.types as types`."""
+    modules of that folder, for `import weft.rollout.types as types`."""
 
     @property
     def rl(self) -> Any:

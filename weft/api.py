@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.guard import joined
+from weft.cluster.entrypoint import joined
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator_count
 from weft.cluster.options import Device, RlOptions, SftOptions
@@ -25,10 +25,10 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.errors import UserError
-from weft.recipes.hooks import Hooks, OnStep, RlHooks
 from weft.remote.enter import fetched_config
 from weft.remote.local import localised
 from weft.remote.reading import here
+from weft.run.hooks import Hooks, OnStep, RlHooks
 
 if TYPE_CHECKING:
     from weft.objectives.base import Objective
@@ -222,7 +222,7 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
 
 def _with_rows(config: Any, written: Path) -> Any:
     """The config of a run that has its rows in its folder."""
-    from weft.recipes.folder import make_folder
+    from weft.run.folder import make_folder
 
     folder = make_folder(config.run, config.model.path, "rl" if isinstance(config, RlConfig) else "sft")
     shutil.move(written, folder / ROWS)
@@ -232,9 +232,9 @@ def _with_rows(config: Any, written: Path) -> Any:
 
 def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
     from weft.cluster.rays import import_ray
-    from weft.observe import flight
     from weft.recipes import rl as recipe
-    from weft.recipes.folder import default_folder
+    from weft.run.folder import default_folder
+    from weft.telemetry import flight
 
     if import_ray(alone=config.cluster.address is None).is_initialized():
         raise UserError("this process has a Ray of its own already: call ray.shutdown() before weft.rl.")
@@ -301,9 +301,9 @@ def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
 
 
 def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
-    from weft.observe import flight
     from weft.recipes import sft as recipe
-    from weft.recipes.folder import default_folder
+    from weft.run.folder import default_folder
+    from weft.telemetry import flight
 
     if hooks.objective is not None:  # named in config.yaml, so that no other objective goes on with this run
         if config.train.objective is not None:

@@ -20,7 +20,8 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.guard import Body, guarded, joined, program
+from weft.cluster.devices import accelerator
+from weft.cluster.entrypoint import Body, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
@@ -46,12 +47,11 @@ from weft.config.mesh import fewest_ranks
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import is_url, uses_stores
 from weft.errors import UserError
-from weft.observe.profiling import check_profile
-from weft.observe.trackers import check_installed
 from weft.parsers import SUMMARIES
-from weft.planner.devices import accelerator
 from weft.remote.enter import fetched_config
 from weft.remote.reading import here
+from weft.report.trackers import check_installed
+from weft.telemetry.profiling import check_profile
 from weft.terminal import called, guard, say
 from weft.version import __version__
 
@@ -351,7 +351,7 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     )
 
     def body() -> None:
-        from weft.observe import rollouts
+        from weft.report import rollouts
 
         rollouts.run(options)
 
@@ -362,12 +362,12 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
     runs = tuple(here("weft report", run, records=True) for run in arguments.runs)
     beside = len(runs) > 1 or runs[0] == arguments.runs[0]
-    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
+    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "page.html"))
 
     def body() -> None:
-        from weft.observe import report
+        from weft.report import page
 
-        written, notes = report.run(options)
+        written, notes = page.run(options)
         say(f"wrote {written}", *(f"note: {note}" for note in notes))
 
     return Job(body, 1, words)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
-from weft.checkpoint.boxes import Box
 from weft.cluster.machine import free_port
 from weft.cluster.process import Ranks
 from weft.engine.contract import check_contract
-from weft.models.walker import walk
 from weft.parallel.mesh import build_mesh
-from weft.rollout.sync.wire import broadcast, join_group, open_store
+from weft.rollout.sync.protocol import broadcast, join_group, open_store
+from weft.sharding.boxes import Box
+from weft.sharding.walker import walk
 from weft.versions import all_gather_single, reduce_scatter_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8)

@@ -27,9 +27,9 @@ from weft.engine.engine import Engine
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 from weft.rollout.standalone import Standalone
-from weft.rollout.sync import wire
+from weft.rollout.sync import protocol
+from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.rollout.sync.wire import SyncError, Ticket
 from weft.verification.adapter import stir
 
 KEY = "a key"
@@ -44,7 +44,7 @@ _engine: list[Standalone] = []  # of that process
 
 
 def devices_of(device: str) -> list[str]:
-    return wire.device_memory.devices(device)
+    return protocol.device_memory.devices(device)
 
 
 def begin(path: str, dtype: torch.dtype, device: str, lora: LoraConfig | None) -> None:
@@ -146,7 +146,7 @@ def test_an_engine_of_another_process_has_every_version(
 
 def test_auto_takes_it(process: ProcessPoolExecutor, cuda: torch.device, ranks: Ranks) -> None:
     seen = process.submit(devices_of, "cuda").result(60)
-    assert seen and seen == wire.device_memory.devices(cuda)
+    assert seen and seen == protocol.device_memory.devices(cuda)
     sender = Sender(
         open_engine(saved_model("llama"), "1", device="cuda"), [Receiver("it", devices=seen)], SyncOptions()
     )
@@ -179,9 +179,9 @@ def test_an_engine_that_is_killed_and_one_in_its_place(device: torch.device, ran
 
 def in_vain(path: str, ticket: Ticket) -> str:
     """What an engine says that the device does not let map."""
-    wire._OnDevice.mapped = None
+    protocol._OnDevice.mapped = None
     with (
-        patch.object(wire.device_memory, "open", side_effect=RuntimeError("none here")),
+        patch.object(protocol.device_memory, "open", side_effect=RuntimeError("none here")),
         pytest.raises(SyncError) as told,
     ):
         Standalone(path, dtype=torch.float32, device="cuda").receive(ticket, 1)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from tests.toy_tokenizers import byte_tokenizer
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.process import EngineDiedError
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import find
 from weft.rollout.vllm.server import Settings

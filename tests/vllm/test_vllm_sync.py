@@ -17,8 +17,8 @@ from weft.cluster.machine import free_port
 from weft.cluster.options import MergeOptions
 from weft.recipes import merge
 from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.sync.protocol import Ticket
 from weft.rollout.sync.sender import SyncOptions
-from weft.rollout.sync.wire import Ticket
 from weft.rollout.vllm.engine import VllmEngine
 
 SAMPLING = Sampling(16, temperature=0)

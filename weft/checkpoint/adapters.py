@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoint.boxes import Box, Shard, shard_of
 from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
-from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, to_json
-from weft.models.layout import Piece
+from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
+from weft.sharding.boxes import Box, Shard, shard_of
+from weft.sharding.layout import Piece
 
 
 def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan:

@@ -22,17 +22,17 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from weft.checkpoint.boxes import Box, Readable, Shard, overlap, shard_of
-from weft.checkpoint.digests import BoxDigest, write_digests
-from weft.checkpoint.files import Layout, create, lay_out
-from weft.checkpoint.ranges import RangeWriter, join_seams
 from weft.checkpoint.retention import commit
+from weft.engine.build import BuiltModel
 from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.models import hf
-from weft.models.build import BuiltModel
-from weft.models.layout import Piece
 from weft.models.train_module import ValueHead
+from weft.sharding.boxes import Box, Readable, Shard, overlap, shard_of
+from weft.sharding.digests import BoxDigest, write_digests
+from weft.sharding.layout import Piece
+from weft.sharding.ranges import RangeWriter, join_seams
+from weft.sharding.safetensors_files import Layout, create, lay_out
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (

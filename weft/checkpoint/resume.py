@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checkpoint import rng
-from weft.checkpoint.digests import DIGESTS, check_digests
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, step_folder, whole_steps
 from weft.checkpoint.state import (
     DamagedError,
@@ -26,8 +25,9 @@ from weft.checkpoint.state import (
 from weft.cluster.process import Ranks
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.models.adapter_files import CONFIG as ADAPTER
-from weft.observe.summary import versions
+from weft.sharding.adapter_files import CONFIG as ADAPTER
+from weft.sharding.digests import DIGESTS, check_digests
+from weft.telemetry.summary import versions
 
 T = TypeVar("T")
 Judge = Callable[[Path], tuple[TrainerState | None, str]]

@@ -35,16 +35,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
-from weft.checkpoint.contents import Contents, Copies, Written
 from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder, whole_steps
+from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
 from weft.cluster.agree import largest
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError, first_line
-from weft.observe import flight
+from weft.telemetry import flight
 from weft.terminal import say
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 0.5

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.boxes import Box, Shard, overlap, shard_of
-from weft.checkpoint.files import TensorFile, bytes_of, lay_out
 from weft.checkpoint.parts import ENGINE, find_problem
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.engine.engine import Engine
-from weft.engine.foreign import is_number
 from weft.engine.host import HostTensor
-from weft.engine.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.files import read_object, regular_file
-from weft.observe.summary import versions
+from weft.optim.custom_optimizer import is_number
+from weft.optim.optimizer import counters, stepped_by, stepped_on_device
+from weft.sharding.boxes import Box, Shard, overlap, shard_of
+from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
+from weft.telemetry.summary import versions
 
 T = TypeVar("T")
 FORMAT = 2

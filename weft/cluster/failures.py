@@ -13,8 +13,8 @@ from weft.cluster.reports import RankReport
 from weft.cluster.status import STATUS, Kind
 from weft.cluster.watch import STOP_SECONDS, Evidence
 from weft.cluster.watchdog import waits
-from weft.observe import flight
-from weft.observe.flight import Record
+from weft.telemetry import flight
+from weft.telemetry.flight import Record
 
 _SHOWN_CALLS = 6
 _SHOWN_RANKS = 8

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cluster import reports
+from weft.cluster.entrypoint import Body, guarded, joined
 from weft.cluster.failures import Failure, diagnose, keep_evidence
-from weft.cluster.guard import Body, guarded, joined
 from weft.cluster.machine import cpu_cores
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.status import SUCCESS

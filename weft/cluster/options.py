@@ -14,7 +14,7 @@ class SftOptions:
 
     resume: the run folder whose newest checkpoint the run goes on from.
     dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
-    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in planner/devices.py.
+    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in cluster/devices.py.
     """
 
     device: Device = "auto"

@@ -14,11 +14,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from weft.cluster.devices import Accelerator
 from weft.cluster.machine import cpu_cores
 from weft.cluster.options import Device
 from weft.errors import UserError
-from weft.observe import flight
-from weft.planner.devices import Accelerator
+from weft.telemetry import flight
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from typing import Any
 import psutil
 
 from weft.cluster import reports
+from weft.cluster.actor_watchdog import Pulse, looked_after
 from weft.cluster.failures import by_kernel, explain, explain_hang, keep_evidence
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills
-from weft.cluster.pulse import Pulse, looked_after
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
 from weft.importing import import_extra
-from weft.observe import flight
-from weft.observe.flight import Record
+from weft.telemetry import flight
+from weft.telemetry.flight import Record
 
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
@@ -369,7 +369,7 @@ class _Process:
     """The process of an actor, in which an object is made at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
-        from weft.cluster.guard import settle_actor
+        from weft.cluster.entrypoint import settle_actor
 
         self._number = number
         self._scratch = settle_actor(number)

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.cluster.status import STATUS, Kind, kind_of
 from weft.errors import ActorError, RanksDisagreeError, UserError
-from weft.observe import collectives, flight
+from weft.telemetry import collectives, flight
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.cluster.failures import Failure
 from weft.cluster.launch import Outcome, attempt
-from weft.observe import flight
+from weft.telemetry import flight
 from weft.terminal import say
 
 # What would fail again, whatever is restarted.

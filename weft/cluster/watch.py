@@ -16,8 +16,8 @@ from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
 from weft.cluster.watchdog import STACKS, Frozen, main_stack
-from weft.observe import flight
-from weft.observe.flight import Record
+from weft.telemetry import flight
+from weft.telemetry.flight import Record
 
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
 # By how much the launcher stays behind the ranks' own watchdogs, which a rank that holds Python's lock cannot run.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.observe import flight
+from weft.telemetry import flight
 
 STACKS = "stacks"  # of ranks, in the launcher's scratch folder
 # Seconds, and share of the limit, by which the watchdogs of several ranks stay behind the timeout of collectives.

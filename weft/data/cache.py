@@ -18,7 +18,7 @@ from weft.data import table as tables
 from weft.data.sources import Part
 from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError
-from weft.observe import flight
+from weft.telemetry import flight
 from weft.version import __version__
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateSyntaxError
 
 from weft.config.schema import DataConfig
-from weft.data.answers import Answers, Trained
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
+from weft.data.loss_mask import Answers, Trained
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
 from weft.errors import BadRowError, UserError, first_line

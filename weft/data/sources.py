@@ -38,8 +38,8 @@ from weft.data.blocks import (
 )
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
-from weft.observe import flight
 from weft.strict_json import JsonError, item, named
+from weft.telemetry import flight
 
 _T = TypeVar("_T")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.data.chat_template import ChatTemplate, Lost, Rendering, Span, Unclear
 from weft.data.conversation import Conversation
-from weft.data.sentinels import SENTINEL
+from weft.data.loss_mask_fallback import SENTINEL
 
 
 @dataclass(frozen=True, slots=True)

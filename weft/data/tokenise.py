@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
 from weft.data.blocks import Block, leave_out, refuse
-from weft.data.crew import Crew
 from weft.data.encode import Encoded, Encoder, Encoding
 from weft.data.records import Reading, Record
 from weft.data.sources import Part
 from weft.data.table import BadRow, Chunk, Table
+from weft.data.workers import Crew
 from weft.errors import BadRowError, UserError, first_line
-from weft.observe import flight
+from weft.telemetry import flight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

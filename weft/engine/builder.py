@@ -12,20 +12,20 @@ from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
+from weft.engine.build import BuiltModel, build_model, make_exact
 from weft.engine.config import EngineConfig
-from weft.engine.ema import Ema
-from weft.engine.foreign import ForeignRule, OnShards, find_rule
-from weft.engine.groups import check_groups
-from weft.engine.optimizer import build_optimizer, moments
+from weft.engine.value_head import fill_value_head
 from weft.models import hf
-from weft.models.adapter_files import fill_adapters
-from weft.models.build import BuiltModel, build_model, make_exact
 from weft.models.freeze import freeze
-from weft.models.load import LoadReport, Progress, fill_random, load_weights
 from weft.models.lora import freeze_base
-from weft.models.value_head import fill_value_head
+from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.ema import Ema
+from weft.optim.groups import check_groups
+from weft.optim.optimizer import build_optimizer, moments
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.parallelize import Precision, materialize, move_buffers
+from weft.sharding.adapter_files import fill_adapters
+from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
 
 @dataclass(frozen=True)

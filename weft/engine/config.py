@@ -15,7 +15,7 @@ from weft.config.schema import (
     SftConfig,
     StepConfig,
 )
-from weft.models.value_head import First
+from weft.engine.value_head import First
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,43 +16,38 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster.process import Ranks
 from weft.engine import nonfinite
+from weft.engine.build import BuiltModel, balance_coefficient
 from weft.engine.builder import build, build_optimizer_and_ema, describe, fill_weights, set_deterministic
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, metas, take
-from weft.engine.ema import Ema
-from weft.engine.foreign import OnShards
-from weft.engine.loss_scale import LossScale
-from weft.engine.optimizer import (
-    clip_gradients,
-    global_norm,
-    set_learning_rate,
-    unscale_gradients,
-)
+from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
 from weft.engine.replay import Replay
 from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, held
 from weft.errors import UserError
-from weft.models.build import BuiltModel, balance_coefficient
 from weft.models.captured import check_readouts
 from weft.models.facts import position_limit, rope_is_dynamic
-from weft.models.load import LoadReport, Progress
+from weft.models.flops import document_flops
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms
 from weft.objectives.readouts import Wanted
-from weft.observe import flight
-from weft.observe.flops import document_flops
-from weft.observe.metrics import Sums
-from weft.observe.timing import waiting
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
+from weft.optim.custom_optimizer import OnShards
+from weft.optim.ema import Ema
+from weft.optim.loss_scale import LossScale
+from weft.optim.optimizer import clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules, reduction
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import parallelize
 from weft.parallel.units import Unit
 from weft.planner.memory import Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
+from weft.sharding.load import LoadReport, Progress
+from weft.telemetry import flight
+from weft.telemetry.timing import waiting
 
 
 @dataclass(frozen=True)

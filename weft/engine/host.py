@@ -1,5 +1,5 @@
 """Memory of the host for what an engine's device holds: of parts that sleep (sleep.py), and of what is being saved
-(checkpoint/contents.py). The engines of a process share one pool, in which both take turns.
+(checkpoint/snapshot.py). The engines of a process share one pool, in which both take turns.
 
 It is made of chunks of one size, a power of two, because torch would round each pinned allocation up to one. What is
 longer than a chunk, or begins at its end, lies over several.
@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weft.observe import flight
+from weft.telemetry import flight
 
 CHUNK = 1 << 26  # bytes
 _ALIGNED = 512  # bytes: where everything begins; a chunk is a multiple

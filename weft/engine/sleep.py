@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from weft.engine.ema import Ema
-from weft.engine.foreign import OnShards
 from weft.engine.host import HostPool, Loan
+from weft.optim.custom_optimizer import OnShards
+from weft.optim.ema import Ema
 from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]

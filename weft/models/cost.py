@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from weft.models import hf
+from weft.models.flops import AttentionFacts, FlopFacts
 from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
-from weft.observe.flops import AttentionFacts, FlopFacts
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

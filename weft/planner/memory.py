@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
+from weft.cluster.devices import Accelerator
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.devices import Accelerator
 from weft.terminal import byte_count
 
 SMALL = 0.4  # of a device: what a whole model may take beside its activations

@@ -22,7 +22,7 @@ from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.template_bounds import UnboundedError
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError, first_line, runs_own_code
-from weft.models.adapter_files import CONFIG as ADAPTER
+from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one

@@ -20,15 +20,15 @@ from weft.data.encode import read_encoding
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
-from weft.observe import flight
-from weft.observe.metrics import Sums
-from weft.observe.progress import number
-from weft.observe.summary import Phases
-from weft.recipes.best import Best
 from weft.recipes.sampling import Questions, Sampler
+from weft.report.progress import number
+from weft.run.best import Best
+from weft.telemetry import flight
+from weft.telemetry.summary import Phases
 
 PREFIX = "eval/"
 _UNNAMED = ""

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import plan_files
-from weft.checkpoint.boxes import Box, overlap
-from weft.checkpoint.contents import DTYPES, exported
-from weft.checkpoint.digests import DIGESTS, check_digests
 from weft.checkpoint.export import WholeTensors, export_alone, plan_export
-from weft.checkpoint.files import TensorFile
 from weft.checkpoint.resume import whole
 from weft.checkpoint.retention import TRAINER_STATE, commit, step_folder, whole_steps
+from weft.checkpoint.snapshot import DTYPES, exported
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
+from weft.engine.build import BuiltModel, build_model
 from weft.errors import UserError
-from weft.models.adapter_files import CONFIG, read_config
-from weft.models.build import BuiltModel, build_model
+from weft.sharding.adapter_files import CONFIG, read_config
+from weft.sharding.boxes import Box, overlap
+from weft.sharding.digests import DIGESTS, check_digests
+from weft.sharding.safetensors_files import TensorFile
 
 
 @dataclass

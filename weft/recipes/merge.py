@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint.contents import DTYPES
 from weft.checkpoint.export import WholeTensors, copy_companions, export_alone, plan_export
-from weft.checkpoint.files import TensorFile
+from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
+from weft.engine.build import build_model
 from weft.errors import UserError
-from weft.models.adapter_files import CONFIG, WEIGHTS, file_names, read_config
-from weft.models.build import build_model
-from weft.models.load import LoadPlan, read_whole
 from weft.models.lora import LoraPlan, add_delta
 from weft.recipes.export import Shapes, find_checkpoint, write_folder
+from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, read_config
+from weft.sharding.load import LoadPlan, read_whole
+from weft.sharding.safetensors_files import TensorFile
 
 
 def run(options: MergeOptions) -> Path:

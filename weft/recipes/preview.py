@@ -15,8 +15,8 @@ from weft.data.opened import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
 from weft.errors import UserError, first_line
-from weft.observe.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled
-from weft.observe.progress import loading
+from weft.report.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled
+from weft.report.progress import loading
 
 # With --sample so many bytes of a larger file are read, from all over it.
 SAMPLE_BYTES = 1 << 20

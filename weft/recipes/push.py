@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.checkpoint.digests import DIGESTS, check_digests
-from weft.checkpoint.files import TensorFile
 from weft.checkpoint.retention import best_step, step_folder, whole_steps
 from weft.cluster.options import PushOptions
 from weft.cluster.scratch import scratch_folder
 from weft.errors import UserError
 from weft.files import is_own_file, read_object
-from weft.models.adapter_files import CONFIG as ADAPTER
 from weft.recipes.export import find_checkpoint
 from weft.remote.hub import Repository
 from weft.remote.push import message_of, push_checkpoint
+from weft.sharding.adapter_files import CONFIG as ADAPTER
+from weft.sharding.digests import DIGESTS, check_digests
+from weft.sharding.safetensors_files import TensorFile
 
 _INDEX = "model.safetensors.index.json"
 

@@ -21,44 +21,44 @@ from weft.cluster.rays import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.tokenizer import load_tokenizer
-from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
-from weft.observe import flight
-from weft.observe.progress import Progress
-from weft.observe.summary import Phases
-from weft.observe.trackers import check_installed
-from weft.recipes.folder import Held, hold_folder, write_bad_rows, write_config
-from weft.recipes.hooks import NO_RL_HOOKS, OnStep, RlHooks
-from weft.recipes.resume import after_the_last
-from weft.recipes.rl_actors import Actors, open_actors
-from weft.recipes.rl_failure import told
-from weft.recipes.rl_placement import TIMED, settle
-from weft.recipes.rl_record import RlRecorder, print_rl_opening, say_stopped
-from weft.recipes.rl_resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
+from weft.optim.schedule import learning_rate
 from weft.remote.uploads import Uploads, upload_all
 from weft.remote.uploads import prepare as prepare_uploads
+from weft.report.progress import Progress
+from weft.report.trackers import check_installed
+from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
-from weft.rl.beside import Who
+from weft.rl.colocation import Turns, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, require_comparable
 from weft.rl.documents import deal
 from weft.rl.environments import environment_class
 from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
-from weft.rl.learners import Learners
+from weft.rl.failure import told
 from weft.rl.meter import Meter, Show
 from weft.rl.parity import parity_is_due, require_parity
+from weft.rl.placement import TIMED, settle
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
-from weft.rl.records import import_arrow, read_rollouts, recorded_files
+from weft.rl.recorder import RlRecorder, print_rl_opening, say_stopped
+from weft.rl.reference_critic import Who
+from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
-from weft.rl.turns import Turns, shares_devices, sleeping_parts
-from weft.rl.types import Group, Prompt, Sample, samples_of
+from weft.rl.trainer_group import Learners
 from weft.rollout.base import RolloutEngine, Sampling
+from weft.rollout.records import import_arrow, read_rollouts, recorded_files
+from weft.rollout.types import Group, Prompt, Sample, samples_of
+from weft.run.folder import Held, hold_folder, write_bad_rows, write_config
+from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
+from weft.run.resume import after_the_last
+from weft.telemetry import flight
+from weft.telemetry.summary import Phases
 from weft.terminal import say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"

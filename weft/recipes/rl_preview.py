@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from weft.cluster.devices import accelerator
 from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
 from weft.config.paths import holds_weights
@@ -13,16 +14,15 @@ from weft.config.sources import looks_like_hub_dataset
 from weft.data.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.observe.opening import print_dry_run
-from weft.observe.tables import EngineRow, engine_table, show
-from weft.planner.devices import accelerator
 from weft.planner.memory import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
-from weft.rl.beside import apart
+from weft.report.banner import print_dry_run
+from weft.report.tables import EngineRow, engine_table, show
 from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.environments import environment_class
+from weft.rl.reference_critic import apart
 from weft.rl.rewards import Rewards
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 from weft.terminal import byte_count, say
 
 _LONGEST = 2000  # characters of the prompt that is shown

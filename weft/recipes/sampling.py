@@ -15,10 +15,10 @@ from weft.config.schema import SftConfig
 from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.observe import flight
-from weft.recipes.folder import SAMPLES
 from weft.rollout.base import Request, Sampling, seed_of
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.run.folder import SAMPLES
+from weft.telemetry import flight
 from weft.terminal import byte_count
 
 _PRINTED = 3  # answers of an evaluation

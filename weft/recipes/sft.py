@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `weft sft`. The loop is `train`; what it prints and writes is in weft/observe."""
+"""Supervised fine-tuning: `weft sft`. The loop is `train`; what it prints is in weft/report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from weft.checkpoint.save import Saver
 from weft.cluster.agree import done_by_first, largest
-from weft.cluster.alike import require_agreement
+from weft.cluster.consistency import require_agreement
+from weft.cluster.devices import accelerator
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
@@ -26,31 +27,30 @@ from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
-from weft.engine.foreign import find_class
 from weft.engine.plan import StepPlan
+from weft.engine.prefetch import ahead
 from weft.engine.rows import Rows
-from weft.engine.schedule import learning_rate
 from weft.errors import StoppedError
 from weft.objectives.base import Objective
 from weft.objectives.load import choose_objective
-from weft.observe import flight
-from weft.observe.memory import own_peak_memory_gib
-from weft.observe.opening import print_dry_run, print_opening, say_finished, say_stopped
-from weft.observe.profiling import check_profile, profiled
-from weft.observe.progress import Progress, loading
-from weft.observe.step_line import Taken
-from weft.observe.summary import Phases, RunSummary
-from weft.observe.trackers import check_installed
-from weft.planner.devices import accelerator
-from weft.recipes.ahead import ahead
+from weft.optim.custom_optimizer import find_class
+from weft.optim.schedule import learning_rate
 from weft.recipes.evaluate import Evaluator, ended_by
-from weft.recipes.folder import open_folder, write_bad_rows
-from weft.recipes.hooks import NO_HOOKS, Hooks
-from weft.recipes.identity import identity
-from weft.recipes.reading import RunData, dated, deal, read_run_data
-from weft.recipes.recorder import Recorder
-from weft.recipes.resume import Start, after_the_last, constants, find_start, take_up
+from weft.recipes.run_data import RunData, dated, deal, read_run_data
 from weft.remote.uploads import Uploads, prepare, upload_all
+from weft.report.banner import print_dry_run, print_opening, say_finished, say_stopped
+from weft.report.progress import Progress, loading
+from weft.report.step_line import Taken
+from weft.report.trackers import check_installed
+from weft.run.folder import open_folder, write_bad_rows
+from weft.run.hooks import NO_HOOKS, Hooks
+from weft.run.identity import identity
+from weft.run.recorder import Recorder
+from weft.run.resume import Start, after_the_last, constants, find_start, take_up
+from weft.telemetry import flight
+from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.profiling import check_profile, profiled
+from weft.telemetry.summary import Phases, RunSummary
 from weft.terminal import say_all
 
 FRESH = Start()

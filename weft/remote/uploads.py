@@ -12,13 +12,13 @@ from typing import Any
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import LocalCopy
 from weft.errors import StorageError
-from weft.observe import flight
 from weft.remote.enter import own_token
 from weft.remote.hub import Repository
 from weft.remote.layout import RemoteRun
 from weft.remote.mirror import Mirror
 from weft.remote.push import Pusher
 from weft.remote.store import Store
+from weft.telemetry import flight
 from weft.terminal import say, say_all
 
 _AFTER_AN_ERROR = 60.0  # seconds that uploads may still take when the run has failed

@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.rl.kl import kl
-from weft.rl.types import Group, Sample, samples_of
+from weft.rollout.types import Group, Sample, samples_of
 
 Exact = NDArray[np.float64]
 Estimates = Sequence[Sequence[float | Exact]]

@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.answers import Answers
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding, unbounded
+from weft.data.loss_mask import Answers
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, beside
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 
 Message = Mapping[str, Any]
 

@@ -24,8 +24,8 @@ from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.rl.kl import kl
-from weft.rl.types import Floats, Sample
 from weft.rollout.base import Sampling
+from weft.rollout.types import Floats, Sample
 
 Exact = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.replay import aligned
 from weft.rl.corrections import comparable
-from weft.rl.types import Flags, Floats, Group, Sample
+from weft.rollout.types import Flags, Floats, Group, Sample
 
 
 class _Samples(MeasuredDocuments):

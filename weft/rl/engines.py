@@ -17,8 +17,8 @@ from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerCon
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.models.load import Progress
 from weft.rollout.choice import caches
+from weft.sharding.load import Progress
 
 
 def policy_config(config: RlConfig) -> EngineConfig:

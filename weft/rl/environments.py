@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 
 
 @dataclass(frozen=True)

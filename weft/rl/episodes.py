@@ -15,8 +15,8 @@ from weft.errors import UserError
 from weft.rl.chat import Chats
 from weft.rl.environment_pool import EnvironmentPool
 from weft.rl.environments import Environment, Reply, environment_class
-from weft.rl.types import Prompt
 from weft.rl.workers import Worker, WorkerError
+from weft.rollout.types import Prompt
 
 _GRACE = 1.0  # seconds that a coroutine has to be cancelled, before its process is killed
 

@@ -21,8 +21,8 @@ from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group
-from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import RolloutEngine, Sampling
+from weft.rollout.types import Group, Prompt, Sample
 
 PREFIX = "eval/"
 _UNNAMED = ""

@@ -16,13 +16,13 @@ from weft.cluster.agree import largest
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.startup import text_vocabulary
 from weft.errors import UserError
-from weft.models.startup import text_vocabulary
 from weft.rl.corrections import comparable
 from weft.rl.rollouts import rollout_group
-from weft.rl.types import Floats, Prompt, Sample, samples_of
 from weft.rollout.base import Request, RolloutEngine, Sampling
 from weft.rollout.embedded import EmbeddedEngine
+from weft.rollout.types import Floats, Prompt, Sample, samples_of
 
 # Of the sequences that are tried, (prompt, completion): of one token, over a block of keys, of uneven lengths.
 _LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))

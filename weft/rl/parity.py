@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError
 from weft.rl.corrections import comparable
-from weft.rl.types import Sample
-from weft.rollout.sync.proof import check_parity
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
+from weft.rollout.sync.verify import check_parity
+from weft.rollout.types import Sample
 
 
 def parity_is_due(config: RlConfig, steps: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from weft.cluster.rays import ActorGroup, together
 from weft.errors import ActorError
 from weft.rollout.base import Completion, EnginePart, Request, Synced
-from weft.rollout.sync.wire import GONE, Delivery, SyncError, Ticket
+from weft.rollout.sync.protocol import GONE, Delivery, SyncError, Ticket
 
 _SENDER_SECONDS = 5.0  # until a sender that is there has answered
 

@@ -24,7 +24,7 @@ from weft.data.records import check_unicode, is_json_list, refuse_media, with_sy
 from weft.errors import UserError, first_line
 from weft.rl.chat import Chats
 from weft.rl.environments import environment_class
-from weft.rl.types import Prompt
+from weft.rollout.types import Prompt
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 

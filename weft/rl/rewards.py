@@ -18,7 +18,7 @@ from weft.errors import UserError
 from weft.rl.builtin_rewards import INLINE, has_reference
 from weft.rl.reward_calls import GIVEN, Batch, Described, Named, Outcome, RewardFunction
 from weft.rl.reward_pool import RewardPool
-from weft.rl.types import Prompt, Sample
+from weft.rollout.types import Prompt, Sample
 
 ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
 _NEWS = 3  # failures that are told between two calls of `metrics`

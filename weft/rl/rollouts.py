@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from weft.observe.summary import Phases
 from weft.rl.environments import Reply
 from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes
 from weft.rl.prompts import PromptStream
-from weft.rl.types import Group, Prompt, Sample
 from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of
+from weft.rollout.types import Group, Prompt, Sample
+from weft.telemetry.summary import Phases
 
 
 async def rollout_group(

@@ -14,7 +14,7 @@ from weft.errors import UserError
 from weft.rl.pool import EmbeddedPool, StandalonePool, or_declined
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
-from weft.rollout.sync.wire import Ticket
+from weft.rollout.sync.protocol import Ticket
 
 SERVERS = ("vllm", "sglang")
 

@@ -34,13 +34,16 @@ from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
 from weft.engine.sleep import Part
 from weft.errors import ActorError
+from weft.models.flops import Throughput
 from weft.objectives.policy import PolicyLoss
-from weft.observe import flight
-from weft.observe.flops import Throughput
-from weft.observe.opening import print_model
-from weft.observe.step_line import Taken, step_line
 from weft.parallel.fsdp import DTYPES
-from weft.rl.beside import (
+from weft.report.banner import print_model
+from weft.report.step_line import Taken, step_line
+from weft.rl.colocation import sleeping_parts
+from weft.rl.documents import TrainedSamples
+from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, policy_config, reference_engine
+from weft.rl.exact import prove_exact
+from weft.rl.reference_critic import (
     CRITIC,
     Values,
     Who,
@@ -51,16 +54,13 @@ from weft.rl.beside import (
     settle_step,
     start_rank,
 )
-from weft.rl.documents import TrainedSamples
-from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, policy_config, reference_engine
-from weft.rl.exact import prove_exact
-from weft.rl.turns import sleeping_parts
-from weft.rl.types import Floats, Sample
 from weft.rollout.base import Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.rollout.generate import Numbered
+from weft.rollout.sync.protocol import SyncError, Ticket, device_memory
 from weft.rollout.sync.sender import Receiver, Sender, options_of
-from weft.rollout.sync.wire import SyncError, Ticket, device_memory
+from weft.rollout.types import Floats, Sample
+from weft.telemetry import flight
 from weft.terminal import say
 
 

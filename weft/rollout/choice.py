@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.engine.startup import LOGIT_TOLERANCE, small_copy
 from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
-from weft.models.startup import LOGIT_TOLERANCE, small_copy
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
 _PROMPTS = (5, 23, 37)  # tokens; windows and chunks of a small copy are shorter

@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from weft.checkpoint.boxes import Box
 from weft.checkpoint.export import manifest_of
 from weft.engine.engine import Engine, whole
 from weft.engine.sleep import Emptied
+from weft.engine.startup import implementation
 from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
-from weft.models.startup import implementation
-from weft.models.walker import checked, walk
-from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
+from weft.sharding.boxes import Box
+from weft.sharding.walker import checked, walk
+from weft.telemetry import flight
 
 
 class EmbeddedEngine:

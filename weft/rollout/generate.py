@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from weft.engine.startup import compute_exactly, implementation
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.startup import compute_exactly, implementation
-from weft.observe import flight
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
 from weft.rollout.choice import open_rows
 from weft.rollout.drawing import Drawn, draw, uniforms
 from weft.rollout.rows import Routes
+from weft.telemetry import flight
 
 MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
 _JOIN = 0.25  # samples join a running batch where so much of its room is free: every join costs a forward

@@ -14,12 +14,12 @@ from typing import Any
 from weft.cluster.machine import own_address
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError
-from weft.observe import flight
 from weft.rollout.sglang import SglangEngine
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter, find, program_of
 from weft.rollout.vllm.server import settings_of
+from weft.telemetry import flight
 
 CALLS = 10_000  # at once: an order must not wait behind requests that wait
 _VARIABLES = ("VLLM_", "SGLANG_", "SGL_")

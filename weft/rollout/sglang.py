@@ -22,7 +22,7 @@ from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
 from weft.rollout.process import EngineProcess
 from weft.rollout.served import Served, together
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
 from weft.rollout.vllm.server import Settings, option
 
 _FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}

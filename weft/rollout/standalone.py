@@ -11,30 +11,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from weft.checkpoint.boxes import Box
-from weft.checkpoint.files import bytes_of
 from weft.cluster.machine import own_address
 from weft.config.schema import LoraConfig
 from weft.engine.sleep import Emptied
 from weft.models import hf
-from weft.models.adapter_files import file_names, plan_lora
-from weft.models.layout import Piece, layout_of
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
-from weft.observe import flight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
 from weft.rollout.sync.checksums import checksum
-from weft.rollout.sync.wire import (
-    Delivery,
-    Entry,
-    Part,
-    SyncError,
-    Ticket,
-    as_torch,
-    check_manifest,
-    device_memory,
-)
+from weft.rollout.sync.protocol import Delivery, Entry, Part, SyncError, Ticket, as_torch, check_manifest, device_memory
+from weft.sharding.adapter_files import file_names, plan_lora
+from weft.sharding.boxes import Box
+from weft.sharding.layout import Piece, layout_of
+from weft.sharding.safetensors_files import bytes_of
+from weft.telemetry import flight
 
 
 class Standalone:

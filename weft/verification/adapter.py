@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.adapters import save_adapter
-from weft.checkpoint.boxes import Box, shard_of
 from weft.cluster.scratch import scratch_folder
 from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
-from weft.models.adapter_files import PREFIX, names_of
 from weft.models.lora import is_adapters
 from weft.models.patterns import names_it
+from weft.sharding.adapter_files import PREFIX, names_of
+from weft.sharding.boxes import Box, shard_of
 from weft.verification.observed import Observed, Tensors
 
 

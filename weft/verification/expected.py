@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.config.schema import OptimizerConfig
-from weft.observe.flops import FlopFacts
+from weft.models.flops import FlopFacts
 from weft.verification import reference
 from weft.verification.observed import Step, Tensors
 from weft.verification.peft_reference import PeftReference

@@ -25,13 +25,13 @@ from weft.errors import UserError
 from weft.models.routing import replaced, steering
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
-from weft.observe import flight
 from weft.rl import advantages
-from weft.rl.beside import READS, Who, set_readings
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, documents_of, is_trained
+from weft.rl.reference_critic import READS, Who, set_readings
 from weft.rl.trainer import Trainer
-from weft.rl.types import Floats, Group, Sample, samples_of
+from weft.rollout.types import Floats, Group, Sample, samples_of
+from weft.telemetry import flight
 from weft.verification import rl_reference
 from weft.verification.adapter import as_in_files, optimizer_by_files, stir, written
 from weft.verification.harness import (

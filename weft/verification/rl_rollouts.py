@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from weft.rl.records import read_rollouts, recorded_files
 from weft.rl.rollouts import Transcript
 from weft.rl.trainer import Trainer
-from weft.rl.types import Group, Prompt, Sample, samples_of
 from weft.rollout.base import Request, Sampling
+from weft.rollout.records import read_rollouts, recorded_files
+from weft.rollout.types import Group, Prompt, Sample, samples_of
 
 # Of each group (tokens of its prompt, longest completion, rewards). No reward: the sample counts nowhere. One group
 # without signal, one with a single sample that counts; and a step of one sample, which leaves ranks without any.

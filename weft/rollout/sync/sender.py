@@ -1,7 +1,7 @@
 """Weights from the trainer ranks to rollout engines, versioned and proven.
 
 On every rank:  sender = Sender(engine, receivers);  sender.send(version).
-Each worker of an engine takes the same version with its ticket of `sender.tickets` (wire.Delivery).
+Each worker of an engine takes the same version with its ticket of `sender.tickets` (protocol.Delivery).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.checkpoint.contents import DTYPES
+from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.machine import own_address
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.observe import flight
 from weft.rollout.base import Synced
-from weft.rollout.sync import content as contents
-from weft.rollout.sync import wire
+from weft.rollout.sync import buckets as contents
+from weft.rollout.sync import protocol
+from weft.rollout.sync.buckets import Buckets, Content, Plan, Row
 from weft.rollout.sync.checksums import checksum
-from weft.rollout.sync.content import Buckets, Content, Plan, Row
-from weft.rollout.sync.desk import Desk
-from weft.rollout.sync.planes import SLOTS, DeviceSlots, Group, Own, Slots
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.protocol import SyncError, Ticket
+from weft.rollout.sync.server import Desk
+from weft.rollout.sync.transports import SLOTS, DeviceSlots, Group, Own, Slots
+from weft.telemetry import flight
 
 T = TypeVar("T")
 Transport = Literal["ipc", "shared", "group", "files"]
@@ -43,7 +43,7 @@ AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are wri
 class Receiver:
     """An engine that is to get weights. host: address of the machine whose shared memory it sees, as own_address() says
     there; None for the first rank's. workers: processes that each take all tensors. adapters: whether it takes those
-    alone. devices: UUIDs of the CUDA devices that its workers see (wire.DeviceMemory), its own first."""
+    alone. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its own first."""
 
     name: str
     host: str | None = None
@@ -95,7 +95,7 @@ class Sender:
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
-        own = wire.device_memory.devices(engine.device)[:1]
+        own = protocol.device_memory.devices(engine.device)[:1]
         everyone = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
         self._hosts = [host for host, *_ in everyone]
         self._devices = [device for _, device, *_ in everyone]  # of each rank: its UUID, or nothing

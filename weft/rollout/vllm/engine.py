@@ -20,7 +20,7 @@ from weft.rollout.base import Completion, EnginePart, Request
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served, together
-from weft.rollout.sync.wire import SyncError, Ticket
+from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.vllm.mapping import body_of, completion_of
 from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
 

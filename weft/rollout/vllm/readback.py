@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.rollout.sync.wire import SyncError
+from weft.rollout.sync.protocol import SyncError
 
 STALE = " (its packed copy)"
 _ROWS = 256  # of the identity at once

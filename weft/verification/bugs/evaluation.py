@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.observe.metrics import Sums
+from weft.engine.metrics import Sums
 from weft.verification.bugs import Original, Plant, bug
 
 HELD_OUT = "tests/test_eval.py: the held-out loss is the reference's token mean"

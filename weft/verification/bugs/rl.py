@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.rl.types import Flags, Group, Sample
+from weft.rollout.types import Flags, Group, Sample
 from weft.verification.bugs import Original, Plant, bug
 
 UPDATE = "tests/test_policy_parity.py: the update of grpo is that of plain PyTorch"

@@ -191,7 +191,7 @@ def kernel_leaks(
 
 
 @bug(
-    "B6", "weft.models.build:examine",
+    "B6", "weft.engine.build:examine",
     "a family whose layers carry state along the row is laid out packed",
     caught_by=NEIGHBOURS, seen="verl-project/verl#6660", needs="a hybrid or recurrent family, such as lfm2",
 )  # fmt: skip

@@ -31,7 +31,7 @@ def bf16_masters(
 
 
 @bug(
-    "B11", "weft.models.build:plan_load",
+    "B11", "weft.engine.build:plan_load",
     "a head tied to the embedding is a copy of its own",
     caught_by=GRADIENTS, seen="verl-project/verl#7834", needs="a model with a tied head",
 )  # fmt: skip
@@ -107,7 +107,7 @@ def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int,
 
 
 @bug(
-    "B17", "weft.engine.optimizer:_sharding_groups",
+    "B17", "weft.optim.optimizer:_sharding_groups",
     "the gradient norm counts every replica of an HSDP mesh",
     caught_by=NORM, seen="pytorch/torchtitan#2318", ranks=2, needs="mesh.dp_replicate above 1",
 )  # fmt: skip
@@ -120,7 +120,7 @@ def replicas_counted(plant: Plant, original: Original, parameter: Any) -> tuple[
 
 
 @bug(
-    "B17", "weft.engine.optimizer:_sharding_groups",
+    "B17", "weft.optim.optimizer:_sharding_groups",
     "each rank clips by the norm of its own shards",
     caught_by=NORM, seen="NVIDIA/Megatron-LM#5916", ranks=2,
 )  # fmt: skip
@@ -131,7 +131,7 @@ def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, .
 
 
 @bug(
-    "B28", "weft.engine.groups:decays",
+    "B28", "weft.optim.groups:decays",
     "norms and biases are decayed too",
     caught_by="weights after 3 steps", seen="verl-project/verl#5070",
 )  # fmt: skip
@@ -142,7 +142,7 @@ def everything_decays(plant: Plant, original: Original, name: str, ndim: int) ->
 
 
 @bug(
-    "B29", "weft.observe.metrics:Sums.add",
+    "B29", "weft.engine.metrics:Sums.add",
     "the loss shown is the mean of the micro-batches' means",
     caught_by="loss, many micro-batches", seen="verl-project/verl#4294",
 )  # fmt: skip
@@ -154,7 +154,7 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
 
 
 @bug(
-    "B29", "weft.observe.metrics:Sums.reduce",
+    "B29", "weft.engine.metrics:Sums.reduce",
     "the loss shown is the first rank's",
     caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
@@ -212,7 +212,7 @@ def schedule_per_rank(plant: Plant, original: Original, step: int, *rest: Any) -
 
 
 @bug(
-    "B18", "weft.engine.schedule:warmup_steps",
+    "B18", "weft.optim.schedule:warmup_steps",
     "the warm-up is twice as long",
     caught_by="tests/test_schedule.py: test_cosine_with_warmup", seen="THUDM/slime#1546",
 )  # fmt: skip

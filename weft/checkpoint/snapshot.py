@@ -1,0 +1,210 @@
+"""What one engine adds to a checkpoint: its weights for use, and its trainer state.
+
+A checkpoint is one engine's; a critic's lies in a folder inside it, laid out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.adapters import plan_adapter
+from weft.checkpoint.export import (
+    Exported,
+    check_sizes,
+    join_export,
+    plan_export,
+    prepare_export,
+    require_whole,
+    write_export,
+)
+from weft.checkpoint.retention import TRAINER_STATE
+from weft.checkpoint.state import (
+    EMA,
+    WEIGHTS,
+    DamagedError,
+    Part,
+    RankFile,
+    check_file,
+    find_parts,
+    find_scalars,
+    tied_names,
+    write_rank_file,
+    write_state,
+)
+from weft.config.schema import CheckpointConfig
+from weft.engine.engine import Engine
+from weft.engine.host import HostTensor, Loan
+from weft.parallel import fsdp
+from weft.sharding.boxes import Box
+from weft.sharding.digests import BoxDigest, check_boxes, not_as_written, write_digests
+
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A moment of an engine. copies: this rank's own elements by name, in host memory, which is `loan`; boxes: where
+    they belong; state: what state.json says of the engine, on the first rank."""
+
+    copies: Mapping[str, HostTensor]
+    boxes: Mapping[str, Box]
+    state: Mapping[str, Any]
+    loan: Loan
+
+
+@dataclass(frozen=True)
+class _HostShard:
+    """Of a copy: what this rank writes, alone."""
+
+    box: Box
+    values: HostTensor
+
+    def read(self, box: Box) -> Tensor:
+        return self.values[box.within(self.box)]
+
+    def is_mine(self, number: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written. exported: of the weight files. nonfinite: a weight that is, so nothing was."""
+
+    exported: Exported
+    file: RankFile | None = None
+    nonfinite: str | None = None
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Written:
+        """As a rank's note has it."""
+        exported = {**fields["exported"], "digests": [BoxDigest(**digest) for digest in fields["exported"]["digests"]]}
+        file = None if fields["file"] is None else RankFile(**fields["file"])
+        return Written(Exported(**exported), file, fields["nonfinite"])
+
+
+class Contents:
+    """folder: its place in every checkpoint, "" for the checkpoint itself."""
+
+    def __init__(self, engine: Engine, config: CheckpointConfig, texts: Mapping[str, str], folder: str = "") -> None:
+        self.engine, self.folder, self.keep_state = engine, folder, config.trainer_state != "none"
+        self._verify = config.verify
+        plan = plan_export if engine.lora is None else plan_adapter
+        self.plan = replace(plan(engine, DTYPES[config.dtype]), texts=texts)
+        self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
+        self._owners = tied_names(engine.module)
+        self._exported = exported(find_parts(engine), average=config.weights == "ema")
+
+    def copy(self) -> Copies:
+        """Copy what this rank writes into the engine's memory on the host, until `release`."""
+        parts = find_parts(self.engine)
+        wanted = parts.keys() if self.keep_state else set(self._exported.values())
+        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
+        loan = self.engine.sleeper.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
+        copies = {}
+        for (name, part), pieces in zip(mine.items(), loan.pieces, strict=True):
+            copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
+            copies[name].fill(part.local)
+        boxes = {name: part.box for name, part in mine.items()}
+        state = self._state(parts) if self.engine.ranks.is_first and self.keep_state else {}
+        return Copies(copies, boxes, state, loan)
+
+    def release(self, copies: Copies) -> None:
+        """They are written: something else may have their memory."""
+        self.engine.sleeper.pool.give(copies.loan)
+
+    def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
+        tensors = {
+            name: {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
+            for name, part in parts.items()
+        }
+        return {
+            "mesh": {"world": self.engine.ranks.world, **self.engine.mesh.axes},
+            "scalars": find_scalars(self.engine),
+            "loss_scale": None if self.engine.loss_scale is None else self.engine.loss_scale.state_dict(),
+            "tensors": tensors,
+        }
+
+    def prepare(self, checkpoint: Path) -> None:
+        """Make empty files for all ranks; called by the first."""
+        prepare_export(self.plan, checkpoint / self.folder)
+        if self.keep_state:
+            (checkpoint / self.folder / TRAINER_STATE).mkdir()
+
+    def write(
+        self, checkpoint: Path, id: str, copies: Copies, generators: Mapping[str, Tensor], seams: Sequence[Path]
+    ) -> Written:
+        """Fill this rank's boxes of the weight files, and write its file of the trainer state; needs no collective.
+
+        generators: random numbers of this rank, which go with them. seams: where each rank leaves what `join` puts in
+        place; none for one rank.
+        """
+        weights = {n: copies.copies[kept] for n, kept in self._exported.items() if kept in copies.copies}
+        nonfinite = self._find_nonfinite(weights)
+        shards = {name: _HostShard(copies.boxes[self._exported[name]], copy) for name, copy in weights.items()}
+        shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
+        exported = write_export(
+            self.plan,
+            {} if nonfinite else shards,
+            checkpoint / self.folder,
+            seams=seams[self.engine.ranks.rank] if seams else None,
+            digests=self._verify == "digest",
+        )
+        if nonfinite or not self.keep_state:
+            return Written(exported, None, nonfinite)
+        folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
+        everything = {**copies.copies, **{name: HostTensor.of(value) for name, value in generators.items()}}
+        return Written(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
+
+    def _find_nonfinite(self, weights: Mapping[str, HostTensor]) -> str | None:
+        for name, copy in weights.items():
+            for values in copy.flat() if copy.dtype.is_floating_point else ():
+                if not bool(values.isfinite().all()):
+                    return self._named(name)
+                if self._half and float(values.abs().max()) > _LARGEST_HALF:
+                    return f"{self._named(name)} in fp16 (set checkpoint.dtype=bf16)"
+        return None
+
+    def join(self, checkpoint: Path, seams: Sequence[Path]) -> int:
+        """Join, in the weight files that fall to this rank, what ranks have left; the bytes. seams: as in `write`."""
+        return join_export(self.plan, checkpoint / self.folder, seams, self.engine.ranks.rank)
+
+    def check(self, checkpoint: Path, written: Written, writer: int) -> None:
+        """Read back what another rank has written, and compare digests. StorageError where they differ."""
+        check_boxes(checkpoint, self.folder, written.exported.digests, writer)
+        if written.file is not None:
+            folder = Path(self.folder, TRAINER_STATE)
+            try:
+                check_file(checkpoint / folder, written.file)
+            except DamagedError as error:
+                raise not_as_written(str(folder / written.file.name), writer) from error
+
+    def complete(
+        self, checkpoint: Path, parts: Sequence[Written], joined: int, state: Mapping[str, Any] | None
+    ) -> None:
+        """Every rank has written its part, and joined: digests.json, and state.json with `state`, last of all."""
+        folder, digests = checkpoint / self.folder, [digest for part in parts for digest in part.exported.digests]
+        exported = [part.exported for part in parts]
+        require_whole(self.plan, sum(e.bytes for e in exported), sum(e.handed for e in exported), joined)
+        if self._verify != "none":
+            check_sizes(self.plan, folder)
+        if digests:
+            write_digests(folder, digests)
+        if state is not None:
+            write_state(folder / TRAINER_STATE, state, [part.file for part in parts if part.file is not None])
+
+    def _named(self, name: str) -> str:
+        return f"{self.folder}: {name}" if self.folder else name
+
+
+def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
+    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
+    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
+    averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
+    return {**kept, **averaged}

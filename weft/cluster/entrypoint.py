@@ -1,0 +1,209 @@
+"""One rank, or the only process: run its body, and turn however it ends into a report and an exit status."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from weft.cluster import reports
+from weft.cluster.failures import keep_own, of_this_rank
+from weft.cluster.machine import end_with_parent
+from weft.cluster.reports import RankReport
+from weft.cluster.status import FAILURE, STATUS, SUCCESS
+from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
+from weft.errors import StoppedError
+from weft.telemetry import collectives, flight
+from weft.terminal import say
+
+# How long a rank with bad input waits for the others to report the same, and one that waited in vain for the launcher
+# to look what the others are doing.
+LINGER_SECONDS = 1.0
+
+Body = Callable[[], bool | None]
+
+
+def joined() -> bool:
+    """Whether this process is one rank of several that something (torchrun, weft) has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def program(main: Callable[[], int]) -> NoReturn:
+    """The life of a process: `main`, and its exit status.
+
+    A rank that ended well, its process group left, ends after all that Python does for threads and at exit, and before
+    native destructors: those of libraries run beside threads that others of them still have, and have crashed ranks
+    whose work was done.
+    """
+    ended: list[int] = []
+
+    def skip_destructors() -> None:
+        if ended == [SUCCESS] and joined():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SUCCESS)
+
+    atexit.register(skip_destructors)  # what is registered first runs last
+    ended.append(main())
+    sys.exit(ended[0])
+
+
+def guarded(body: Body, debug: bool = False) -> int:
+    """Run `body`, which may return False for a failed verdict; turn exceptions into messages and an exit status.
+
+    In a rank of several this ends the process on failure: what it holds (collectives, threads) must not keep it alive.
+    """
+    into = reports.folder()
+    if into is not None:
+        _settle_in(into)
+    try:
+        with watched(partial(_end_hung, debug=debug)):
+            passed = body()
+    except KeyboardInterrupt:
+        return _end_rank(128 + signal.SIGINT)
+    except StoppedError as stop:
+        return _end_rank(_report_stop(128 + stop.number))
+    except SystemExit as error:
+        if not joined():
+            raise
+        return _end_rank(_report_exit(error.code))
+    except Exception as error:
+        return _end_rank(_report(reports.of_exception(_rank(), error), debug))
+    finally:
+        flight.own.close()
+    if passed is False:
+        return _report_verdict()
+    return SUCCESS
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _settle_in(scratch: Path) -> None:
+    """What a rank of weft's launcher does first, so that its end is noticed and explained."""
+    end_with_parent()
+    write_stacks_to(scratch / STACKS / str(_rank()))
+    flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
+    flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
+
+
+def settle_actor(number: int) -> Path:
+    """What an actor does first: its record is where the controller finds it, and a hang ends it with a report. Returns
+    the folder for its reports."""
+    into = reports.folder()
+    assert into is not None
+    write_stacks_to(into / STACKS / str(number))
+    flight.own.open(into / flight.FOLDER / flight.live_name(number))
+    flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
+    end_with_parent(signal.SIGKILL)
+    watch_for_ever(partial(_end_hung, debug=False))
+    return into
+
+
+def _report(report: RankReport, debug: bool) -> int:
+    """Report the failure of this process to whoever watches it. Returns the exit status."""
+    into = reports.folder()
+    if into is not None:
+        if report.kind == "peer":
+            report = replace(report, gone=_gone(into))
+        try:
+            reports.write(report, into)
+        except OSError:  # the scratch folder's disk is full
+            say(of_this_rank(report, joined(), debug), error=True)
+        if report.plain or report.kind == "hang":
+            _linger(into)
+        return report.status
+    kept = report.kind == "user" or keep_own(report)
+    say(of_this_rank(report, joined(), debug), error=True)
+    flight.own.close(remove=kept)
+    return report.status
+
+
+def _end_hung(what: str, stack: str, debug: bool) -> None:
+    """From the watchdog's thread: report for the main one, which is stuck, and end the process."""
+    calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    report = RankReport(
+        _rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
+        waited=waits(calls[::-1]), collectives=collectives.last(),
+    )  # fmt: skip
+    _report(report, debug)
+    sys.stderr.flush()
+    os._exit(STATUS["hang"])
+
+
+def _report_exit(code: object) -> int:
+    """sys.exit in a rank: without a report, a rank that merely lost its peer would seem to have failed first."""
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
+    into = reports.folder()
+    message = f"exit status {status}" if isinstance(code, int) else str(code)
+    if into is None and not isinstance(code, int | None):
+        say(message, error=True)
+    if into is not None and status != SUCCESS:
+        reports.write(RankReport(_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
+    return status
+
+
+def _report_verdict() -> int:
+    """A failed verdict is no crash: a rank that weft started ends well and leaves a note."""
+    into = reports.folder()
+    if into is None:
+        return FAILURE
+    reports.write(reports.of_verdict(_rank()), into)
+    return SUCCESS
+
+
+def _report_stop(status: int) -> int:
+    """A run that a signal ended as it should is no crash either: the note carries the exit status."""
+    into = reports.folder()
+    if into is None:
+        return status
+    reports.write(reports.of_stop(_rank(), status), into)
+    return SUCCESS
+
+
+def _linger(folder: Path) -> None:
+    """Bad input fails every rank alike: give the others time to say so, that it is shown once, as one error.
+
+    And a rank that waited in vain gives the launcher time to see what the others are doing.
+    """
+    end = time.monotonic() + LINGER_SECONDS
+    while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
+        time.sleep(0.02)
+
+
+def _gone(scratch: Path) -> list[int]:
+    """The ranks that have ended: this one lost its connection to one of them. The agent stops others only later."""
+    end = time.monotonic() + LINGER_SECONDS
+    while True:  # connections are closed a moment before a process has ended
+        found = []
+        for rank, record in flight.read_all(scratch / flight.FOLDER).items():
+            try:
+                ended = psutil.Process(record.pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                ended = True
+            found += [rank] if ended else []
+        if found or time.monotonic() > end:
+            return found
+        time.sleep(0.02)
+
+
+def _end_rank(status: int) -> int:
+    """End a rank of several at once, without destructors that wait for the other ranks; else return `status`."""
+    if not joined():
+        return status
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

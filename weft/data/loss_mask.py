@@ -1,0 +1,208 @@
+"""Which characters of a rendered conversation are trained: of each answer what a model has to write, and no more.
+
+An answer's text is what the template wrote while it was at this message, less the beginning that the template writes
+itself when it asks for an answer (the generation prompt), and less what comes behind the token that ends the turn. Both
+are learned once per template, from a conversation whose answers cannot be mistaken, and checked in every document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.chat_template import ChatTemplate, RenderError, Rendering, Span, Unclear, common_header
+from weft.data.conversation import Conversation
+from weft.data.loss_mask_fallback import SENTINEL, Comparison
+from weft.data.text_checks import TextChecks
+
+_USER = {"role": "user", "content": "question"}
+_ANSWER = {"role": "assistant", "content": "answer"}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}],
+}
+_RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "abcdefghi"}
+_TOOL_ROLES = ("tool", "function", "ipython")
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a template writes around answers.
+
+    headers: with which of its own text an answer may begin, longest first. closings: with which it may end. follower:
+    where answers have no end of their own, the special token of the next turn that ends them; else "".
+    """
+
+    headers: tuple[str, ...]
+    closings: tuple[str, ...]
+    follower: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A conversation's text, and its trained characters."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class Answers:
+    """Finds the answers in what one template renders. specials: the tokenizer's special tokens; added: others of the
+    tokens that were added to its vocabulary."""
+
+    def __init__(self, template: ChatTemplate, specials: Sequence[str], added: Sequence[str] = ()) -> None:
+        self.template = template
+        self.specials = tuple(sorted(filter(None, set(specials)), key=len, reverse=True))
+        self.added = tuple(added)
+        self._turns: dict[tuple[bool, str], Turns | None] = {}
+
+    def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
+        """Raises Unclear where it cannot tell, and RenderError."""
+        rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
+        if not chat.trained:
+            return Trained(rendering.text, ())
+        if self.template.has_markers:
+            spans = _within_markers(chat, rendering)
+            TextChecks(self.template, chat, kwargs, rendering, spans).run()
+            return Trained(rendering.text, tuple(span for message in spans.values() for span in message))
+        if not rendering.regions and not rendering.scattered:
+            return Trained(*Comparison(self.template, self.specials, self.added, chat, kwargs).find())
+        text, spans = rendering.text, {}
+        for place in chat.trained:
+            (start, end), ending = self._answer(chat, kwargs, rendering, place)
+            text += ending  # of the last answer, where the template would write it with the next question
+            spans[place] = [(start, end + len(ending))]
+        TextChecks(self.template, chat, kwargs, rendering, spans).run()
+        return Trained(text, tuple(span for [span] in spans.values()))
+
+    def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
+        """All of the text. Raises RenderError."""
+        text = self.template.render(chat.messages, kwargs, tools=chat.tools).text
+        return Trained(text, ((0, len(text)),))
+
+    def _answer(
+        self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int
+    ) -> tuple[Span, str]:
+        """The trained part of an answer, and what the text lacks of its end."""
+        if place in rendering.scattered:
+            raise Unclear(f"message {place + 1} is rendered in several pieces", rendering)
+        if place not in rendering.regions:
+            raise Unclear(f"the template does not render message {place + 1}", rendering)
+        start, end = rendering.regions[place]
+        turns = self._around(chat, kwargs, place)
+        header = _header(rendering.of(place), turns)
+        if header is None:  # this conversation is unlike those that the turns were learned from
+            turns = self._study(chat, kwargs, place)
+            header = _header(rendering.of(place), turns)
+        if header is None:
+            raise Unclear(f"message {place + 1} does not begin as the template begins an answer", rendering)
+        start += len(header)
+        if any(turns.closings):
+            text = rendering.of(place).rstrip()
+            if text.endswith((*filter(None, turns.closings), *self.specials)):
+                return (start, rendering.regions[place][0] + len(text)), ""
+            if end == len(rendering.text) and "" in turns.closings:
+                return (start, end), next(filter(None, turns.closings))
+            raise Unclear(f"message {place + 1} does not end as the template ends an answer", rendering)
+        follower = self._follower(rendering.text, end, turns.headers)
+        if follower is not None:
+            return (start, end + len(follower)), ""
+        if end == len(rendering.text) and turns.follower:
+            return (start, end), turns.follower
+        raise Unclear(f"no special token ends message {place + 1}, so that a model would never stop", rendering)
+
+    def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
+        """The turns for an answer at this place; learned once for those after a tool's result and once for others."""
+        after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
+        key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
+        if key not in self._turns:
+            self._turns[key] = self._learn(after_tool, kwargs)
+        return self._turns[key] or self._study(chat, kwargs, place)
+
+    def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> Turns | None:
+        """What surrounds an answer in the middle of a conversation and at its end; None where the template refuses."""
+        before = [_USER, _CALL, _RESULT] if after_tool else [_USER]
+        middle = Conversation([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
+        last = Conversation([*before, _ANSWER], None, {}, ())
+        longer = Conversation([_USER, _ANSWER, *before, _ANSWER], None, {}, ())
+        found = []
+        for chat, place in ((middle, len(before)), (last, len(before)), (longer, len(before) + 2)):
+            try:
+                found.append(self._study(chat, kwargs, place))
+            except (Unclear, RenderError):
+                continue
+        if not found:
+            return None
+        headers = {header for turns in found for header in turns.headers}
+        return Turns(
+            tuple(sorted(headers, key=len, reverse=True)),
+            tuple(dict.fromkeys(closing for turns in found for closing in turns.closings)),
+            next((turns.follower for turns in found if turns.follower), ""),
+        )
+
+    def _study(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
+        """What surrounds the answer at this place of a conversation."""
+        marked = chat.replaced(place, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
+        full = self.template.render(marked.messages, kwargs, tools=chat.tools)
+        try:
+            asked = self.template.render(chat.messages[:place], kwargs, tools=chat.tools, ask=True)
+        except RenderError as error:
+            raise Unclear(
+                f"the template does not render what stands before message {place + 1}: {error}", full
+            ) from error
+        start, end = full.regions.get(place, (0, 0))
+        at = full.text.find(SENTINEL)
+        if full.text.count(SENTINEL) != 1 or not start <= at < end:
+            raise Unclear(f"the text of message {place + 1} is not where the template renders this message", full)
+        if place - 1 in asked.regions:
+            prompt = asked.text[asked.regions[place - 1][1] :]
+        elif asked.text.startswith(full.text[:start]):
+            prompt = asked.text[start:]
+        else:
+            raise Unclear(f"the template renders messages 1 to {place} otherwise when they are alone", asked)
+        header = common_header(full.text[start:at], prompt, (*self.specials, *self.added))
+        if prompt and not header:
+            raise Unclear(f"message {place + 1} does not begin with the generation prompt {prompt!r}", full)
+        closing = full.text[at + len(SENTINEL) : end].rstrip()
+        headers = tuple(dict.fromkeys((prompt, header)))
+        return Turns(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
+
+    def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
+        """The special token of the next turn that ends this one: not one that answers begin with, too."""
+        found = next((token for token in self.specials if text.startswith(token, end)), None)
+        return None if found is None or any(found in header for header in headers) else found
+
+
+def _header(text: str, turns: Turns) -> str | None:
+    return next((header for header in turns.headers if text.startswith(header)), None)
+
+
+def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[Span]]:
+    """What lies between generation markers, of the answers that are trained."""
+    spans: dict[int, list[Span]] = {}
+    for message, span in _owners(chat, rendering):
+        if message in chat.trained and span[0] < span[1]:
+            spans.setdefault(message, []).append(span)
+    return spans
+
+
+def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Span]]:
+    """(message, span) of all marked spans: by the message that was rendered, else by their order."""
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    by_region = [
+        next((i for i, (start, end) in rendering.regions.items() if start <= span[0] and span[1] <= end), None)
+        for span in rendering.marked
+    ]
+    if None not in by_region:
+        yield from ((i, span) for i, span in zip(by_region, rendering.marked, strict=True) if i is not None)
+    elif set(answers) == set(chat.trained):
+        yield from ((answers[0], span) for span in rendering.marked)
+    elif len(answers) == len(rendering.marked):
+        yield from zip(answers, rendering.marked, strict=True)
+    else:
+        raise Unclear(
+            f"{len(rendering.marked)} pieces are between generation markers, for {len(answers)} answers", rendering
+        )

@@ -1,0 +1,167 @@
+"""Worker processes that tokenise blocks.
+
+They are started anew, not forked: a rank has threads (of torch, gloo, tokenizers) that do not survive a fork, and a
+child of a notebook or script must not run it again. Each holds one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from weft.cluster.machine import end_with_parent, oom_kills
+from weft.data.blocks import Block
+from weft.errors import ActorError, UserError
+from weft.telemetry import flight
+from weft.version import PACKAGE
+
+if TYPE_CHECKING:
+    from weft.data.table import Chunk
+    from weft.data.tokenise import Work
+
+_AHEAD = 3  # blocks for each worker that may be done before their turn
+_ENDING_SECONDS = 1.0  # from the end of a connection to that of its process
+
+
+class Crew:
+    """`with Crew(work, 4) as crew: for size, chunk in crew.map(blocks): ...`"""
+
+    def __init__(self, work: Work, count: int) -> None:
+        self._work, self._count = work, count
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, int] = {}
+        self._oom_kills = oom_kills() or 0
+
+    def __enter__(self) -> Crew:
+        environment = {
+            **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *_python_path()]),
+        }  # fmt: skip
+        work = pickle.dumps(self._work)
+        for _ in range(self._count):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "weft.data.workers", str(theirs.fileno())]
+            process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            theirs.close()
+            self._processes.append(process)
+            self._idle.append(ours)
+            with suppress(OSError):  # it has died: `map` says so
+                ours.send_bytes(work)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in [*self._idle, *self._busy]:
+            connection.close()  # which ends a worker that waits
+        for process in self._processes:
+            if error is not None:
+                process.kill()
+            process.wait()
+
+    def map(self, blocks: Iterable[Block]) -> Iterator[tuple[int, Chunk]]:
+        """(size, chunk) of each block, in their order. Raises the first block's UserError, as one process would."""
+        rest = enumerate(blocks)
+        sizes: dict[int, int] = {}
+        done: dict[int, Any] = {}
+        turn, more = 0, True
+        while more or self._busy or done:
+            while more and self._idle and len(done) < _AHEAD * self._count:
+                number, block = next(rest, (-1, None))
+                if block is None:
+                    more = False
+                    break
+                sizes[number] = block.size
+                self._send(self._idle.pop(), number, block)
+            while turn in done:
+                yield sizes.pop(turn), _result(done.pop(turn))
+                turn += 1
+            for ready in wait(list(self._busy)) if self._busy else ():
+                connection = cast("Connection[Any, Any]", ready)
+                done[self._busy.pop(connection)] = self._receive(connection)
+                self._idle.append(connection)
+                flight.beat()
+
+    def _send(self, connection: Connection, number: int, block: Block) -> None:
+        try:
+            connection.send_bytes(pickle.dumps(block))
+        except OSError:
+            raise self._died() from None
+        self._busy[connection] = number
+
+    def _receive(self, connection: Connection) -> Any:
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def _died(self) -> ActorError:
+        """What to say where one of them has ended."""
+        end = time.monotonic() + _ENDING_SECONDS
+        while not (ended := [p.returncode for p in self._processes if p.poll() is not None]) and time.monotonic() < end:
+            time.sleep(0.01)
+        if (oom_kills() or 0) > self._oom_kills:
+            text = "was killed by the kernel, which is short of memory: set data.workers to fewer"
+            return ActorError(f"a process that tokenises {text}.", "memory")
+        status = ended[0] if ended else 0
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return ActorError(
+            f"a process that tokenises has died ({how}). Where that was for want of memory, set data.workers to fewer.",
+            "killed",
+        )
+
+
+def _result(answer: tuple[str, Any]) -> Chunk:
+    how, value = answer
+    if how == "mistake":
+        raise UserError(value)
+    if how == "limit":
+        raise value
+    if how == "crash":
+        raise RuntimeError(f"a process that tokenises failed:\n{value}")
+    chunk: Chunk = value
+    return chunk
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def serve(connection: Connection) -> None:
+    """A worker's whole life: Work first, then block after block, until the other end is closed."""
+    encoder = None
+    try:
+        work: Work = pickle.loads(connection.recv_bytes())
+        while True:
+            block: Block = pickle.loads(connection.recv_bytes())
+            answer: tuple[str, Any]
+            try:
+                encoder = encoder or work.make()
+                answer = ("chunk", work.encode(encoder, block))
+            except UserError as error:
+                answer = ("mistake", str(error))
+            except (RecursionError, MemoryError) as error:  # of the row, not of the code
+                answer = ("limit", error)
+            except Exception:
+                answer = ("crash", traceback.format_exc())
+            connection.send_bytes(pickle.dumps(answer))
+    except (EOFError, ConnectionError):
+        return
+
+
+if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL)  # one that is stopped reads no end of its connection
+    serve(Connection(int(sys.argv[1])))

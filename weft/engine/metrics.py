@@ -1,0 +1,141 @@
+"""Metrics of a step: (sum, weight) pairs reduced once over one group of ranks, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.cluster.consistency import require_agreement
+from weft.strict_json import plain
+from weft.telemetry.timing import waiting
+
+# The keys that other programs may rely on, in the order of every line; the recipe's own follow.
+CORE_KEYS = (
+    "step", "loss", "grad_norm", "lr", "documents", "tokens", "loss_tokens", "micro_batches", "fill", "utilisation",
+    "seconds", "tokens_per_second", "mfu", "memory_gib",
+)  # fmt: skip
+
+
+class Sums:
+    """Weighted sums by name, accumulated over micro-batches in fp64, without waiting for the device.
+
+    A metric is sum / weight over all micro-batches and ranks. A mean of ranks' means would be another number wherever
+    ranks have unequal weights.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor | float] = {}
+        self._weights: dict[str, Tensor | float] = {}
+
+    def add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
+        """Add one (sum, weight), scalars on the host or on one device."""
+        self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
+        self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
+
+    def add_all(self, other: Sums, prefix: str = "") -> None:
+        """Add all that another has gathered, under its names behind `prefix`."""
+        for name, total in other._sums.items():
+            self.add(prefix + name, total, other._weights[name])
+
+    def reduce(
+        self, group: dist.ProcessGroup | None = None, alike: Mapping[str, str] | None = None
+    ) -> dict[str, float | None]:
+        """sum / weight of every name over all ranks of `group`, None where the weight is zero; names in order.
+
+        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. alike: what
+        else must be the same on all ranks; a digest goes with the vector. RanksDisagreeError names those that differ.
+        """
+        names = sorted(self._sums)
+        same = {**(alike or {}), "metrics of the step": ", ".join(names)}
+        vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
+        ranks = 1
+        if dist.is_initialized():
+            with waiting():
+                dist.all_reduce(vector, group=group)
+            ranks = dist.get_world_size(group)
+        values = vector.tolist()
+        _check_alike(same, values[-2:], ranks, group)
+        pairs = zip(names, values[: len(names)], values[len(names) : -2], strict=True)
+        return {name: total / weight if weight else None for name, total, weight in pairs}
+
+
+def _exact(value: Tensor | float) -> Tensor | float:
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def _vector(values: Iterable[Tensor | float]) -> Tensor:
+    """[len(values)] fp64 on the device of the tensors among them, to which numbers of the host go in one copy."""
+    values = list(values)
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    there = iter(numbers.unbind())
+    return torch.stack([v if isinstance(v, Tensor) else next(there) for v in values])
+
+
+def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
+    """A number and its square, small enough that their sums over a million ranks are exact in fp64."""
+    number = float(zlib.crc32("\n".join(same.values()).encode()) & 0xFFFF)
+    return number, number * number
+
+
+def _check_alike(
+    same: Mapping[str, str], fingerprint: list[float], ranks: int, group: dist.ProcessGroup | None
+) -> None:
+    """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""
+    total, squares = fingerprint
+    if ranks * int(squares) != int(total) ** 2:
+        require_agreement(same, group)
+        raise RuntimeError(
+            "the fingerprints of a reduction differ, though nothing in it does: memory or network is at fault"
+        )
+
+
+class MetricsFile:
+    """metrics.jsonl: one line of JSON per step, on disk when `write` returns. Numbers that are not finite are null.
+
+    CORE_KEYS come first and are always there, null where the line lacks them; other keys follow in the line's order.
+    Lines are added to those of an existing file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Append one step's line."""
+        ordered = {key: line.get(key) for key in CORE_KEYS} | dict(line)
+        try:
+            self._file.write(json.dumps(plain(ordered), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = error.filename or self._file.name
+            raise
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
+
+    def sync(self) -> None:
+        """Wait until the lines would survive a power failure."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; nothing can be written afterwards."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

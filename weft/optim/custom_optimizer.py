@@ -1,0 +1,287 @@
+"""Optimizers that are named by their import path.
+
+A rank gives such an optimizer its own shards, as plain tensors. For one that steps every element by itself that is
+exact, on any mesh, whatever it knows of DTensors. Whether it does, and whether it goes on from what a checkpoint holds,
+is tried on small tensors before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.config.schema import OptimizerConfig
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.optim.groups import set_rates
+from weft.parallel.mesh import own_part
+
+Groups = Sequence[Mapping[str, Any]]
+_OWN = ("self", "params", "lr", "weight_decay")
+_LR, _STEPS, _BREAK = 0.1, 4, 2
+_SHAPES = ((192, 64), (192,))  # what keeps its state in 8 bits does so from 4096 elements on
+_RANKS = (slice(0, 128), slice(128, 192))
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of how far an element moves
+
+
+@dataclass(frozen=True)
+class ForeignRule:
+    """An optimizer by import path that can be used. make: builds it from parameter groups.
+
+    moments: dtypes of the state that it keeps for each element of a matrix; dtypes: of those of any tensor. counters:
+    numbers that it keeps in its groups.
+    """
+
+    path: str
+    make: Callable[[Groups], torch.optim.Optimizer]
+    moments: tuple[torch.dtype, ...]
+    dtypes: frozenset[torch.dtype]
+    counters: tuple[str, ...]
+
+
+class OnShards:
+    """An optimizer over plain tensors that are this rank's shards of the model's parameters.
+
+    Groups are those of the optimizer; `state` is by the model's parameters, each tensor of the shard's shape.
+    """
+
+    def __init__(self, groups: Groups, rule: ForeignRule) -> None:
+        """groups: of the model's parameters, with their settings."""
+        self.counters = rule.counters
+        self._shards: dict[nn.Parameter, nn.Parameter] = {
+            parameter: nn.Parameter(own_part(parameter).detach()) for group in groups for parameter in group["params"]
+        }
+        self._optimizer = rule.make(
+            [{**group, "params": [self._shards[parameter] for parameter in group["params"]]} for group in groups]
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The state of those parameters that have one; of what is empty on this rank, none at all."""
+        state = self._optimizer.state
+        return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
+
+    def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        """The optimizer itself, and its shard of a parameter."""
+        return self._optimizer, self._shards[parameter]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every shard that has a gradient; what is empty on this rank is left out."""
+        for parameter, shard in self._shards.items():
+            shard.data = own_part(parameter)  # FSDP2 may have moved it since
+            used = parameter.grad is not None and shard.numel() > 0
+            shard.grad = own_part(parameter.grad) if used else None
+        self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, of the model's parameters as well."""
+        assert set_to_none
+        for parameter, shard in self._shards.items():
+            parameter.grad = shard.grad = None
+
+
+# ---------------------------------------------------------------- before anything is loaded
+
+
+def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, device: torch.device) -> ForeignRule:
+    """The optimizer whose import path is optimizer.name, after it has been tried.
+
+    sharded: whether ranks hold parts of parameters; dtype, device: of the masters. UserError where it does not exist,
+    does not take the options, or could not be used as it is.
+    """
+    kind, decays = find_class(config)
+    options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        taken = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
+        return kind(taken, lr=config.lr, **options)
+
+    found = _Trial(config.name, make, dtype, device).run(sharded)
+    kept = [
+        tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
+        for shape, state in zip(_SHAPES, found.state, strict=True)
+    ]
+    return ForeignRule(
+        config.name, make, kept[0], frozenset(dtype for part in kept for dtype in part), tuple(found.counters)
+    )
+
+
+def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bool]:
+    """The class that optimizer.name is the path of, and whether it takes a weight decay; it is not tried yet.
+
+    UserError where there is no such class, or it does not take the options, or a decay that is wanted.
+    """
+    kind = import_named(config.name, "optimizer.name")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"optimizer.name: {config.name} is not a class derived from torch.optim.Optimizer.")
+    parameters = inspect.signature(kind).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [n for n, p in parameters.items() if n not in _OWN and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    unknown = [name for name in config.options if name not in known]
+    if unknown and not anything:
+        takes = ", ".join(known) or "none"
+        raise UserError(f"optimizer.options: {config.name} has no argument `{unknown[0]}`. Its arguments: {takes}.")
+    if "lr" not in parameters and not anything:
+        raise UserError(f"optimizer.name: {config.name} has no argument `lr`, which optimizer.lr would set.")
+    decays = "weight_decay" in parameters or anything
+    wanted = {"optimizer.weight_decay": config.weight_decay}
+    wanted |= {f"optimizer.groups[{n}].weight_decay": g.weight_decay or 0.0 for n, g in enumerate(config.groups)}
+    for key, value in wanted.items():
+        if value > 0 and not decays:
+            raise UserError(f"{key} is {value:g}, but {config.name} has no argument `weight_decay`: set it to 0.")
+    return kind, decays
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Of a matrix and a vector: what they were, what they became, and the state that the optimizer has of each.
+
+    counters: what has changed in its groups, a list of values for each.
+    """
+
+    before: list[Tensor]
+    after: list[Tensor]
+    state: list[dict[str, Any]]
+    counters: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Steps of an optimizer on small tensors, as wholes and as the rows that two ranks would hold."""
+
+    path: str
+    make: Callable[[Groups], torch.optim.Optimizer]
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self, sharded: bool) -> _Run:
+        """Its steps on whole tensors. UserError where it could not be used, saved or sharded."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            try:
+                whole = self._run()
+            except Exception as error:
+                raise self._refused(f"cannot be used: {type(error).__name__}: {error}") from error
+            odd = [key for state in whole.state for key, value in state.items() if not storable(value)]
+            odd += [key for key, values in whole.counters.items() if not all(map(is_number, values))]
+            if odd:
+                raise self._refused(f"keeps state that a checkpoint cannot hold: {', '.join(dict.fromkeys(odd))}.")
+            if _equal(whole, self._run(lr=_LR / 2)):
+                raise self._refused("does not read the learning rate of its groups, which the schedule sets.")
+            if not _equal(whole, self._run(carried=list(whole.counters))):
+                raise self._refused(
+                    "does not go on from the state of its parameters and the numbers in its groups, which is what a "
+                    "checkpoint holds: a resumed run would be another."
+                )
+            if sharded:
+                self._check_rows(whole, [self._run(rows) for rows in _RANKS])
+        return whole
+
+    def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
+        """UserError unless the steps of the rows are those of the whole."""
+        advice = (
+            "so its steps would depend on how many ranks share a parameter. It can be used where nothing is sharded "
+            "(mesh.dp_shard=1); adamw, sgd and others that step each element by itself, on every mesh."
+        )
+        for shape, state in zip(_SHAPES, whole.state, strict=True):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+                    raise self._refused(
+                        f"keeps {key} of {list(value.shape)} for a parameter of {list(shape)}, {advice}"
+                    )
+        for key, values in whole.counters.items():
+            if any(part.counters.get(key) != values for part in parts):
+                raise self._refused(f"keeps {key} in its groups, which depends on all rows, {advice}")
+        for number, (before, after) in enumerate(zip(whole.before, whole.after, strict=True)):
+            found = torch.cat([part.after[number] for part in parts])
+            if not (found - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
+                raise self._refused(f"steps a tensor otherwise than its rows, {advice}")
+
+    def _run(self, rows: slice = slice(None), *, lr: float = _LR, carried: Sequence[str] | None = None) -> _Run:
+        """Some steps. carried: by an optimizer that is replaced on the way by another, which gets its state and these
+        entries of its groups."""
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            sizes = torch.linspace(0.5, 2.0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of unlike norms
+            return (torch.randn(shape, generator=generator) * sizes)[rows].to(self.device, self.dtype)
+
+        parameters = [nn.Parameter(draw(shape)) for shape in _SHAPES]
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer = self._over(parameters)
+        fresh = _entries(optimizer)
+        for number in range(_STEPS):
+            if carried is not None and number == _BREAK:
+                optimizer, old = self._over(parameters), optimizer
+                for group, entries in zip(optimizer.param_groups, _entries(old), strict=True):
+                    group.update({key: entries[key] for key in carried if key in entries})
+                for parameter in parameters:
+                    optimizer.state[parameter].update(_copied(old.state[parameter]))
+            set_rates(optimizer.param_groups, lr / (1 + number))
+            for parameter, shape in zip(parameters, _SHAPES, strict=True):
+                parameter.grad = draw(shape)
+            optimizer.step()
+        state = [dict(optimizer.state[parameter]) for parameter in parameters]
+        return _Run(
+            before, [parameter.detach() for parameter in parameters], state, _changed(fresh, _entries(optimizer))
+        )
+
+    def _over(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return self.make([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "lr_scale": 1.0} for p in parameters])
+
+    def _refused(self, why: str) -> UserError:
+        return UserError(f"optimizer.name: {self.path} {why}")
+
+
+def storable(value: Any) -> bool:
+    """Whether a checkpoint can hold this entry of an optimizer's state; None is left out of it."""
+    if isinstance(value, Tensor):
+        return type(value) in (Tensor, DTensor) and value.layout == torch.strided
+    return value is None or isinstance(value, bool | int | float)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, of Python or a tensor without dimensions."""
+    return isinstance(value, bool | int | float) or (type(value) is Tensor and not value.ndim)
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of what its groups hold beside parameters and rates."""
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "lr")})
+        for group in optimizer.param_groups
+    ]
+
+
+def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The entries that differ, by name, one of each group."""
+    names = dict.fromkeys(name for group in after for name in group)
+    pairs = list(zip(before, after, strict=True))
+    return {n: [b.get(n) for _, b in pairs] for n in names if any(not _same(a.get(n), b.get(n)) for a, b in pairs)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: value for key, value in copies.items() if value is not None}
+
+
+def _equal(one: _Run, other: _Run) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.after, other.after, strict=True))

@@ -1,0 +1,180 @@
+"""The optimizer of a run, and clipping by the global gradient norm.
+
+Parameters are plain tensors or DTensors (FSDP2), on one mesh or several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from weft.config.schema import OptimizerConfig
+from weft.optim.custom_optimizer import ForeignRule, OnShards
+from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
+from weft.optim.rounded import RoundedAdamW, RoundedSGD
+from weft.parallel.fsdp import DTYPES
+from weft.parallel.mesh import own_part
+from weft.telemetry.timing import waiting
+
+# An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
+_CPU_CHUNK = 1 << 16
+
+
+def build_optimizer(
+    named_parameters: NamedParameters, config: OptimizerConfig, rule: ForeignRule | None = None
+) -> torch.optim.Optimizer | OnShards:
+    """The optimizer over the parameters that require a gradient; rule: the one that config.name is the path of.
+
+    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD otherwise. Parameters of another treatment are in groups
+    of their own, and so are those of different meshes, because torch's list kernels take one mesh at a time. State has
+    the sharding of its parameter, and its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the
+    rate before each step; a parameter without a gradient is skipped.
+    """
+    groups: dict[tuple[Treatment, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter, treatment in treatments(named_parameters, config).items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) and rule is None else None
+        groups.setdefault((treatment, mesh), []).append(parameter)
+    settings: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": treatment.weight_decay, "lr_scale": treatment.lr_scale}
+        for (treatment, _), parameters in groups.items()
+    ]
+    if rule is not None:
+        return OnShards(settings, rule)
+    masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
+    state = {state_dtype(config, master) for master in masters}
+    has_state = config.name == "adamw" or config.momentum > 0
+    if has_state and state != masters:
+        (dtype,) = state
+        if config.name == "adamw":
+            return RoundedAdamW(settings, dtype, config.lr, config.betas, config.eps)
+        return RoundedSGD(settings, dtype, config.lr, config.momentum)
+    if config.name == "adamw":
+        # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
+        return torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # The fused SGD kernel has no rule for DTensors.
+    return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, foreach=True)
+
+
+def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
+    """The dtype of the state that AdamW and SGD keep over masters of this dtype."""
+    return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
+
+
+def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | None) -> tuple[torch.dtype, ...]:
+    """What the optimizer keeps for every element that it steps: one dtype for each tensor of the parameter's shape."""
+    if rule is not None:
+        return rule.moments
+    count = 2 if config.name == "adamw" else int(config.momentum > 0)
+    return (state_dtype(config, master),) * count
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
+    """Makes `lr` the rate of the next step, and of every group its share of it."""
+    set_rates(optimizer.param_groups, lr)
+
+
+def stepped_by(
+    optimizer: torch.optim.Optimizer | OnShards, parameter: nn.Parameter
+) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    """The optimizer of torch's interface, and what it steps of a parameter: itself, or this rank's shard."""
+    return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
+
+
+def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
+    """Entries of its groups that are part of its state."""
+    return optimizer.counters if isinstance(optimizer, OnShards) else ()
+
+
+def stepped_on_device(optimizer: torch.optim.Optimizer | OnShards) -> set[nn.Parameter]:
+    """Those that it steps whose state's numbers have to be where they are, and not on the host."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {parameter for group in groups for parameter in group["params"]}
+
+
+@torch.no_grad()
+def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
+    """Divides the gradients by the factor that the loss was multiplied with."""
+    gradients = [own_part(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
+    if scale != 1.0 and gradients:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+
+
+@torch.no_grad()
+def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) -> float:
+    """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
+
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None measures only. Gradients
+    whose norm is not finite are left as they are. Every rank of the meshes must call it with the same parameters.
+    """
+    parameters = [parameter for _, parameter in named_parameters]
+    norm = global_norm(parameters)
+    if max_norm is not None and math.isfinite(norm):
+        factor = max_norm / (norm + 1e-6)
+        gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if factor < 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """L2 norm of all gradients together, each element of a sharded gradient counted once, the same on every rank.
+
+    Local sums of squares are added over the process groups of exactly those mesh axes on which a gradient is sharded:
+    one all-reduce for each such axis.
+    """
+    # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        local = shards.setdefault(_sharding_groups(parameter), [])
+        device = parameter.device
+        if parameter.grad is not None:
+            local.append(own_part(parameter.grad))
+    if not shards:
+        return 0.0
+    squares = {key: _sum_of_squares(tensors, device) for key, tensors in shards.items()}
+    for group in dict.fromkeys(group for key in squares for group in key):
+        keys = [key for key in squares if group in key]
+        part = torch.stack([squares[key] for key in keys])
+        with waiting():
+            dist.all_reduce(part, group=group)
+        squares |= zip(keys, part.unbind(), strict=True)
+    return float(torch.stack(list(squares.values())).sum().sqrt().item())
+
+
+def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups whose ranks hold different elements of this parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if parameter.grad is not None:
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == placements, parameter.grad
+    assert not any(isinstance(placement, Partial) for placement in placements), placements
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if not isinstance(placement, Replicate) and mesh.size(axis) > 1
+    )
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Scalar, fp64, on `device`: the squares of all elements added up, from norms in fp32 or better."""
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float64 if pieces[0].dtype == torch.float64 else torch.float32)
+    return torch.stack(norms).double().square().sum()
+
+
+def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+    if tensor.numel() == 0:
+        return ()
+    return tensor.reshape(-1).split(_CPU_CHUNK) if tensor.device.type == "cpu" else (tensor,)

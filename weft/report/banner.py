@@ -1,0 +1,326 @@
+"""What a run says before it trains: data, mesh, precision, units, sharding. Printed by the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.cluster.process import Ranks
+from weft.config import to_yaml
+from weft.config.checks import BUILT_IN
+from weft.config.paths import holds_weights
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.data.documents import DataReport
+from weft.engine.engine import Engine
+from weft.engine.sleep import Part
+from weft.models.lora import describe
+from weft.ops.attention import EXACT, choose
+from weft.optim.groups import describe_groups
+from weft.parallel.units import Unit, own_parameters
+from weft.planner.activations import saved_bytes
+from weft.planner.memory import HostNeeds, hint, host_bytes
+from weft.report.tables import (
+    AxisRow,
+    DtypeRow,
+    ParameterRow,
+    UnitRow,
+    dtype_table,
+    mesh_table,
+    optimizer_table,
+    sharding_table,
+    sharding_totals_table,
+    show,
+    unit_table,
+)
+from weft.sharding.load import LoadReport
+from weft.terminal import byte_count, say
+from weft.versions import untested_versions
+
+
+def print_opening(
+    config: SftConfig, engine: Engine, report: DataReport, folder: Path, notes: Sequence[str] = ()
+) -> None:
+    """Everything a user would want to have known before a month of GPU time. notes: lines on what is resumed."""
+    if not engine.ranks.is_first:
+        return
+    say(f"run      {folder}")
+    say(f"data     {report}")
+    if config.train.objective is not None:
+        say(f"loss     {config.train.objective}")
+    for note in notes:
+        say(note)
+    if engine.loaded is not None:
+        say(f"weights  {_loaded(engine.loaded)}")
+    print_model(config, engine)
+
+
+def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
+    """That there is nothing to resume: the last step is done, or a key of eval has ended the run. more: what can be
+    done with a run whose last step is done."""
+    if not ranks.is_first:
+        return
+    if step == steps:
+        say(f"{folder} has finished already: step {steps} of {steps}. {more}".rstrip())
+    else:
+        say(f"{folder} was ended by {by} after step {step} of {steps}. Set another {by} to go on.")
+
+
+def say_stopped(folder: Path, step: int, by: str, ranks: Ranks) -> None:
+    """How to go on after a signal, or after what a key of eval has ended."""
+    if ranks.is_first:
+        more = f" {by}=null" if by.startswith("eval.") else ""
+        say(f"stopped  by {by} after step {step}. Go on with: weft sft --resume {folder}{more}")
+
+
+def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
+    """The resolved config, the mesh and the sharding of a run that is not started."""
+    say(to_yaml(config))
+    folder = Path(config.model.path)
+    if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
+        say(f"weights  there are none in {folder} yet: download them before you train")
+    print_model(config, engine)
+    say(f"rows     {_activations(engine)}")
+    rows = parameter_rows(engine)
+    show(sharding_table(rows) if parameters else sharding_totals_table(rows))
+
+
+def _activations(engine: Engine) -> str:
+    """What the largest row keeps for its backward."""
+    model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
+    most = "at most " if engine.lora is not None or model.freeze else ""
+    try:
+        kept = saved_bytes(
+            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full"
+        )  # fmt: skip
+    except Exception as error:  # whatever a family does that needs values
+        return (
+            f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
+        )
+    return (
+        f"of {tokens:,} tokens keep {most}{byte_count(kept)} for backward (model.recompute={model.recompute}), counted "
+        "from shapes, without the head and masks"
+    )
+
+
+def _balancing(engine: Engine) -> str:
+    of = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
+    return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
+
+
+def print_model(
+    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
+) -> None:
+    """The model and how it is laid out. beside: further engines of these ranks; asleep: parts of all that sleep at
+    times."""
+    built = engine.built
+    for line in untested_versions():
+        say(f"warning  {line}")
+    say(
+        f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters"
+    )
+    say(f"layout   documents {built.layout}; {_attention(config, engine)}")
+    say(
+        f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
+        "eager forward, documents do not see each other"
+    )
+    if built.flops.expert:
+        say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
+    for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
+        say(f"lora     {line}")
+    if _layers(engine):
+        say(f"layers   {_layers(engine)}")
+    say(f"fsdp     {fsdp_line(engine)}")
+    for line in update_lines(config):
+        say(line)
+    say(f"memory   {engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}")
+    advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
+    if advice is not None:
+        say(f"hint     {advice}")
+    show(mesh_table(axis_rows(engine)))
+    show(dtype_table(dtype_rows(engine)))
+    show(unit_table(unit_rows(engine)))
+    show(optimizer_table(describe_groups(engine.module.named_parameters(remove_duplicate=False), config.optimizer)))
+
+
+def _rooms(engine: Engine) -> str:
+    assumed = engine.ranks.assumed
+    if assumed is not None and engine.storage.type == "cuda":
+        return f"{assumed.name} (--assume) has {byte_count(engine.room)}"
+    return f"on this machine a rank has {byte_count(engine.room)}"
+
+
+def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
+    """What the engines of a rank keep on the host for a while."""
+    state = config.checkpoint.trainer_state != "none"
+    needs = []
+    for engine in engines:
+        adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
+        found = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
+        needs.append(found if engine.config.purpose == "train" else replace(found, saved=0))
+    pinned = ", pinned," if engines[0].storage.type == "cuda" else ""
+    return (
+        f"{byte_count(host_bytes(needs))} of the host's{pinned} for what is being saved{' or sleeps' if asleep else ''}"
+    )
+
+
+def _loaded(report: LoadReport) -> str:
+    rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
+    text = f"{report.tensors} tensors; this rank read {report.bytes_read / 1e9:.2f} GB in {report.seconds:.1f} s"
+    text += f" ({rate:.2f} GB/s)"
+    if report.left_out:
+        text += f"; left out, not part of this model: {len(report.left_out)} ({report.left_out[0]}, ...)"
+    return text
+
+
+def fsdp_line(engine: Engine) -> str:
+    """What FSDP2 was told beyond units, mesh and dtypes."""
+    config = engine.config.fsdp
+    said = [
+        f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
+        f"gradients reduced: {config.reduce}",
+        f"prefetch {_prefetch(config.prefetch)}",
+    ]
+    if config.cpu_offload:
+        said.append("parameters, gradients and optimizer state on the host")
+    if engine.loss_scale is not None:
+        said.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")
+    return ", ".join(said)
+
+
+def update_lines(config: SftConfig | RlConfig) -> list[str]:
+    """What the optimizer is and whether the weights are averaged, where that is not the default."""
+    optimizer, lines = config.optimizer, []
+    if optimizer.name not in BUILT_IN:
+        options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
+        lines.append(f"update   {optimizer.name}{options}; each rank steps its own shards")
+    if optimizer.ema_decay is not None:
+        lines.append(
+            f"average  of the weights, decay {optimizer.ema_decay:g}; the HuggingFace directory of a checkpoint holds "
+            f"{'the average' if config.checkpoint.weights == 'ema' else 'the raw weights'} (checkpoint.weights)"
+        )
+    return lines
+
+
+def _prefetch(depth: int | tuple[int, int] | None) -> str:
+    if depth is None:
+        return "FSDP2's own"
+    forward, backward = depth if isinstance(depth, tuple) else (depth, depth)
+    return f"{forward} ahead in forward and {backward} in backward"
+
+
+def _layers(engine: Engine) -> str:
+    """How the decoder layers are computed, where it is not plainly."""
+    model = engine.config.model
+    recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
+    return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
+
+
+def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
+    built = engine.built
+    if not built.uses_bounds:
+        return "attention of the family's own, eager" if built.findings.attends else "no attention"
+    if engine.config.exact:
+        return f"attention kernel {EXACT}"
+    kinds: dict[str, list[str]] = {}
+    for traits in built.findings.attention:
+        kernel = choose(config.model.attention, engine.device, engine.precision.compute, traits)
+        kinds.setdefault(kernel, []).append(str(traits))
+    return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def axis_rows(engine: Engine) -> list[AxisRow]:
+    """The mesh's axes and which ranks they join."""
+    mesh = engine.mesh
+    ranks = torch.arange(mesh.data_ranks).reshape(mesh.dp_replicate, mesh.dp_shard)
+    groups = {"dp_replicate": ranks.T.tolist(), "dp_shard": ranks.tolist()}
+    meaning = {
+        "dp_replicate": "copies of the model; gradients summed over them",
+        "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
+    }
+    return [
+        AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
+        for name, size in mesh.axes.items()
+    ]
+
+
+def dtype_rows(engine: Engine) -> list[DtypeRow]:
+    """The dtype contract."""
+    precision = engine.precision
+    buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
+    cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
+    inputs = [DtypeRow("inputs", _name(precision.compute), f"cast for {cast}")] if cast else []
+    average = [] if engine.config.optimizer.ema_decay is None else [DtypeRow("average", "float32", "of the weights")]
+    export = sorted({_name(d) for d in engine.built.source_dtypes.values()} if engine.lora is None else ())
+    export = export or [_name(precision.master)]
+    frozen = [DtypeRow("base", _name(precision.frozen), "frozen, never cast up")] if engine.lora is not None else []
+    return [
+        DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
+        *frozen,
+        DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
+        *inputs,
+        DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
+        DtypeRow("optimizer", ", ".join(dict.fromkeys(map(_name, engine.moments))) or "-", "state"),
+        *average,
+        DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
+        DtypeRow(
+            "export",
+            ", ".join(export),
+            "each tensor as in the source's files" if engine.lora is None else "the adapter",
+        ),
+    ]
+
+
+def unit_rows(engine: Engine) -> list[UnitRow]:
+    """FSDP units and what the root keeps."""
+    size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
+    counts = [sum(p.numel() for p in parameters) for parameters in owned]
+    rows = [
+        UnitRow(unit.name, count, count * size, _sharding(unit))
+        for unit, count in zip(engine.units, counts, strict=True)
+    ]
+    rest = _elements(engine.module) - sum(counts)
+    return [*rows, UnitRow("root", rest, rest * size)]
+
+
+def _sharding(unit: Unit) -> str:
+    """What fsdp.overrides says of a unit."""
+    if unit.shard == "full":
+        return ""
+    return "replicated" if unit.shard == "replicate" else f"groups of {unit.shard}"
+
+
+def parameter_rows(engine: Engine) -> list[ParameterRow]:
+    """Every parameter's full and local shape, and the axes it is sharded over."""
+    sizes = engine.mesh.axes
+    return [_parameter_row(name, parameter, sizes) for name, parameter in engine.module.named_parameters()]
+
+
+def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int]) -> ParameterRow:
+    local: torch.Tensor = parameter
+    axes: tuple[str, ...] = ()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        placed = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        axes = tuple(
+            axis if size == mesh[axis] else f"{axis} in groups of {size}"
+            for axis, size, placement in placed
+            if isinstance(placement, Shard) and (size > 1 or mesh[axis] == 1)
+        )
+        local = parameter.to_local()
+    return ParameterRow(
+        name, tuple(parameter.shape), tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size()
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

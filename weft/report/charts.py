@@ -1,0 +1,305 @@
+"""Line charts and stacked areas as SVG, for weft/report/page.py. Numbers in, text out; imports no torch.
+
+A chart is drawn in a box of WIDTH x HEIGHT units that the page scales. Colours are CSS variables --c0 to --c7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+WIDTH, HEIGHT = 640.0, 250.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 36.0
+COLOURS = 8
+# Longer series are drawn as means of so many buckets, with the range of each behind them.
+_MOST_POINTS = 800
+# Up to so many points, each has a dot.
+_MARKED_TO = 40
+# From so many points on, a noisy series has a smoothed line in front.
+_SMOOTHED_FROM = 60
+# A positive series that spans more than this factor is drawn on a logarithmic scale, where that is allowed.
+_LOG_FACTOR = 50.0
+
+Value = float | None
+
+
+@dataclass(frozen=True)
+class Series:
+    """y over x, None where there is no value. held_out: drawn dashed."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[Value]
+    colour: int = 0
+    held_out: bool = False
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all its values are zero."""
+        return any(value is not None for value in self.y) and not any(self.y)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """title, unit: of the values. zero: the axis begins at 0. log: may be logarithmic. noisy: smoothed when long.
+    stacked: series are areas on top of each other. percent: values are shares. marks: x of skipped steps."""
+
+    title: str
+    unit: str
+    series: Sequence[Series] = ()
+    zero: bool = False
+    log: bool = False
+    noisy: bool = False
+    stacked: bool = False
+    percent: bool = False
+    marks: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    x: float
+    mean: Value
+    low: Value
+    high: Value
+
+
+@dataclass(frozen=True)
+class _Scale:
+    low: float
+    high: float
+    pixel_low: float
+    pixel_high: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return self.pixel_low + share * (self.pixel_high - self.pixel_low)
+
+
+def numeric(value: object) -> Value:
+    """A value of a line of metrics as a number, None for others."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
+    """(SVG, what the page needs to show values under the pointer)."""
+    reduced = [(series, _buckets(series)) for series in chart.series]
+    tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
+    x = _x_scale(chart.series)
+    y = _y_scale(chart, [buckets for _, buckets in reduced], tops)
+    parts = [_grid(chart, x, y)]
+    if chart.stacked:
+        parts += _areas(reduced, tops, x, y)
+    else:
+        for series, buckets in reduced:
+            parts.append(_line(series, buckets, x, y, chart.noisy))
+    parts += [_mark(x(at)) for at in chart.marks]
+    parts.append(f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
+    label = escape(f"{chart.title}, {chart.unit}, over optimizer steps", quote=True)
+    svg = f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return svg, {
+        "x": [x.low, x.high],
+        "percent": chart.percent,
+        "series": [_readable(series, buckets) for series, buckets in reduced],
+    }
+
+
+def logarithmic(chart: Chart) -> bool:
+    """Whether this chart is drawn on a logarithmic scale."""
+    values = [value for series in chart.series for value in series.y if value is not None]
+    return chart.log and bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FACTOR
+
+
+def number(value: float, percent: bool = False, digits: int = 4) -> str:
+    """A value on an axis: `0.5`, `12k`, `1e-5`, `40%`."""
+    if percent:
+        return "0" if value == 0 else f"{100 * value:.{digits - 1}g}%"
+    size = abs(value)
+    for unit, power in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size >= 10 * power or (power > 1e3 and size >= power):
+            return f"{value / power:.{digits}g}{unit}"
+    if size and size < 1e-3:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+def _numbers(values: Sequence[float], percent: bool) -> list[str]:
+    """With as many digits as tell them apart: ratios of almost the same policies are all close to 1."""
+    for digits in range(4, 13):
+        texts = [number(value, percent, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
+
+
+# ---------------------------------------------------------------- reducing
+
+
+def _buckets(series: Series) -> list[_Bucket]:
+    """The points of a short series; means of equally many of a long one."""
+    count = len(series.x)
+    if count <= _MOST_POINTS:
+        return [_Bucket(x, y, y, y) for x, y in zip(series.x, series.y, strict=True)]
+    size = -(-count // _MOST_POINTS)
+    found = []
+    for start in range(0, count, size):
+        values = [value for value in series.y[start : start + size] if value is not None]
+        middle = series.x[min(start + size // 2, count - 1)]
+        mean = sum(values) / len(values) if values else None
+        found.append(_Bucket(middle, mean, min(values, default=None), max(values, default=None)))
+    return found
+
+
+def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
+    """At every point the mean of those around it, as many before as after: it does not lag."""
+    reach = max(3, len(buckets) // 50)
+    totals, counts = [0.0], [0]
+    for bucket in buckets:
+        totals.append(totals[-1] + (bucket.mean or 0.0))
+        counts.append(counts[-1] + (bucket.mean is not None))
+    found: list[Value] = []
+    for place, bucket in enumerate(buckets):
+        near = min(reach, place, len(buckets) - 1 - place)
+        low, high = place - near, place + near + 1
+        mean = (totals[high] - totals[low]) / max(1, counts[high] - counts[low])
+        found.append(None if bucket.mean is None else mean)
+    return found
+
+
+def _stack(layers: Sequence[Sequence[_Bucket]]) -> list[list[float]]:
+    """Upper edge of every layer, at every point."""
+    tops: list[list[float]] = []
+    below = [0.0] * (len(layers[0]) if layers else 0)
+    for layer in layers:
+        below = [under + (bucket.mean or 0.0) for under, bucket in zip(below, layer, strict=True)]
+        tops.append(below)
+    return tops
+
+
+def _readable(series: Series, buckets: Sequence[_Bucket]) -> dict[str, Any]:
+    return {
+        "name": series.name,
+        "colour": series.colour % COLOURS,
+        "x": [bucket.x for bucket in buckets],
+        "y": [None if bucket.mean is None else float(f"{bucket.mean:.5g}") for bucket in buckets],
+    }
+
+
+# ---------------------------------------------------------------- axes
+
+
+def _x_scale(series: Iterable[Series]) -> _Scale:
+    found = [x for one in series for x in one.x]
+    low, high = (min(found), max(found)) if found else (0.0, 1.0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    return _Scale(low, high, LEFT, WIDTH - RIGHT)
+
+
+def _y_scale(chart: Chart, layers: Sequence[Sequence[_Bucket]], tops: Sequence[Sequence[float]]) -> _Scale:
+    values = [v for layer in layers for bucket in layer for v in (bucket.low, bucket.high) if v is not None]
+    if chart.stacked:
+        values = [0.0, *(top for line in tops for top in line)]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if logarithmic(chart):
+        return _Scale(low / 1.15, high * 1.15, HEIGHT - BOTTOM, TOP, log=True)
+    if chart.zero or chart.stacked:
+        low = min(low, 0.0)
+    if low == high:
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
+    room = 0.05 * (high - low)
+    return _Scale(low if low == 0 else low - room, high + room, HEIGHT - BOTTOM, TOP)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within a range, at most so many and one."""
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * 0.999999)
+    first = math.ceil(low / step - 1e-9)
+    return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)
+    return [v for power in powers for factor in factors if low <= (v := factor * 10.0**power) <= high]
+
+
+def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
+    parts = []
+    values = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
+    for value, text in zip(values, _numbers(values, chart.percent), strict=True):
+        at = y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+    bottom = HEIGHT - BOTTOM
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    for value in sorted({round(tick) for tick in ticks(x.low, x.high, 8) if x.low <= round(tick) <= x.high}):
+        at, text = x(value), f"{value:,}"
+        room = 3.5 * len(text)  # half of its width
+        at = min(at, WIDTH - room)
+        parts.append(f'<text class="tick step" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>')
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def _line(series: Series, buckets: Sequence[_Bucket], x: _Scale, y: _Scale, noisy: bool) -> str:
+    colour = f"var(--c{series.colour % COLOURS})"
+    parts = []
+    if any(bucket.low != bucket.high for bucket in buckets):
+        edge = [(x(b.x), y(b.high)) for b in buckets if b.high is not None]
+        edge += [(x(b.x), y(b.low)) for b in reversed(buckets) if b.low is not None]
+        parts.append(f'<polygon points="{_points(edge)}" fill="{colour}" opacity="0.15"/>')
+    means = [bucket.mean for bucket in buckets]
+    smoothed = noisy and not series.held_out and len(buckets) >= _SMOOTHED_FROM
+    style = ' opacity="0.35"' if smoothed else ' stroke-dasharray="5 3"' if series.held_out else ""
+    parts.append(_path(buckets, means, x, y, f'stroke="{colour}"{style}'))
+    if smoothed:
+        parts.append(_path(buckets, _smoothed(buckets), x, y, f'stroke="{colour}" stroke-width="2.2"'))
+    if len(buckets) <= _MARKED_TO:
+        parts += [f'<circle cx="{x(b.x):.1f}" cy="{y(b.mean):.1f}" r="3" fill="{colour}"/>'
+                  for b in buckets if b.mean is not None]  # fmt: skip
+    return "".join(parts)
+
+
+def _path(buckets: Sequence[_Bucket], values: Sequence[Value], x: _Scale, y: _Scale, style: str) -> str:
+    """One path with a gap wherever there is no value."""
+    commands, drawing = [], False
+    for bucket, value in zip(buckets, values, strict=True):
+        if value is None:
+            drawing = False
+            continue
+        commands.append(f"{'L' if drawing else 'M'}{x(bucket.x):.1f} {y(value):.1f}")
+        drawing = True
+    return f'<path class="line" d="{"".join(commands)}" {style}/>'
+
+
+def _areas(
+    reduced: Sequence[tuple[Series, Sequence[_Bucket]]], tops: Sequence[Sequence[float]], x: _Scale, y: _Scale
+) -> list[str]:
+    parts, below = [], [0.0] * (len(tops[0]) if tops else 0)
+    for (series, buckets), top in zip(reduced, tops, strict=True):
+        edge = [(x(b.x), y(v)) for b, v in zip(buckets, top, strict=True)]
+        edge += [(x(b.x), y(v)) for b, v in reversed(list(zip(buckets, below, strict=True)))]
+        parts.append(f'<polygon class="area" points="{_points(edge)}" fill="var(--c{series.colour % COLOURS})"/>')
+        below = list(top)
+    return parts
+
+
+def _mark(at: float) -> str:
+    bottom = HEIGHT - BOTTOM
+    return f'<path class="skipped" d="M{at:.1f} {bottom - 8}l4.5 8h-9z"/>'
+
+
+def _points(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

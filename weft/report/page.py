@@ -1,0 +1,520 @@
+"""`weft report`: one self-contained HTML page about a run, or several compared. Imports no torch.
+
+What a run folder holds is read as it is: a run that goes on, or has ended early, has a page too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment
+
+from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
+from weft.cluster.options import ReportOptions
+from weft.config.yaml12 import read_file
+from weft.errors import UserError
+from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
+from weft.report.progress import duration
+from weft.report.rl_page import is_rl, last_samples, rl_charts
+from weft.telemetry.timing import METRICS as PHASES
+from weft.terminal import byte_count, clean, count
+from weft.version import __version__
+
+Line = dict[str, Any]
+
+# Beyond these a run folder is damaged, or was not written by weft.
+_MOST_STEPS, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
+_MOST_NAME, _MOST_KEYS, _MOST_CONFIG = 200, 500, 1 << 20
+
+# Keys of metrics.jsonl that have a chart of their own, which a run's series fill.
+_CHARTS: tuple[tuple[str, Chart], ...] = (
+    ("loss", Chart("Loss", "nats per trained token", log=True, noisy=True)),
+    ("grad_norm", Chart("Gradient norm", "L2, before clipping", log=True, noisy=True)),
+    ("lr", Chart("Learning rate", "per step", zero=True)),
+    ("tokens_per_second", Chart("Throughput", "tokens per second, all ranks", zero=True, noisy=True)),
+    ("seconds", Chart("Time", "seconds per step", zero=True, noisy=True)),
+    ("mfu", Chart("Model FLOPs utilisation", "share of the peak", zero=True, noisy=True, percent=True)),
+    ("memory_gib", Chart("Peak memory", "GiB, largest rank", zero=True)),
+    ("fill", Chart("Fill of rows", "real tokens / budget", zero=True, noisy=True, percent=True)),
+    ("utilisation", Chart("Balance of ranks", "mean / largest FLOPs", zero=True, noisy=True, percent=True)),
+)
+_NO_CHART = {
+    "step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled",
+    "eval/seconds", "rollout",
+}  # fmt: skip
+# Units of other metrics, by the last part of their names.
+_UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens",
+          "exact": "share of documents"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run folder, read. summary: empty while the run goes on, or where it ended early. rollouts: of `weft rl`, the
+    best and the worst samples of the last step. notes: what of the folder could not be shown."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Mapping[str, Any]]
+    config_text: str
+    lines: Sequence[Line]
+    summary: Mapping[str, Any]
+    samples: Sequence[Line]
+    checkpoints: Sequence[Mapping[str, Any]]
+    rollouts: Mapping[str, Any] | None
+    notes: Sequence[str] = ()
+
+    def points(self, key: str) -> tuple[list[float], list[float | None]]:
+        """(steps, values) of the lines that have the key."""
+        found = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
+        return [x for x, _ in found], [y for _, y in found]
+
+    def has(self, key: str) -> bool:
+        return any(numeric(line.get(key)) is not None for line in self.lines)
+
+
+def run(options: ReportOptions) -> tuple[Path, list[str]]:
+    """Write the page; its path, and what could not be shown. Raises UserError where a folder holds no run."""
+    runs = _named_apart([read_run(Path(path)) for path in options.runs])
+    target = Path(options.output) if options.output else _default_path(runs)
+    try:
+        target.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
+    return target, [note for one in runs for note in one.notes]
+
+
+def _default_path(runs: Sequence[RunData]) -> Path:
+    return runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
+
+
+def read_run(folder: Path) -> RunData:
+    """Everything that the page shows of a run folder."""
+    if not (folder / "metrics.jsonl").is_file():
+        what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
+    notes: list[str] = []
+    metrics = _read_lines(folder / "metrics.jsonl", notes)
+    lines = [_plain(line) for line in metrics if type(step := line.get("step")) is int and 0 <= step < _MOST_STEPS]
+    if len(lines) < len(metrics):
+        notes.append(f"{folder / 'metrics.jsonl'}: {len(metrics) - len(lines):,} lines name no step and are left out")
+    if not lines:
+        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.")
+    summary = _read_summary(folder / "summary.json", notes)
+    samples = [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
+    return RunData(
+        folder=folder,
+        name=folder.resolve().name,
+        config=_read_config(folder / "config.yaml", notes),
+        config_text=_text(folder / "config.yaml", notes)[:_MOST_CONFIG],
+        lines=lines,
+        summary=summary,
+        samples=samples,
+        checkpoints=_checkpoints(folder / "checkpoints"),
+        rollouts=_rollouts(folder, notes),
+        notes=notes,
+    )
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The page, as HTML."""
+    template = files("weft.report").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
+    several = len(runs) > 1
+    main, others, zero = without_zeros(*charts(runs), one_by_one=not several)
+    return environment.from_string(template).render(
+        title=" / ".join(run.name for run in runs),
+        several=several,
+        runs=[_about(run, place) for place, run in enumerate(runs)],
+        tiles=[] if several else _tiles(runs[0]),
+        table=_comparison(runs) if several else None,
+        differing=_differing(runs) if several else [],
+        charts=[_drawn(chart) for chart in main],
+        others=[_drawn(chart) for chart in others],
+        zero=zero,
+        version=__version__,
+        written=f"{datetime.now():%Y-%m-%d %H:%M}",
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _shown_as_text(value: Any) -> Any:
+    """What turns the order of letters around would do so in a browser, too."""
+    return clean(value) if type(value) is str else value
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[Line]:
+    """The objects of a JSONL file; a last line that a kill has cut short is left out."""
+    found, lost = [], 0
+    texts = _text(path, notes).split("\n")
+    for number, text in enumerate(texts):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            lost += bool(text.strip()) and number < len(texts) - 1
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            lost += 1
+    if lost:
+        notes.append(f"{path}: {lost:,} lines are no JSON objects and are left out")
+    return found
+
+
+def _plain(line: Line) -> Line:
+    """A line whose values are texts, finite numbers that a chart can hold, and None for all others."""
+    return {clean(key)[:_MOST_NAME]: _scalar(value) for key, value in line.items()}
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return value if isinstance(value, bool | str) else None
+    size = abs(value)
+    return (value if size > _SMALLEST else 0) if size < _LARGEST else None  # NaN is not less
+
+
+def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path, notes) or "{}")
+    except (ValueError, RecursionError):
+        notes.append(f"{path}: is no JSON and is left out")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path}: is no JSON object and is left out")
+        return {}
+    kept: dict[str, Any] = {name: found[name] for name in ("stopped", "data") if isinstance(found.get(name), str)}
+    for name, kind in (("seconds", float | int), ("versions", str)):
+        inside = _plain(found[name]) if isinstance(found.get(name), dict) else {}
+        kept[name] = {key: value for key, value in inside.items() if isinstance(value, kind)}
+    kept["seconds"] = {key: max(0, value) for key, value in kept["seconds"].items()}
+    return kept if found else {}
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """Its sections; empty where it is none that weft could read."""
+    if not path.is_file():
+        return {}
+    try:
+        tree = read_file(str(path))
+    except UserError as error:
+        notes.append(str(error))
+        return {}
+    sections = {name: node.value for name, node in tree.value.items() if node.is_section}
+    return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
+
+
+def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    try:
+        return last_samples(folder)
+    except UserError as error:
+        notes.append(str(error))
+        return None
+
+
+def _text(path: Path, notes: list[str]) -> str:
+    """Of a file, empty where there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        content = path.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        notes.append(f"{path}: cannot be read: {error.strerror}")
+        return ""
+    except UnicodeDecodeError as error:
+        notes.append(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); such bytes are shown as \ufffd")
+        return content.decode("utf-8", "replace")
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Whole checkpoints, the newest first: name, size, what points at it."""
+    if not folder.is_dir():
+        return []
+    links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
+    found = []
+    for step in reversed(whole_steps(folder)):
+        path = step_folder(folder, step)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        found.append(
+            {
+                "path": str(path),
+                "step": step,
+                "size": byte_count(size),
+                "marks": sorted(name for name, target in links.items() if target == path.name),
+                "resumable": (path / TRAINER_STATE).is_dir(),
+            }
+        )
+    return found
+
+
+def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """Runs of equal names get their paths instead."""
+    names = [run.name for run in runs]
+    return [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
+
+
+# ---------------------------------------------------------------- charts
+
+
+def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
+    """(those that every run has, those of further metrics)."""
+    main, together = rl_charts(runs)
+    for key, chart in _CHARTS:
+        if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):
+            main.append(_phase_chart(runs[0]))
+        elif any(run.has(key) for run in runs):
+            series = _series(runs, key)
+            if key == "loss":
+                series += _evaluation(runs)
+            marks = _skipped(runs) if key in ("loss", "grad_norm", "lr") else []
+            if key == "loss" and all(is_rl(run) for run in runs):
+                chart = replace(chart, unit="of the policy", log=False)
+            main.append(replace(chart, series=series, marks=marks))
+    charted = {key for key, _ in _CHARTS} | _NO_CHART | together
+    names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
+    rest = [
+        key
+        for key in list(names)[:_MOST_KEYS]
+        if key not in charted and key != "eval/loss" and not key.startswith("time/")
+    ]
+    return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+
+
+def without_zeros(
+    main: Sequence[Chart], others: Sequence[Chart], *, one_by_one: bool
+) -> tuple[list[Chart], list[Chart], list[str]]:
+    """Both without what is zero throughout, and its names. one_by_one: the series of a chart are metrics of one run, of
+    which each may go; else they are one metric of several runs, which are compared."""
+    zero: list[str] = []
+
+    def kept(charts: Sequence[Chart]) -> list[Chart]:
+        found = []
+        for chart in charts:
+            flat = [series.name for series in chart.series if series.is_zero]
+            if len(flat) == len(chart.series):
+                zero.append(chart.title)
+                continue
+            if flat and one_by_one:
+                zero.append(f"{chart.title} ({', '.join(flat)})")
+                chart = replace(chart, series=[series for series in chart.series if not series.is_zero])
+            found.append(chart)
+        return found
+
+    return kept(main), kept(others), zero
+
+
+def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
+    """A chart for each key; of one run, one for all of `eval/NAME/loss`, whatever the NAME."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        parts = key.split("/")
+        alone = len(runs) > 1 or len(parts) != 3 or parts[0] != "eval"
+        groups.setdefault(key if alone else f"eval/*/{parts[2]}", []).append(key)
+    found = []
+    for title, members in groups.items():
+        series = [one for key in members for one in _series(runs, key)]
+        if len(members) > 1:
+            series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
+        leaf = title.rpartition("/")[2]
+        name = title if len(members) > 1 else members[0]
+        share = leaf in ("accuracy", "exact", "clipped_ratio") or leaf.startswith("pass@")
+        found.append(Chart(name, _unit(runs, leaf), series, percent=share))
+    return found
+
+
+def _unit(runs: Sequence[RunData], leaf: str) -> str:
+    """Answers of `weft rl` are right or wrong as a whole, tokens of other runs are."""
+    if leaf == "accuracy" and any(is_rl(run) for run in runs):
+        return "share of held-out prompts"
+    return _UNITS.get(leaf, "")
+
+
+def _series(runs: Sequence[RunData], key: str) -> list[Series]:
+    found = []
+    for place, run in enumerate(runs):
+        x, y = run.points(key)
+        if x:
+            found.append(Series(run.name if len(runs) > 1 else key, x, y, colour=place))
+    return found
+
+
+def _evaluation(runs: Sequence[RunData]) -> list[Series]:
+    """The held-out losses, beside those of training; of several runs in the colour of each."""
+    found = []
+    for place, run in enumerate(runs):
+        x, y = run.points("eval/loss")
+        if x:
+            several = len(runs) > 1
+            name = f"{run.name}, held out" if several else "held out (eval/loss)"
+            found.append(Series(name, x, y, colour=place if several else 1, held_out=True))
+    return found
+
+
+def _phase_chart(run: RunData) -> Chart:
+    series = []
+    lines = [line for line in run.lines if any(f"time/{phase}" in line for phase in PHASES)]
+    x = [float(line["step"]) for line in lines]
+    for place, phase in enumerate(PHASES):
+        y = [numeric(line.get(f"time/{phase}")) for line in lines]
+        if any(y):
+            series.append(Series(phase, x, y, colour=place))
+    return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
+
+
+def _skipped(runs: Sequence[RunData]) -> list[float]:
+    return [float(line["step"]) for run in runs for line in run.lines if line.get("skipped")]
+
+
+def _drawn(chart: Chart) -> dict[str, Any]:
+    svg, data = draw(chart)
+    solid = [series for series in chart.series if not series.held_out]
+    unit = ", ".join([*([chart.unit] if chart.unit else []), *(["log scale"] if logarithmic(chart) else [])])
+    return {
+        "title": chart.title,
+        "unit": unit,
+        "svg": clean(svg),
+        "data": json.dumps(data, separators=(",", ":")),
+        "legend": [(s.name, s.colour % COLOURS) for s in solid] if len(chart.series) > 1 else [],
+        "dashed": [(s.name, s.colour % COLOURS) for s in chart.series if s.held_out][:1],
+        "skipped": len(chart.marks),
+    }
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _about(run: RunData, place: int) -> dict[str, Any]:
+    seconds = {name: value for name, value in run.summary.get("seconds", {}).items() if name != "total"}
+    total = sum(seconds.values())
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "colour": place % COLOURS,
+        "status": _status(run),
+        "model": run.config.get("model", {}).get("path", "-"),
+        "data": run.summary.get("data") or run.config.get("data", {}).get("path", "-"),
+        "phases": [
+            {"name": name, "time": duration(value), "share": value / total, "colour": n % COLOURS}
+            for n, (name, value) in enumerate(seconds.items())
+        ] if total else [],
+        "skipped": [line for line in run.lines if line.get("skipped")],
+        "samples": _samples(run),
+        "rollouts": run.rollouts,
+        "checkpoints": run.checkpoints,
+        "config": run.config_text,
+        "notes": run.notes,
+        "versions": {name: version for name, version in run.summary.get("versions", {}).items() if version},
+    }  # fmt: skip
+
+
+def _status(run: RunData) -> str:
+    last = run.lines[-1]["step"]
+    if not run.summary:
+        return f"not finished: {last:,} steps so far"
+    stopped = run.summary.get("stopped")
+    return f"stopped by {stopped} after step {last:,}" if stopped else f"finished after {last:,} steps"
+
+
+def _samples(run: RunData) -> list[dict[str, Any]]:
+    """By prompt, in order: the answers, the newest first."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(_words(sample.get("prompt", "")), []).append(
+            {"step": sample.get("step"), "text": _words(sample["answer"])}
+        )
+    return [{"prompt": prompt, "answers": answers[::-1]} for prompt, answers in by_prompt.items()]
+
+
+def _words(value: object) -> str:
+    """A text, or messages one after the other."""
+    if isinstance(value, list):
+        return "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in value)
+    return str(value)
+
+
+def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
+    """What training was for: the loss, or reward and accuracy."""
+    rl = is_rl(run)
+    figures: dict[str, tuple[str, str]] = {}
+    values = [value for value in run.points("reward" if rl else "loss")[1] if value is not None]
+    if values:
+        few = max(1, min(10, len(values) // 2))  # the first and the last have no step in common
+        what = f"mean of the last {few}; first {few}" if few > 1 else "the last step; the first"
+        figures["Reward" if rl else "Loss"] = (f"{_mean(values[-few:]):.4f}", f"{what}: {_mean(values[:few]):.4f}")
+    steps, held_out = run.points("eval/accuracy" if rl else "eval/loss")
+    found = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
+    if found:
+        best, step = min(found, key=lambda one: (-one[0] if rl else one[0], one[1]))
+        name = "Held-out accuracy" if rl else "Held-out loss"
+        figures[name] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {found[-1][0]:.4f}")
+    return figures
+
+
+def _figures(run: RunData) -> dict[str, tuple[str, str]]:
+    """What a run came to: name -> (number, what else there is to say of it)."""
+    figures = _learnt(run)
+    skipped = sum(bool(line.get("skipped")) for line in run.lines)
+    epochs = run.lines[-1].get("epoch")
+    figures["Steps"] = (f"{run.lines[-1]['step']:,}", f"{skipped} skipped" + (f"; epoch {epochs}" if epochs else ""))
+    figures["Tokens"] = (count(_total(run, "tokens")), f"{count(_total(run, 'loss_tokens'))} of them trained on")
+    rates = [value for value in run.points("tokens_per_second")[1] if value is not None]
+    mfu = [value for value in run.points("mfu")[1] if value is not None]
+    if rates:
+        share = f"; MFU {median(mfu):.1%}" if mfu else ""
+        figures["Tokens/s"] = (f"{median(rates):,.0f}", f"median, all ranks{share}")
+    memory = [value for value in run.points("memory_gib")[1] if value is not None]
+    if memory:
+        figures["Peak memory"] = (f"{max(memory):.2f} GiB", "largest rank")
+    figures["Time"] = _time(run)
+    return figures
+
+
+def _time(run: RunData) -> tuple[str, str]:
+    seconds = run.summary.get("seconds", {})
+    in_steps = sum(value for value in run.points("seconds")[1] if value is not None)
+    if not seconds.get("total"):
+        return duration(in_steps), "in steps"
+    return duration(seconds["total"]), f"{in_steps / seconds['total']:.0%} of it in steps"
+
+
+def _total(run: RunData, key: str) -> int:
+    return round(sum(value for value in run.points(key)[1] if value is not None))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _tiles(run: RunData) -> list[dict[str, str]]:
+    return [{"name": name, "number": value, "note": note} for name, (value, note) in _figures(run).items()]
+
+
+def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
+    figures = [_figures(run) for run in runs]
+    names = list(dict.fromkeys(name for found in figures for name in found))
+    return {"names": names, "rows": [[found.get(name, ("-", "")) for name in names] for found in figures]}
+
+
+def _differing(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Keys of the config that are not the same in all runs."""
+    flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
+    names = dict.fromkeys(name for config in flat for name in config)
+    return [
+        {"key": name, "values": [_shown(config.get(name)) for config in flat]}
+        for name in names
+        if len({_shown(config.get(name)) for config in flat}) > 1
+    ]
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,49 @@
+"""What a step did, and what its line of metrics.jsonl says of it, whatever was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.engine.engine import StepResult
+from weft.engine.plan import StepPlan
+from weft.models.flops import Throughput
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step did. metrics: reduced over all ranks; seconds: from its plan to its update."""
+
+    plan: StepPlan
+    metrics: Mapping[str, float | None]
+    result: StepResult
+    lr: float
+    seconds: float
+
+
+def step_line(number: int, epoch: int, taken: Taken, throughput: Throughput, memory_gib: float) -> dict[str, object]:
+    """The line of an optimizer step. memory_gib: the largest rank's."""
+    plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
+    totals, loss = plan.totals, metrics.pop("loss")
+    line: dict[str, object] = {
+        "step": number,
+        "epoch": epoch,
+        "loss": None if result.skipped else loss,
+        "grad_norm": None if result.skipped else result.grad_norm,
+        "lr": None if result.skipped else taken.lr,
+        "documents": totals.documents,
+        "tokens": totals.tokens,
+        "loss_tokens": totals.loss_tokens,
+        "micro_batches": plan.micro_batches,
+        "fill": plan.fill,
+        "utilisation": plan.utilisation,
+        "seconds": taken.seconds,
+        "tokens_per_second": totals.tokens / taken.seconds,
+        "mfu": throughput.mfu(plan, taken.seconds),
+        "memory_gib": memory_gib,
+    }
+    if result.loss_scale is not None:
+        line["loss_scale"] = result.loss_scale
+    if result.overflow:
+        line["overflow"] = True
+    return line | ({"skipped": True, "reason": result.reason} if result.skipped else metrics)

@@ -1,0 +1,128 @@
+"""The processes of a run of `weft rl`: trainer ranks, and engines of their own, in their places of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from weft.cluster.machine import cpu_cores
+from weft.cluster.options import RlOptions
+from weft.cluster.rays import ActorGroup, Bundle, actor_group, ray_session
+from weft.config.rl_schema import RlConfig
+from weft.data.tokenizer import load_tokenizer
+from weft.parallel.fsdp import DTYPES
+from weft.rl.reference_critic import Aside, Who, apart
+from weft.rl.served_pool import SERVERS
+from weft.rl.trainer import Trainer
+from weft.rollout.servers import CALLS, HostedServer, server_variables
+from weft.rollout.standalone import Standalone
+from weft.telemetry import flight
+
+
+@dataclass(frozen=True)
+class Places:
+    """What actors ask of the cluster. rooms: what is kept for each trainer rank, of which it takes `trainer`; engines:
+    what each engine takes, in the room of the rank in `beside`, or, where that is None, in one of its own. busy: actors
+    that compute at the same time."""
+
+    rooms: Sequence[Bundle]
+    trainer: Bundle
+    engines: Sequence[Bundle]
+    beside: Sequence[int] | None
+    busy: int
+
+
+def places_of(config: RlConfig, world: int, gpu: bool) -> Places:
+    """Where `world` trainer ranks and the engines of a config, whose placement is settled, are."""
+    rollout = config.rollout
+    count = 0 if rollout.engine == "embedded" else rollout.count
+    serves, room = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
+    if count and config.cluster.placement == "colocated":
+        # Ray gives one device to both by halves; a server is told its devices, which may be those of several ranks.
+        half = Bundle(gpus=0.5) if gpu and not serves else None
+        beside = [number * rollout.tp if gpu else number % world for number in range(count)]
+        return Places([room] * world, half or room, [half or Bundle()] * count, beside, max(world, count))
+    own = Bundle(gpus=float(rollout.tp)) if serves and gpu else room
+    turns = not config.cluster.max_staleness  # then each has all cores
+    return Places([room] * world, room, [own] * count, None, max(world, count) if turns else world + count)
+
+
+@dataclass(frozen=True)
+class Actors:
+    """trainers: the policy's ranks. asides: ranks of a reference's or a critic's own. engines: what generates, or has a
+    server that does; None with the embedded engine."""
+
+    trainers: ActorGroup
+    asides: Mapping[Who, ActorGroup]
+    engines: ActorGroup | None
+
+    @property
+    def groups(self) -> dict[str, ActorGroup]:
+        """All of them, by the folder of RUN that has their evidence."""
+        found: dict[str, ActorGroup] = {"": self.trainers, **{str(who): own for who, own in self.asides.items()}}
+        return found if self.engines is None else {**found, "engines": self.engines}
+
+
+@contextmanager
+def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
+    """A process for each trainer rank, each rank beside them, and each engine of its own. fill: as Trainer has it."""
+    alone, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
+    places, beside_ranks = places_of(config, options.world, gpu), apart(config)
+    busy = places.busy + sum(beside_ranks.values())
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
+    common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if alone else {})}
+
+    def ranks(world: int) -> list[Mapping[str, str]]:
+        return [
+            {**common, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0" if gpu else str(rank)}
+            for rank in range(world)
+        ]
+
+    def group(name: str, make: Callable[[int], Any], *more: Any, **options: Any) -> ActorGroup:
+        return opened.enter_context(actor_group(name, make, *more, **{"timeout": config.train.timeout, **options}))
+
+    own = places.engines if places.beside is None else ()
+    room = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
+    with ExitStack() as opened:
+        others = [room] * sum(beside_ranks.values())
+        opened.enter_context(ray_session(config.cluster.address, [*places.rooms, *others, *own]))
+        make_trainer = partial(_make_trainer, config, options, fill)
+        rooms = [places.trainer] * options.world
+        trainers = group("trainer rank", make_trainer, rooms, ranks(options.world), rooms=places.rooms)
+        asides = {
+            who: group(f"{who} rank", partial(_make_aside, config, options, who, fill), [room] * world, ranks(world))
+            for who, world in beside_ranks.items()
+        }
+        if not places.engines:
+            yield Actors(trainers, asides, None)
+            return
+        make: Any = partial(HostedServer, config) if serves else partial(_make_engine, config, options)
+        env = [common | (server_variables() if serves else {})] * len(places.engines)
+        beside = None if places.beside is None else (trainers, places.beside)
+        calls = CALLS if serves else 1
+        limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
+        engines = group("rollout engine", make, places.engines, env, beside=beside, **limits)
+        yield Actors(trainers, asides, engines)
+
+
+def _make_aside(config: RlConfig, options: RlOptions, who: Who, fill: bool, rank: int) -> Aside:
+    return Aside(config, who, options.device, fill=fill)
+
+
+def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
+    return Trainer(config, options.device, fill=fill)
+
+
+def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
+    flight.watch(config.rollout.timeout, "rollout.timeout")
+    flight.at("load")
+    auto = "bf16" if options.device == "cuda" else "fp32"
+    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
+    return Standalone(
+        config.model.path, config.lora, dtype=DTYPES[auto if wanted == "auto" else wanted], device=options.device,
+        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""What a rollout step did, as lines of metrics.jsonl, Parquet in RUN/rollouts, and summary.json."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from weft.config import to_dict
+from weft.config.rl_schema import RlConfig
+from weft.engine.metrics import MetricsFile
+from weft.report.closing import print_closing
+from weft.report.trackers import Trackers
+from weft.rl.documents import is_trained
+from weft.rl.evaluate import Evaluated
+from weft.rl.resume import RlStart
+from weft.rl.stop_conditions import EmptySteps, FlatSteps
+from weft.rollout.base import Synced
+from weft.rollout.records import EVALUATIONS, write_rollouts
+from weft.rollout.types import Sample
+from weft.run.hooks import OnStep
+from weft.run.recorder import BadSteps
+from weft.telemetry.summary import Phases, RunSummary
+from weft.terminal import say
+
+if TYPE_CHECKING:
+    from weft.recipes.rl import Plan, RolloutStep, Run
+
+
+@dataclass
+class RlRecorder:
+    """Writes what the controller has seen; as a context manager it tells the trackers when the run has ended. on_step:
+    is told of each line of an optimizer step."""
+
+    config: RlConfig
+    folder: Path
+    start: RlStart
+    on_step: OnStep | None = None
+
+    def __post_init__(self) -> None:
+        self.file = MetricsFile(self.folder / "metrics.jsonl")
+        self.summary = RunSummary(model=self.config.model.path, data=str(self.config.data.path or "several sources"))
+        self.summary.go_on(self.start.summary)
+        self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
+        self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
+        self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
+        self.flat = FlatSteps(self.start.flat_in_a_row)
+
+    def __enter__(self) -> RlRecorder:
+        for note in self.trackers.notes:
+            say(note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.trackers.finish(failed=error is not None)
+
+    def record(
+        self,
+        step: RolloutStep,
+        lines: Sequence[Mapping[str, object]],
+        synced: Synced,
+        evaluated: Evaluated | None,
+    ) -> list[dict[str, object]]:
+        """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
+        samples = step.samples
+        write_rollouts(self.folder, step.number, step.groups)
+        metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        metrics |= {
+            "sync/seconds": synced.seconds,
+            "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
+        }
+        metrics |= {} if evaluated is None else evaluated.metrics
+        metrics["rollout/untrained"] = float(sum(not is_trained(sample, self.config) for sample in samples))
+        written = [dict(line) for line in lines]
+        for line in written:
+            line["rollout"] = step.number
+        written[-1] |= lengths_of(samples) | metrics
+        for line in written:
+            self.file.write(line)
+            self.trackers.log(line)
+            self.summary.add(line)
+            if self.on_step is not None:
+                self.on_step(line)
+        return written
+
+    def record_rollout(self, step: RolloutStep) -> dict[str, object]:
+        """The line of a rollout step that nothing is trained on."""
+        write_rollouts(self.folder, step.number, step.groups, routes=True)  # what it is for is to be replayed
+        seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
+        line: dict[str, object] = {
+            "step": step.number,
+            "rollout": step.number,
+            "taken": step.taken,
+            **lengths_of(step.samples),
+        }
+        line |= {**step.metrics, **seconds}
+        self.file.write(line)
+        self.trackers.log(line)
+        return line
+
+    def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
+        """Keep the answers of an evaluation in RUN/evaluations; what to print of it. That of step 0 has a line of its
+        own."""
+        if evaluated is None:
+            return []
+        groups = [group for part in (evaluated.greedy, evaluated.drawn) for named in part.values() for group in named]
+        write_rollouts(self.folder, step, groups, EVALUATIONS)
+        if not step:
+            line: dict[str, object] = {"step": 0, **evaluated.metrics}
+            self.file.write(line)
+            self.trackers.log(line)
+            self.summary.add_evaluation(line)
+        return [evaluated.line(step)]
+
+    def due(self, rollout: int, plan: Plan) -> bool:
+        """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""
+        every, last = self.config.checkpoint.every, rollout * plan.per_rollout
+        return every > 0 and last // every > (last - plan.per_rollout) // every
+
+    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
+        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train. What
+        there is to print where nothing can be learnt."""
+        for line in lines:
+            self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
+        self.empty.count(step.samples, self.config)
+        return self.flat.count(step.samples, self.config)
+
+    def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
+        """What a checkpoint says of the run; its lines of metrics.jsonl are on the disk afterwards."""
+        self.file.sync()
+        return {
+            "rollout": step.number,
+            "taken": step.taken,
+            "updates": updates,
+            "bad_in_a_row": self.bad.in_a_row,
+            "empty_in_a_row": self.empty.in_a_row,
+            "flat_in_a_row": self.flat.in_a_row,
+            "summary": self.summary.counts(),
+            "seconds": dict(phases.seconds),
+        }
+
+    def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
+        """Write summary.json, and say how the run went. stopped: number of the signal that ended it, or 0."""
+        name = signal.Signals(stopped).name if stopped else None
+        self.summary.write(self.folder / "summary.json", phases, saved, name)
+        print_closing(self.summary.content(phases, saved, name), self.folder)
+
+
+def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """How long completions are, by TRL's names; `terminated` are those that ended by themselves."""
+    lengths = [sample.length for sample in samples]
+    ended = [sample.length for sample in samples if sample.finish == "end"]
+    found = {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": sum(sample.finish == "length" for sample in samples) / len(samples),
+    }
+    if ended:
+        found["completions/mean_terminated_length"] = sum(ended) / len(ended)
+    return found
+
+
+def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
+    """Everything a user would want to have known before a month of GPU time. model: what the trainers say of it."""
+    config, plan = run.config, run.plan
+    rl, rollout = config.rl, config.rollout
+    say(f"run      {run.held.folder}")
+    say(f"prompts  {run.task.prompts}")
+    for note in [*run.start.notes, *notes]:
+        say(note)
+    like = "" if rl.like is None else f" like {rl.like}"
+    say(
+        f"rl       {rl.algorithm}{like}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} "
+        f"samples, {plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; "
+        f"rewards {json.dumps(list(rl.reward))}",
+    )
+    say(
+        f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
+        f"temperature {rollout.temperature:g}"
+    )
+    say(model.rstrip())
+
+
+def say_stopped(go_on: str, step: int, number: int) -> None:
+    """How to go on after a signal. go_on: the command."""
+    say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: {go_on}")

@@ -1,0 +1,173 @@
+"""`weft rl --resume RUN`: from where a run goes on, what may differ, and making way for what comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint.parts import RL_RUN
+from weft.checkpoint.resume import alone, from_weights, newest, nothing_whole, other_training, resumed_notes
+from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.state import TrainerState
+from weft.config import to_dict
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.cost import experts_of
+from weft.rl.prompts import Prompts
+from weft.rl.reference_critic import CRITIC, steps_of_all
+from weft.rollout.records import EVALUATIONS, FOLDER, cut_rollouts, hold_routes, read_rollouts, rollout_files
+from weft.run import resume
+from weft.run.folder import cut_lines, write_config
+from weft.run.identity import model_fingerprint
+from weft.run.resume import Start
+
+if TYPE_CHECKING:
+    from weft.recipes.rl import Plan, Run
+
+_BESIDE = ("ranks", "dp_replicate", "dp_shard", "cpu_offload", "max_tokens_per_device")
+# Keys that change how a run computes or generates, not what it learns.
+MAY_CHANGE = (
+    "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
+    *(f"rollout.{leaf}" for leaf in ("engine", "engines", "tp", "memory", "python", "options", "timeout")),
+    *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "max_tokens_per_device")),
+    *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _BESIDE),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RlStart(Start):
+    """Where a run begins. step: optimizer steps that are done; rollout: rollout steps; taken: prompts."""
+
+    rollout: int = 0
+    taken: int = 0
+    empty_in_a_row: int = 0
+    flat_in_a_row: int = 0
+
+
+FRESH = RlStart()
+
+
+def constants(run: Run) -> dict[str, Any]:
+    """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
+    prompts = run.task.prompts
+    common = resume.constants(run.config, len(prompts), prompts.digest, run.plan.steps)
+    return common | {"replayed": bool(run.replayed)}
+
+
+def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, replayed: bool) -> RlStart:
+    """The newest whole checkpoint of RUN, after checking that this config goes on with the same training. replayed:
+    whether it is trained from rollouts that are there (--replay)."""
+    checkpoints = folder / "checkpoints"
+    state, skipped = newest(checkpoints, steps_of_all(folder), _whole)
+    notes = [f"skipped  {text}" for text in skipped]
+    if state is None:
+        if skipped:
+            raise UserError(nothing_whole(folder, skipped, "rl"))
+        return RlStart(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
+    content = state.content
+    changed = dict(resume.changes(content["config"], to_dict(config), RlConfig))
+    problems = [
+        *resume.refused(changed, MAY_CHANGE),
+        *resume.rates_changed(content, config, plan.steps, done=content["updates"]),
+        *_contents_changed(content, config, prompts, replayed),
+    ]
+    if problems:
+        raise UserError(other_training(folder, state, problems, "rl"))
+    return RlStart(
+        step=state.step,
+        updates=content["updates"],
+        rollout=content["rollout"],
+        taken=content["taken"],
+        bad_in_a_row=content["bad_in_a_row"],
+        empty_in_a_row=content["empty_in_a_row"],
+        flat_in_a_row=content["flat_in_a_row"],
+        summary=content["summary"],
+        seconds=content["seconds"],
+        state=state,
+        notes=(*notes, *resumed_notes(state, plan.steps, changed)),
+    )
+
+
+def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Prompts, replayed: bool) -> list[str]:
+    problems = []
+    if content["replayed"] and not replayed:
+        problems.append("it was trained from rollouts that were there: name their folder again (--replay)")
+    if replayed and not content["replayed"]:
+        problems.append("--replay: it drew its own samples so far: leave --replay out")
+    if content["data"]["digest"] != prompts.digest:
+        problems.append("the data gives other prompts than before: the place in them would mean nothing")
+    if content["model"]["sha256"] != model_fingerprint(config):
+        problems.append(f"model.path: config.json of {config.model.path} differs from before")
+    return problems
+
+
+def find_collected(folder: Path) -> RlStart:
+    """Where `--rollout-only` goes on: behind the last rollout step that is in RUN whole."""
+    if steps := whole_steps(folder / "checkpoints"):
+        raise UserError(
+            f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
+            f"{from_weights(step_folder(folder / 'checkpoints', steps[-1]), 'rl')} --rollout-only"
+        )
+    files, metrics, whole, skipped = rollout_files(folder / FOLDER), folder / "metrics.jsonl", [RlStart()], list[str]()
+    for text in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []:
+        line = json.loads(text) if text.endswith("\n") else {}
+        if line.get("rollout") != len(whole) or line["rollout"] not in files:
+            break
+        whole.append(RlStart(rollout=line["rollout"], taken=line["taken"]))
+    while whole[-1].rollout and (problem := _unreadable(files[whole[-1].rollout])):
+        skipped.append(f"skipped  {problem}")
+        whole.pop()
+    return replace(whole[-1], notes=(*skipped, f"resumed  behind rollout step {whole[-1].rollout}"))
+
+
+def _unreadable(rollouts: Path) -> str:
+    """Why a file of rollouts cannot be read; empty where it can."""
+    try:
+        read_rollouts(rollouts)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
+    """What came after this start makes way for what comes now; the start, with what there is to say of it."""
+    if start.step or not start.rollout:
+        notes = resume.put_in_order(folder, start.step, {})
+        _put_critic_in_order(folder / CRITIC / "checkpoints", start.step)
+    else:  # of rollouts alone, whose lines are numbered by them
+        cut_lines(folder / "metrics.jsonl", start.rollout)
+        notes = []
+    for after, into in ((start.rollout, FOLDER), (start.step, EVALUATIONS)):
+        if aside := cut_rollouts(folder, after, into):
+            notes.append(f"aside    {len(aside)} files of {into} after step {after} are now in {into}/dropped")
+    write_config(config, folder)
+    return replace(start, notes=(*start.notes, *notes))
+
+
+def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
+    """A judge of the policy's checkpoint, with that of a critic in ranks of its own."""
+    state, reason = alone(checkpoint, RL_RUN)
+    own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
+    if state is None or not own.is_dir():
+        return state, reason
+    critic, reason = alone(own, {})
+    return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
+
+
+def _put_critic_in_order(checkpoints: Path, step: int) -> None:
+    """Of a critic in ranks of its own."""
+    set_aside(checkpoints, step)
+    if step_folder(checkpoints, step).is_dir():
+        point_latest(step_folder(checkpoints, step))
+
+
+def notes_on_replay(config: RlConfig, replayed: Sequence[Path]) -> list[str]:
+    """What there is to know before rollouts are trained from."""
+    experts, _ = experts_of(hf.read_config(config.model.path).get_text_config())
+    if not replayed or experts == 1 or hold_routes(replayed[0]):
+        return []
+    return ["replay   without routes, which --rollout-only keeps and training does not: experts are chosen anew"]

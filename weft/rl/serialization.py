@@ -1,0 +1,87 @@
+"""Samples as they travel to trainers: what these read and train of them, in a few arrays.
+
+Pickled one by one, 256 samples are some thousand small arrays, with texts, columns and notes that no trainer looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.rollout.types import Prompt, Sample
+
+# Arrays with an entry for each token, as they travel; of what the engine says not the versions.
+_BY_TOKEN = {
+    "tokens": np.int32, "sampled": np.bool_, "rollout": np.float32, "kept_logmass": np.float32, "old": np.float32,
+    "reference": np.float32, "values": np.float32, "advantages": np.float32, "returns": np.float32,
+    "correction": np.float32,
+}  # fmt: skip
+_NO_VERSIONS = np.zeros(0, np.int32)
+
+
+class Parcel(list[Sample]):
+    """A list of samples, of which less arrives in another process: prompts without tokens, text and columns; no texts,
+    notes, parts of rewards or versions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (_pack(self),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """An array of all samples that have it, end to end. lengths: of each sample, -1 where it has none."""
+
+    lengths: NDArray[np.int64]
+    values: NDArray[Any]
+
+    def parts(self) -> list[NDArray[Any] | None]:
+        ends = np.cumsum(self.lengths.clip(min=0))
+        pairs = zip(ends.tolist(), self.lengths.tolist(), strict=True)
+        return [self.values[end - length : end] if length >= 0 else None for end, length in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """labels: (index, visit and source of the prompt, number, how it ended, reward, whether it is trained). routes: of
+    each sample; they are large, and not copied together."""
+
+    labels: list[tuple[int, int, str, int, str, float | None, bool]]
+    columns: dict[str, _Column]
+    routes: list[Any]
+
+
+def _pack(samples: Sequence[Sample]) -> _Packed:
+    labels = [
+        (s.prompt.index, s.prompt.visit, s.prompt.source, s.number, s.finish, s.reward, s.trained) for s in samples
+    ]
+    columns = {name: _column([getattr(s, name) for s in samples], dtype) for name, dtype in _BY_TOKEN.items()}
+    there = {name: column for name, column in columns.items() if column is not None}
+    return _Packed(labels, there, [s.routes for s in samples])
+
+
+def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:
+    """None where no sample has one."""
+    there = [array for array in arrays if array is not None]
+    if not there:
+        return None
+    lengths = np.array([-1 if array is None else len(array) for array in arrays])
+    return _Column(lengths, np.concatenate(there).astype(dtype, copy=False))
+
+
+def _unpacked(packed: _Packed) -> list[Sample]:
+    count = len(packed.labels)
+    parts = {name: column.parts() for name, column in packed.columns.items()}
+    arrays: list[dict[str, Any]] = [{name: values[i] for name, values in parts.items()} for i in range(count)]
+    for own, routes in zip(arrays, packed.routes, strict=True):
+        own["routes"] = routes
+    return [
+        Sample(
+            prompt=Prompt(index, visit, (), "", source=source), number=number, finish=finish, reward=reward,
+            trained=trained, versions=_NO_VERSIONS, **own,
+        )
+        for (index, visit, source, number, finish, reward, trained), own in zip(packed.labels, arrays, strict=True)
+    ]  # fmt: skip

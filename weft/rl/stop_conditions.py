@@ -1,0 +1,96 @@
+"""When rollout steps come to nothing, one after the other, the run is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.rl.documents import is_trained
+from weft.rollout.types import Sample
+
+
+@dataclass
+class EmptySteps:
+    """Rollout steps in a row of which no sample was trained. most: train.max_nonfinite."""
+
+    most: int
+    in_a_row: int = 0
+
+    def count(self, samples: Sequence[Sample], config: RlConfig) -> None:
+        """One rollout step. UserError after too many, with why."""
+        self.in_a_row = 0 if any(is_trained(sample, config) for sample in samples) else self.in_a_row + 1
+        if self.in_a_row >= self.most:
+            raise UserError(
+                f"{self.in_a_row} rollout steps in a row had no sample to train (train.max_nonfinite). Of the "
+                f"{len(samples)} of the last one {why_untrained(samples, config)}. Look at them with `weft rollouts`."
+            )
+
+
+FLAT_STEPS = 3  # in a row, after which there is something to say
+_SHOWN = 300  # characters of a text
+
+
+@dataclass
+class FlatSteps:
+    """Rollout steps in a row from which nothing can be learnt, because every advantage is zero: no two rewards that are
+    compared with each other differ. Where a reward is compared with nothing (no baseline), or with what a critic
+    expects, the same reward for all is something to learn from."""
+
+    in_a_row: int = 0
+    _last: Sequence[str] = ()  # two samples
+
+    def count(self, samples: Sequence[Sample], config: RlConfig) -> list[str]:
+        """One rollout step; what there is to print of it. One without samples to train is neither."""
+        trained = [sample for sample in samples if is_trained(sample, config)]
+        if not trained:
+            return []
+        self.in_a_row = self.in_a_row + 1 if all(_is_flat(sample) for sample in trained) else 0
+        self._last = [_shown(sample) for sample in (trained[0], trained[-1])]
+        if self.in_a_row != FLAT_STEPS:
+            return []
+        return [
+            f"warning  {FLAT_STEPS} rollout steps in a row had nothing to learn from: {_WHY} Two of the last samples:",
+            *(f"         {line}" for line in self._last),
+        ]
+
+    def require_signal(self, rollouts: int) -> None:
+        """At the end of a run of so many rollout steps. UserError where there never was anything to learn from."""
+        if self.in_a_row == rollouts >= FLAT_STEPS:
+            lines = "\n".join(self._last)
+            raise UserError(
+                f"nothing was learnt: in all {rollouts} rollout steps {_WHY} Let rl.reward tell answers apart, let "
+                "them differ (rollout.temperature, rl.group_size), or give prompts that are solved sometimes. Two of "
+                f"the last samples:\n{lines}"
+            )
+
+
+_WHY = "all rewards that are compared with each other were equal, so every advantage was zero."
+
+
+def _is_flat(sample: Sample) -> bool:
+    """Whether all its advantages are zero but for rounding."""
+    assert sample.advantages is not None
+    return float(np.abs(sample.advantages).max(initial=0.0)) <= 1e-6 * max(1.0, abs(sample.reward or 0.0))
+
+
+def _shown(sample: Sample) -> str:
+    prompt, answer = sample.prompt.text[-_SHOWN:], sample.text[:_SHOWN]
+    return f"sample {sample.id} of {sample.prompt.source}: reward {sample.reward:g} for {answer!r} to {prompt!r}"
+
+
+def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
+    """Why samples are left out, each by the first reason that holds."""
+    reasons = {"failed in rl.environment": 0, "have no reward": 0, "drew no token": 0, "ended at their longest": 0}
+    for sample in samples:
+        if not is_trained(sample, config):
+            held = ("error" in sample.notes or not sample.trained, sample.reward is None, not sample.length, True)
+            reasons[list(reasons)[held.index(True)]] += 1
+    advice = {
+        "have no reward": " (their functions failed, or gave None)",
+        "ended at their longest": " (rl.mask_truncated, rollout.max_new_tokens)",
+    }
+    return ", ".join(f"{count} {reason}{advice.get(reason, '')}" for reason, count in reasons.items() if count)

@@ -1,0 +1,185 @@
+"""RUN/rollouts: every sample of every rollout step, as Parquet, so that rollouts can be browsed and trained again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+import numpy as np
+
+from weft.errors import UserError, first_line
+from weft.files import regular_file
+from weft.importing import import_extra
+from weft.rollout.types import Group, Prompt, Sample, samples_of
+
+FOLDER = "rollouts"
+EVALUATIONS = "evaluations"
+# Arrays of a sample that are kept, with their dtypes; null where there are none.
+_ARRAYS = {
+    "tokens": np.int64, "sampled": np.bool_, "rollout": np.float32, "versions": np.int32, "kept_logmass": np.float32,
+    "old": np.float32, "reference": np.float32, "values": np.float32, "advantages": np.float32,
+    "correction": np.float32,
+}  # fmt: skip
+
+
+def import_arrow() -> tuple[Any, Any]:
+    """(pyarrow, pyarrow.parquet), in which rollouts are recorded; UserError where it is not installed."""
+    need = "the record of rollouts"
+    return import_extra("pyarrow", "rl", need), import_extra("pyarrow.parquet", "rl", need)
+
+
+def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
+    """RUN/rollouts/step-000001.parquet"""
+    return folder / into / f"step-{step:06d}.parquet"
+
+
+def write_rollouts(
+    folder: Path, step: int, groups: Sequence[Group], into: str = FOLDER, *, routes: bool = False
+) -> Path:
+    """All samples of a rollout step, or of an evaluation, in their order. Whole or not at all. routes: keep those of a
+    mixture of experts, which take layers x experts of a token bytes for each token, and more than all else."""
+    pa, pq = import_arrow()
+    rows = [_row(step, sample) | _packed_routes(sample.routes if routes else None) for sample in samples_of(groups)]
+    path = rollout_file(folder, step, into)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # what could not be written whole only takes room
+        error.filename = error.filename or str(path)
+        raise
+    os.replace(partial, path)
+    return path
+
+
+def read_rollouts(path: Path) -> list[Group]:
+    """The groups of one file. UserError where it is none of weft's."""
+    _, pq = import_arrow()
+    try:
+        rows = pq.ParquetFile(regular_file(path, "a file of rollouts")).read().to_pylist()
+        samples = [_sample(row) for row in rows]
+    except UserError:
+        raise
+    except Exception as error:  # a library's, or Python's of values that are of other types
+        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+    groups: dict[str, Group] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.id, Group(sample.prompt, [])).samples.append(sample)
+    return list(groups.values())
+
+
+def hold_routes(path: Path) -> bool:
+    """Whether a file of rollouts has the routes of its samples."""
+    _, pq = import_arrow()
+    return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0
+
+
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Rollout step -> file, of a folder RUN/rollouts."""
+    named = [(path, path.stem.partition("-")[2]) for path in sorted(folder.glob("step-*.parquet"))]
+    return {int(step): path for path, step in named if step.isdecimal() and step.isascii()}
+
+
+def recorded_files(folder: str, option: str) -> list[Path]:
+    """The files of RUN/rollouts in their order. UserError, which names the option, where there are none."""
+    files = list(rollout_files(Path(folder)).values())
+    if not files:
+        raise UserError(f"{option} {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
+    return files
+
+
+def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
+    """Move files of later steps than `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); where they are."""
+    moved = []
+    for step, path in rollout_files(folder / into).items():
+        if step > after:
+            aside = path.parent / "dropped"
+            aside.mkdir(exist_ok=True)
+            moved.append(path.replace(aside / path.name))
+    return moved
+
+
+def _row(step: int, sample: Sample) -> dict[str, Any]:
+    prompt = sample.prompt
+    arrays = {name: getattr(sample, name) for name in _ARRAYS}
+    return {
+        "step": step,
+        "prompt_index": prompt.index,
+        "visit": prompt.visit,
+        "number": sample.number,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        "completion": sample.text,
+        "reward": sample.reward,
+        "rewards": json.dumps(sample.rewards),
+        "trained": sample.trained,
+        "finish": sample.finish,
+        "turns": sample.turns,
+        "prompt_tokens": len(prompt.tokens),
+        "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
+        "columns": json.dumps(prompt.columns, default=str),
+        "notes": json.dumps(sample.notes, default=str),
+        **{name: None if value is None else value.tolist() for name, value in arrays.items()},
+    }
+
+
+def _packed_routes(routes: Any) -> dict[str, Any]:
+    """As bytes, one for each expert where these do: numbers in Parquet's lists take several times as long."""
+    if routes is None:
+        return {"routes": None, "routes_shape": None}
+    compact = np.int8 if int(routes.max(initial=0)) <= np.iinfo(np.int8).max else np.int16
+    return {"routes": np.asarray(routes, compact).tobytes(), "routes_shape": list(routes.shape)}
+
+
+def _routes(row: dict[str, Any]) -> Any:
+    if row.get("routes") is None:
+        return None
+    shape = row["routes_shape"]
+    compact = np.int8 if len(row["routes"]) == np.prod(shape) else np.int16
+    return np.frombuffer(row["routes"], compact).astype(np.int16).reshape(shape)
+
+
+# What is written as text or number is read as such.
+_TYPES: dict[str, type | UnionType] = {
+    "prompt_index": int, "visit": int, "number": int, "turns": int, "prompt_tokens": int, "tokens": list,
+    "prompt": str, "completion": str, "source": str, "finish": str, "reward": float | int | NoneType,
+}  # fmt: skip
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    for name, kind in _TYPES.items():
+        if not isinstance(row[name], kind):
+            raise ValueError(f"{name} is a {type(row[name]).__name__}")
+    rewards = json.loads(row["rewards"])
+    if not isinstance(rewards, dict) or not all(isinstance(v, float | int | NoneType) for v in rewards.values()):
+        raise ValueError("rewards are no numbers")
+    arrays: dict[str, Any] = {
+        name: None if row[name] is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
+    }
+    prompt = Prompt(
+        index=row["prompt_index"],
+        visit=row["visit"],
+        tokens=tuple(row["tokens"][: row["prompt_tokens"]]),
+        text=row["prompt"],
+        messages=None if row["messages"] is None else tuple(json.loads(row["messages"])),
+        columns=json.loads(row["columns"]),
+        source=row["source"],
+    )
+    return Sample(
+        prompt=prompt,
+        number=row["number"],
+        finish=row["finish"],
+        turns=row["turns"],
+        text=row["completion"],
+        rewards=rewards,
+        reward=row["reward"],
+        trained=row["trained"],
+        notes=json.loads(row["notes"]),
+        routes=_routes(row),
+        **arrays,
+    )

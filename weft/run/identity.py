@@ -1,0 +1,64 @@
+"""What a run is made of, in few words: compared between ranks at start, and with the run that one goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from weft.cluster.consistency import versions
+from weft.config.render import to_dict
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.data.documents import DataReport
+from weft.models import hf
+from weft.sharding.boxes import Box
+from weft.sharding.source import open_source
+from weft.telemetry.summary import versions as package_versions
+
+# Keys that need not be the same on every rank: what the data is, is compared by content.
+MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
+_LOOKED_AT = 64  # tensors
+
+
+def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
+    """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
+    keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
+    keys = {name: value for name, value in keys.items() if name not in MAY_DIFFER}
+    packages = {name: str(version) for name, version in package_versions().items()}
+    model = hf.read_config(config.model.path).to_json_string()
+    return {
+        **keys, **packages, **versions(),
+        "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
+        "documents of the data": f"{data.documents} ({data.digest})",
+    }  # fmt: skip
+
+
+def model_fingerprint(config: SftConfig | RlConfig) -> str:
+    """Changes with config.json, but for what does not change what the model computes; and with the base of adapters,
+    which no checkpoint holds."""
+    raw, _ = PretrainedConfig.get_config_dict(config.model.path)
+    for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        raw.pop(name, None)
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
+    if config.lora.on:
+        for row in _rows_of(config.model.path):
+            digest.update(row.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _rows_of(path: str) -> Iterator[Tensor]:
+    """The row in the middle of some of a model's tensors: enough to tell trained weights from others."""
+    source = open_source(path)
+    names = sorted(source.files)
+    for name in names[:: -(-len(names) // _LOOKED_AT)]:
+        shape = source.files[name].entries[name].shape
+        if 0 in shape:
+            continue
+        middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
+        yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()
+    source.close()

@@ -1,0 +1,142 @@
+"""What a step returned, as its line of metrics.jsonl; the run, as summary.json; what a checkpoint says of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.config import to_dict
+from weft.config.schema import SftConfig, TrackConfig
+from weft.data.order import Step
+from weft.engine.engine import Engine
+from weft.engine.metrics import MetricsFile
+from weft.errors import UserError
+from weft.models.flops import Throughput
+from weft.parallel.timed import time_collectives
+from weft.report.closing import print_closing
+from weft.report.step_line import Taken, step_line
+from weft.report.trackers import Trackers
+from weft.run.resume import Start
+from weft.telemetry.summary import Phases, RunSummary
+from weft.telemetry.timing import StepTimes
+from weft.terminal import say
+
+
+@dataclass
+class BadSteps:
+    """Steps in a row that were not finite. most: train.max_nonfinite."""
+
+    most: int
+    in_a_row: int = 0
+
+    def count(self, line: Mapping[str, object], advice: str) -> None:
+        """One step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped because
+        its loss scale was too large, or because it had nothing to train, is neither good nor bad."""
+        if line.get("overflow") or line.get("empty"):
+            return
+        self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
+        if self.in_a_row >= self.most:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {line.get('reason')}. "
+                f"{advice}"
+            )
+
+
+@dataclass
+class Recorder:
+    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json.
+
+    As a context manager it measures the phases of the steps inside, and tells the trackers when the run has ended.
+    """
+
+    config: SftConfig
+    engine: Engine
+    folder: Path
+    summary: RunSummary
+    start: Start
+
+    def __post_init__(self) -> None:
+        self.file = MetricsFile(self.folder / "metrics.jsonl") if self.engine.ranks.is_first else None
+        self.throughput = Throughput.of(self.engine)
+        self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
+        self.summary.go_on(self.start.summary)
+        self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
+        track = self.config.track if self.engine.ranks.is_first else TrackConfig()
+        self.trackers = Trackers(to_dict(self.config), track, self.folder, self.start.step)
+
+    def __enter__(self) -> Recorder:
+        for note in self.trackers.notes:
+            say(note)
+        if self.times is not None:
+            self.times.open()
+            if self.engine.device.type == "cpu":
+                time_collectives(self.engine.module)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.times is not None:
+            self.times.close()
+        self.trackers.finish(failed=error is not None)
+
+    def record(
+        self,
+        step: Step,
+        taken: Taken,
+        memory_gib: float,
+        evaluation: Mapping[str, float | None],
+    ) -> dict[str, object]:
+        """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
+        the step, if it was evaluated."""
+        if "loss" not in taken.metrics:  # only an objective of the user's own could have left it out
+            raise UserError(
+                f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
+                "Terms, as (sum, weight)."
+            )
+        line = step_line(step.number, step.epoch, taken, self.throughput, memory_gib)
+        line |= evaluation
+        if self.times is not None:
+            line |= self.times.take()
+        if step.number in self.config.profile.steps:
+            line["profiled"] = True
+        if self.file is not None:
+            self.file.write(line)
+        self.trackers.log(line)
+        self.summary.add(line)
+        return line
+
+    def record_start(self, evaluation: Mapping[str, float | None]) -> None:
+        """The line of step 0, where there is anything to say before the first step."""
+        line = {"step": 0, **evaluation}
+        if evaluation and self.file is not None:
+            self.file.write(line)
+            self.trackers.log(line)
+        self.summary.add_evaluation(line)
+
+    def stop_if_hopeless(self, line: Mapping[str, object], sources: list[str]) -> None:
+        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them."""
+        self.bad.count(
+            line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
+        )
+
+    def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
+        """What a checkpoint after this step says of the run; its lines of metrics.jsonl are on the disk afterwards."""
+        if self.file is not None:
+            self.file.sync()
+        return {
+            "epoch": step.epoch,
+            "updates": updates,
+            "bad_in_a_row": self.bad.in_a_row,
+            "summary": self.summary.counts(),
+            "seconds": dict(phases.seconds),
+        }
+
+    def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
+        """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
+        if self.engine.ranks.is_first:
+            self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
+            print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

@@ -1,0 +1,237 @@
+"""`weft sft --resume RUN`: which checkpoint a run goes on from, what may differ, and taking everything up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.checkpoint import rng
+from weft.checkpoint.parts import RUN
+from weft.checkpoint.resume import (
+    agreed,
+    fill_from,
+    from_weights,
+    newest,
+    nothing_whole,
+    other_training,
+    resumed_notes,
+    whole,
+)  # fmt: skip
+from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.state import TrainerState
+from weft.cluster.process import Ranks
+from weft.config import to_dict
+from weft.config.keys import schema_keys
+from weft.config.load import show_default
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import ScheduleConfig, SftConfig
+from weft.config.yaml12 import show
+from weft.data.documents import DataReport
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.optim.schedule import learning_rate
+from weft.run.folder import SAMPLES, cut_lines, dropped_of, write_config
+from weft.run.identity import model_fingerprint
+
+# Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
+MAY_CHANGE = (
+    "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
+    "data.subset", "data.columns", "data.roles", "data.max_length", "data.long_documents", "data.bad_rows",
+    "data.workers", "data.cache", "data.chat_template", "model.path", "model.attention", "model.recompute",
+    "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
+    "train.max_nonfinite", "train.deterministic",
+)  # fmt: skip
+MAY_NOT = ("fsdp.master_dtype",)
+_SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. step, updates: those that are done; the rest counts on. state: None for a fresh start."""
+
+    step: int = 0
+    updates: int = 0
+    bad_in_a_row: int = 0
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    state: TrainerState | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
+    """The newest whole checkpoint of RUN, after checking that this config goes on with the same training.
+
+    steps: of the whole run. Raises UserError, the same on every rank. Nothing in RUN is changed yet.
+    """
+    state, skipped = newest_whole(folder / "checkpoints", ranks)
+    notes = [f"skipped  {text}" for text in skipped]
+    if state is None:
+        if skipped:
+            raise UserError(nothing_whole(folder, skipped))
+        return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
+    content = state.content
+    changed = dict(changes(content["config"], to_dict(config), SftConfig))
+    problems = [
+        *refused(changed),
+        *rates_changed(content, config, steps, content["updates"]),
+        *_contents_changed(state, config, data),
+    ]
+    if problems:
+        raise UserError(other_training(folder, state, problems))
+    notes += resumed_notes(state, steps, changed)
+    return Start(
+        step=state.step,
+        updates=content["updates"],
+        bad_in_a_row=content["bad_in_a_row"],
+        summary=content["summary"],
+        seconds=content["seconds"],
+        evaluation=content.get("evaluation", {}),
+        state=state,
+        notes=tuple(notes),
+    )
+
+
+def newest_whole(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
+    """The newest checkpoint that all ranks find whole, with trainer state; and why newer ones were skipped."""
+    listed = [whole_steps(checkpoints)]
+    dist.broadcast_object_list(listed, src=0)
+    return newest(
+        checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world, RUN), ranks)
+    )
+
+
+def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
+    """Put masters, moments and generators back, then the run folder in order; what there is to say of it.
+
+    Raises UserError where the state does not fill this model; RUN is as it was then.
+    """
+    notes = list(start.notes)
+    if start.state is None:
+        rng.seed_rank(config.train.seed, engine.ranks.rank)
+    else:
+        notes += fill_from(engine, start.state, config.train.seed)
+    if engine.ranks.is_first:
+        notes += put_in_order(folder, start.step, start.evaluation)
+        write_config(config, folder)
+    return notes
+
+
+def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
+    """What came after the checkpoint of this step makes way for what comes now. evaluation: its."""
+    notes, checkpoints = [], folder / "checkpoints"
+    aside = set_aside(checkpoints, step)
+    if aside:
+        notes.append(f"aside    checkpoints after step {step} are now {', '.join(aside)}")
+    if step:
+        point_latest(step_folder(checkpoints, step))
+        notes += put_best_in_order(checkpoints, evaluation)
+    for name in ("metrics.jsonl", SAMPLES):
+        dropped = cut_lines(folder / name, step)
+        if dropped:
+            moved = dropped_of(folder / name).name
+            notes.append(f"dropped  {dropped} lines of {name} after step {step}, moved to {moved}")
+    return notes
+
+
+def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+    """Let `best` name what was the best up to the checkpoint; a later one was taken as such, or is set aside."""
+    forget_best(checkpoints)
+    best = evaluation["step"] if evaluation.get("kept") else 0
+    target = step_folder(checkpoints, best)
+    if target.is_dir():
+        point_best(target)
+    elif best:
+        return [f"best     step {best} was the best so far, and {target} is gone"]
+    return []
+
+
+# ---------------------------------------------------------------- what may differ
+
+
+def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
+    """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
+    return {
+        "steps": steps,
+        "config": to_dict(config),
+        "data": {"documents": documents, "digest": digest},
+        "model": {"sha256": model_fingerprint(config)},
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(key, (before, now)) of the keys that differ; one that a config does not read has its default."""
+    for name, key in schema_keys(schema).items():
+        section, _, leaf = name.partition(".")
+        old, new = (
+            show(config[section][leaf])
+            if leaf in config.get(section, {})
+            else ""
+            if key.required
+            else show_default(key)
+            for config in (before, now)
+        )
+        if old != new and name != "run.dir":
+            yield name, (old, new)
+
+
+def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
+    """What may not change, of what has; more: keys and sections that may, beside MAY_CHANGE."""
+    may = (*MAY_CHANGE, *_SCHEDULED, *more)
+    return [
+        f"{key}: {before} -> {now}: it changes what is trained, and how"
+        for key, (before, now) in changed.items()
+        if key in MAY_NOT or not any(key == name or key.startswith(name + ".") for name in may)
+    ]
+
+
+def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
+    """Longer runs and other schedules are the same training as long as the updates that are done had the same rates."""
+    old, before = content["config"], content["steps"]
+    schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
+    if steps < content["step"]:
+        return [f"train.steps, train.epochs: a run of {steps} steps ends before step {content['step']}"]
+    for update in range(1, done + 1):
+        was = learning_rate(update, before, lr, schedule)
+        now = learning_rate(update, steps, lr, config.schedule)
+        if was != now:
+            return [
+                f"the learning rate of update {update} was {was:.6g} in a run of {before} steps with schedule.name="
+                f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}: what is done "
+                "cannot be planned anew. A run grows with schedule.name=constant, or with wsd before its decay, and "
+                "schedule.warmup_steps instead of warmup_ratio"
+            ]
+    return []
+
+
+def after_the_last(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft") -> str:
+    """What can be done with a run whose last step is done: more of the same where the schedule allows it, else a new
+    run from its weights."""
+    if start.state is None:
+        return ""
+    more = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
+    if not rates_changed(start.state.content, config, 2 * steps, start.updates):
+        return f"More steps: weft {command} --resume {folder} {more}"
+    return (
+        f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To train on from "
+        f"its weights, as a new run with a schedule of its own: {from_weights(start.state.checkpoint, command)} {more}"
+    )
+
+
+def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) -> list[str]:
+    problems = []
+    if state.content["data"]["digest"] != data.digest:
+        before = state.content["data"]["documents"]
+        problems.append(
+            f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
+            "the place in the data would mean nothing"
+        )
+    if state.content["model"]["sha256"] != model_fingerprint(config):
+        what = "config.json or the weights" if config.lora.on else "config.json"
+        problems.append(f"model.path: {what} of {config.model.path} differ from before")
+    return problems

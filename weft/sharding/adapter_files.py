@@ -1,0 +1,244 @@
+"""Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
+
+Names in a file are those of peft's wrapped model without the adapter's own name. Of fused experts with several adapted
+parameters peft wraps the module once for each, the last one outermost, so that only the depth tells which is meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.files import read_object
+from weft.models import hf
+from weft.models.lora import (
+    EMBEDDING,
+    LoraPlan,
+    Target,
+    adaptable,
+    ends_like,
+    find_trained,
+    first_values,
+    is_adapters,
+    new_adapters,
+)
+from weft.models.low_rank import LowRank
+from weft.models.train_module import TrainModule
+from weft.sharding.boxes import Box, shard_of
+from weft.sharding.safetensors_files import TensorFile
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Names of modules that peft 0.21 takes for experts of the transformers 4 layout, by the layout that transformers
+# converts a family from (peft/utils/transformers_weight_conversion.py). Named as parameters they stay what they are.
+_OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
+# What peft knows and weft does not: keys of adapter_config.json -> the values that mean "not used".
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
+}  # fmt: skip
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "modules_to_save": _is_names,
+    "target_parameters": _is_names,
+    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
+}
+
+
+def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
+    """The adapters that a config asks for, new ones or those at lora.path; None for none."""
+    if not config.on:
+        return None
+    found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
+    plan = replace(found, dropout=config.dropout)
+    wrapped = _as_parameters(plan, model)
+    if plan.dropout and wrapped:
+        raise UserError(
+            f"lora.dropout does not go with an adapter of {wrapped[0].weight} ({len(wrapped)} such), because peft "
+            "could not load it: set lora.dropout=0, or leave these out of lora.targets."
+        )
+    return plan
+
+
+def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
+    """Targets that peft must be told of as parameters: fused experts, and what it would take for them by its name."""
+    taken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
+    return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in taken]
+
+
+# ---------------------------------------------------------------- names
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """Trained parameter of the adapted model -> name in the file. names: of all of them, in the model's order."""
+    ours = list(names)
+    wrapped: dict[str, list[str]] = {}  # module -> adapters of its parameters, in the order in which peft wraps them
+    for name in filter(is_adapters, ours):
+        module, adapter, _ = name.rsplit(".", 2)
+        if adapter not in wrapped.setdefault(module, []):
+            wrapped[module].append(adapter)
+    return {name: PREFIX + (_stored(name, wrapped) if is_adapters(name) else name) for name in ours}
+
+
+def _stored(name: str, wrapped: Mapping[str, Sequence[str]]) -> str:
+    module, adapter, matrix = name.rsplit(".", 2)
+    inside = wrapped[module]
+    owner = module + ".base_layer" * (len(inside) - 1 - inside.index(adapter))
+    return f"{owner}.lora_embedding_{matrix}" if adapter == EMBEDDING else f"{owner}.lora_{matrix}.weight"
+
+
+def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
+    """The same for a model that has its adapters."""
+    return file_names(name for name, _ in module.named_parameters() if plan.trains(name))
+
+
+# ---------------------------------------------------------------- the config
+
+
+def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
+    """adapter_config.json. base: model.path; module: the model, with its adapters."""
+    modules = [name for name, child in module.named_modules() if not isinstance(child, LowRank)]
+    parameters = [name for name, _ in module.named_parameters() if not is_adapters(name)]
+    wrapped = _as_parameters(plan, module.hf_model)
+    adapted = [target.module for target in plan.targets if target not in wrapped]
+    fused = shortest_names([target.name for target in wrapped if target.kind == "experts"], parameters)
+    others = [target.weight for target in wrapped if target.kind != "experts"]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
+        "r": plan.rank,
+        "lora_alpha": int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
+        "lora_dropout": plan.dropout,
+        "use_rslora": plan.rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(target.kind == "linear" and target.transposed for target in plan.targets),
+        "target_modules": shortest_names(adapted, modules),
+        "target_parameters": fused + others or None,
+        "modules_to_save": list(plan.trained) or None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
+    """The last parts of the names, where these mean the chosen ones and no others, as users write them; else all."""
+    leaves = sorted({name.rpartition(".")[2] for name in chosen})
+    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    return leaves if meant == set(chosen) else sorted(chosen)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. UserError where it is missing, or of a kind of adapter that weft does not know."""
+    found = read_object(folder / CONFIG, "the config of an adapter")
+    if found.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
+    used = [f"{key}: {found[key]}" for key, unused in _UNUSED.items() if key in found and found[key] not in unused]
+    if used:
+        raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}.")
+    wrong = [key for key, is_right in _TYPES.items() if not is_right(found.get(key))]
+    if wrong:
+        raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {found.get(wrong[0])!r}. Fetch or write it again.")
+    return found
+
+
+def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
+    """The adapters of a folder, found by the names of its tensors. UserError where they do not fit the model."""
+    config = read_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
+    with TensorFile.open(folder / WEIGHTS) as file:
+        shapes = {name: entry.shape for name, entry in file.entries.items() if not name.endswith(".base_layer.weight")}
+    trained = find_trained(model, config.get("modules_to_save") or ())
+    targets = _targets_in(adaptable(model), shapes, config.get("target_parameters") or ())
+    plan = LoraPlan(
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        dropout=0.0,
+        targets=targets,
+        trained=trained,
+        path=folder,
+    )
+    _check_shapes(plan, model, shapes, folder)
+    return plan
+
+
+def _targets_in(
+    candidates: Mapping[str, Target], shapes: Mapping[str, Any], parameters: Sequence[str]
+) -> tuple[Target, ...]:
+    found = []
+    for target in candidates.values():
+        if target.kind == "experts":
+            if any(ends_like(target.name, end) for end in parameters):
+                found.append(target)
+        elif any(name in shapes for name in file_names(target.names).values()):
+            found.append(target)
+    return tuple(found)
+
+
+def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
+    wanted = _wanted_shapes(plan, model)
+    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
+        raise UserError(
+            f"{folder / WEIGHTS} {what} ({len(missing) + len(unknown)} tensors in all): is it of this model?"
+        )
+    wrong = [name for name, shape in wanted.items() if tuple(shapes[name]) != shape]
+    if wrong:
+        raise UserError(
+            f"{folder / WEIGHTS}: {wrong[0]} is {list(shapes[wrong[0]])} and should be {list(wanted[wrong[0]])} "
+            f"({len(wrong)} tensors in all differ): is it of this model?"
+        )
+
+
+def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    wanted = {
+        name: shape
+        for target in plan.targets
+        for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
+    }
+    wanted |= {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if plan.trains(n)}
+    return {stored: wanted[name] for name, stored in file_names(wanted).items()}
+
+
+# ---------------------------------------------------------------- filling a model
+
+
+@torch.no_grad()
+def fill_adapters(module: nn.Module, plan: LoraPlan, seed: int) -> None:
+    """Give this rank's shards of the adapters their first values: those of plan.path, or drawn from the seed.
+
+    What is trained whole keeps the base's values where there is no plan.path.
+    """
+    parameters = dict(module.named_parameters())
+    if plan.path is None:
+        for name, parameter in parameters.items():
+            if is_adapters(name):
+                shard = shard_of(parameter)
+                values = first_values(name, tuple(parameter.shape), seed)
+                shard.values.copy_(values[shard.box.within(Box.whole(tuple(parameter.shape)))])
+        return
+    with TensorFile.open(plan.path / WEIGHTS) as file:
+        for name, stored in names_of(plan, module).items():
+            shard = shard_of(parameters[name])
+            shard.values.copy_(file.read(stored, shard.box))

@@ -1,0 +1,206 @@
+"""Weights into a sharded model: every rank reads the boxes that it holds, and nothing else.
+
+The plan is made from names and shapes alone, before anything large is read, so that a tensor that nothing fills, that
+nothing wants, or that has another shape is an error at once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.lora import is_adapters
+from weft.models.train_module import TrainModule
+from weft.sharding.boxes import Box, local_box, overlap, shard_of
+from weft.sharding.layout import Piece, layout_of
+from weft.sharding.source import Source
+from weft.telemetry import flight
+
+Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
+_COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """fills: for each tensor of the model, its pieces and the name of each in the files. left_out: names of no use.
+
+    fresh: tensors of the model that the files may lack, and do; somebody else gives them their first values.
+    """
+
+    source: Source
+    fills: dict[str, list[tuple[Piece, str]]]
+    left_out: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """bytes_read: what this rank asked the disk for."""
+
+    tensors: int
+    bytes_read: int
+    seconds: float
+    left_out: tuple[str, ...]
+
+
+def plan_load(
+    model: PreTrainedModel,
+    source: Source,
+    ignore: Sequence[str],
+    apart: Sequence[str] = (),
+    may_lack: Collection[str] = (),
+) -> tuple[list[Piece], LoadPlan]:
+    """The layout of a source and how to fill the model (on meta, not yet sharded) from it.
+
+    ignore: globs of tensors in the files that may be left out. Tied weights that differ in the files are untied, and so
+    are those whose tied names are in `apart`; what the files hold once for both fills both. may_lack: tensors of the
+    model that need not be in the files.
+    UserError, naming the first few, where tensors are missing, unwanted or of another shape.
+    """
+    for name, owner in hf.tied_parameters(model).items():
+        if name in source.names and owner in source.names and _differ(source, name, owner):
+            hf.untie(model, name)
+    owners = {name: owner for name, owner in hf.tied_parameters(model).items() if name in apart}
+    for name in owners:
+        hf.untie(model, name)
+    names = source.names
+    pieces = layout_of(model, names)
+    in_files = _names_in_files(model, pieces, names)
+    disk = {piece.runtime: piece.disk for piece in pieces}
+    for name, owner in owners.items():
+        in_files.setdefault(disk[name], in_files[disk[owner]])
+    lacking = [p for p in pieces if p.disk not in in_files]
+    fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
+    _raise_for("weights that the model needs are not in the files", [p.disk for p in lacking if p.runtime not in fresh])
+    filled = [p for p in pieces if p.runtime not in fresh]
+    wrong = [
+        f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
+        for p in filled
+        if source.shape(file := in_files[p.disk]) != p.shape
+    ]
+    _raise_for("the files do not fit config.json", wrong)
+    tied = hf.tied_parameters(model)
+    unused = sorted(set(names) - set(in_files.values()) - set(tied))
+    patterns = [re.compile(pattern) for pattern in hf.not_wanted(model)]
+    known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
+    _raise_for(
+        f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
+        "match its globs)",
+        [name for name in unused if name not in known],
+    )
+    fills: dict[str, list[tuple[Piece, str]]] = {}
+    for piece in filled:
+        fills.setdefault(piece.runtime, []).append((piece, in_files[piece.disk]))
+    return pieces, LoadPlan(source, fills, tuple(known), fresh)
+
+
+def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str]) -> dict[str, str]:
+    """Piece -> name in the files, where it is there: its own, or one that differs by a prefix, or by a tie."""
+    here = set(names)
+    found = {piece.disk: piece.disk for piece in pieces if piece.disk in here}
+    if len(found) == len(pieces):
+        return found
+    by_runtime = {runtime: name for name, runtime in hf.runtime_names(model, here - set(found)).items()}
+    for tied, owner in hf.tied_parameters(model).items():
+        if tied in by_runtime:
+            by_runtime.setdefault(owner, by_runtime[tied])
+    for piece in pieces:
+        if piece.disk not in found and piece.runtime in by_runtime:
+            found[piece.disk] = by_runtime[piece.runtime]
+    return found
+
+
+def _raise_for(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise UserError(f"model.path: {what}: {', '.join(names[:5])}{more}.")
+
+
+def _differ(source: Source, a: str, b: str) -> bool:
+    """Whether two tensors of the files differ; each rank compares its share of the rows."""
+    shape = source.shape(a)
+    if shape != source.shape(b):
+        return True
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rows = max(1, _COMPARED_ROWS // max(1, Box.whole(shape[1:]).numel))
+    differs = torch.zeros(1)
+    for number, start in enumerate(range(0, shape[0], rows)):
+        if number % world == rank and not differs:
+            box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
+            differs += not torch.equal(source.read(a, box), source.read(b, box))
+    if world > 1:
+        dist.all_reduce(differs)
+    return bool(differs)
+
+
+def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
+    """Fill every parameter but adapters' and fresh ones, and every persistent buffer, of a sharded module in place;
+    collective where shards are replicated.
+
+    Of replicas of one shard one reads, a different one for each tensor in turn, and sends it to the others.
+    """
+    began, before = time.perf_counter(), plan.source.bytes_read
+    targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
+    filled = {id(tensor) for tensor in targets.values()}
+    every = module.state_dict(keep_vars=True).items()
+    others = {name for name, _ in every if name in plan.fresh or is_adapters(name)}
+    empty = [name for name, tensor in every if id(tensor) not in filled and name not in others]
+    assert not empty, f"nothing fills {empty[:3]}"
+    order = sorted(targets, key=lambda name: min(plan.source.place(file) for _, file in plan.fills[name]))
+    total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
+    done = 0
+    for number, name in enumerate(order):
+        flight.beat()
+        shard = shard_of(targets[name])
+        # What nobody sends, buffers among it, every rank reads.
+        if not shard.groups or shard.is_mine(number):
+            _fill(shard.values, shard.box, plan.fills[name], plan.source)
+        for group in shard.groups:
+            dist.broadcast(shard.values, group=group, group_src=number % dist.get_world_size(group))
+        done += shard.values.nbytes
+        if progress is not None:
+            progress(done, total)
+    return LoadReport(len(order), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
+
+
+@torch.no_grad()
+def fill_random(module: TrainModule, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+    """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
+    config = deepcopy(config)  # the model's own names its kernel
+    drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
+    for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
+        shard = shard_of(tensor)
+        shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(tensor.shape)))])
+
+
+@torch.no_grad()
+def _fill(local: Tensor, box: Box, pieces: list[tuple[Piece, str]], source: Source) -> None:
+    """Copy from every piece what it shares with this rank's box."""
+    filled = 0
+    for piece, name in sorted(pieces, key=lambda pair: source.place(pair[1])):
+        part = overlap(piece.box, box)
+        if part is not None:
+            values = source.read(name, piece.disk_box(part))
+            local[part.within(box)].copy_(piece.to_runtime(values, part))
+            filled += part.numel
+    assert filled == box.numel, f"{pieces[0][0].runtime}: {filled} of {box.numel} elements filled"
+
+
+def read_whole(plan: LoadPlan, name: str) -> Tensor:
+    """A whole tensor of the model, by its own name, in the dtype of the files; in fp32 where they have it quantised."""
+    pieces = plan.fills[name]
+    shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
+    out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))
+    _fill(out, Box.whole(shape), pieces, plan.source)
+    return out

@@ -1,0 +1,174 @@
+"""A directory of safetensors as named tensors of which any box can be read, whatever files they are spread over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+
+from weft.errors import UserError
+from weft.files import is_own_file, read_object
+from weft.models import hf
+from weft.sharding.boxes import Box
+from weft.sharding.quantised import decoder_of
+from weft.sharding.safetensors_files import TensorFile
+
+_INDEX = "model.safetensors.index.json"
+# Files of older formats that hold weights; reading them means unpickling them.
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
+
+
+class Decoder(Protocol):
+    """Reads a quantised tensor as the real one: its shape, and the elements of any box in floating point."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, source: Source, box: Box) -> Tensor: ...
+
+
+@dataclass
+class Source:
+    """files: tensor name -> the file that holds it. decoders: names of quantised tensors -> how to read them."""
+
+    folder: Path
+    files: dict[str, TensorFile]
+    decoders: dict[str, Decoder] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor under the name that the model's rules know."""
+        return sorted({*self.files} - self.hidden | {*self.decoders})
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the tensors that are stored as they are."""
+        return {name: self.files[name].entries[name].dtype for name in self.names if name not in self.decoders}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes asked for so far."""
+        return sum(file.bytes_read for file in set(self.files.values()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the real tensor."""
+        return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape
+
+    def place(self, name: str) -> tuple[str, int]:
+        """(file, first byte): the order in which disks read fastest."""
+        if name not in self.files:
+            return (self.decoders[name].__class__.__name__, 0)
+        return (self.files[name].path.name, self.files[name].entries[name].begin)
+
+    def raw(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor as it is stored."""
+        return self.files[name].read(name, box)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of the real tensor, on the CPU."""
+        box = box or Box.whole(self.shape(name))
+        return self.decoders[name].read(self, box) if name in self.decoders else self.raw(name, box)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in set(self.files.values()):
+            file.close()
+
+
+def open_source(path: str) -> Source:
+    """The weights of model.path. UserError, saying what to do, where they are missing, incomplete or pickled."""
+    folder = fetch(path)
+    files: dict[str, TensorFile] = {}
+    for name in _file_names(folder):
+        file = TensorFile.open(folder / name)
+        twice = next((tensor for tensor in file.entries if tensor in files), None)
+        if twice is not None:
+            raise UserError(f"model.path: {folder}: {twice} is in both {files[twice].path.name} and {name}: keep one.")
+        files |= dict.fromkeys(file.entries, file)
+    _check_index(folder, files)
+    config = read_object(folder / "config.json", "the config of a model").get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
+    decoders, hidden = decoder_of(config, _shapes(files), _dtypes(files), path)
+    return Source(folder, files, decoders, hidden)
+
+
+def fetch(path: str) -> Path:
+    """The directory itself, or that of a hub repository, downloaded where the cache lacks it."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_WANTED)))
+    except Exception as error:  # whatever the hub's client raises: no network, no such repository, no access
+        cached = hf.source_folder(path)
+        if cached is not None:
+            return cached
+        first = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"model.path: {path!r} is no directory here and cannot be fetched from the hub: {first}"
+        ) from error
+
+
+def _file_names(folder: Path) -> list[str]:
+    if _has_index(folder):
+        return sorted(set(_weight_map(folder).values()))
+    found = sorted(file.name for file in folder.glob("model*.safetensors"))
+    found = found or sorted(file.name for file in folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickled = next((file for pattern in _PICKLED for file in sorted(folder.glob(pattern))), None)
+    if pickled is not None:
+        raise UserError(
+            f"model.path: {folder} has its weights in {pickled.name}, a pickle, which weft does not open. Convert it "
+            "once with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+        )
+    raise UserError(
+        f"model.path: {folder} holds no *.safetensors. Set model.init=random to train from fresh weights, or point "
+        "model.path at a directory with weights."
+    )
+
+
+def _has_index(folder: Path) -> bool:
+    return os.path.lexists(folder / _INDEX)  # also where it is something that cannot be read, which is an error
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file; every file is one of the folder's own."""
+    index = folder / _INDEX
+    found = read_object(index, "the index of a model's files").get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise UserError(
+            f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
+        )
+    for file in set(found.values()):
+        if not is_own_file(file):
+            raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
+    return found
+
+
+def _check_index(folder: Path, files: Mapping[str, TensorFile]) -> None:
+    """Every tensor is where the index says: a shard of another checkpoint under the right name is found."""
+    if not _has_index(folder):
+        return
+    for name, file in _weight_map(folder).items():
+        if name not in files or files[name].path.name != file:
+            raise UserError(
+                f"model.path: {folder / _INDEX} says that {name} is in {file}, but it is not: the files do not belong "
+                "together. Fetch them again."
+            )
+
+
+def _shapes(files: Mapping[str, TensorFile]) -> dict[str, tuple[int, ...]]:
+    return {name: file.entries[name].shape for name, file in files.items()}
+
+
+def _dtypes(files: Mapping[str, TensorFile]) -> dict[str, torch.dtype]:
+    return {name: file.entries[name].dtype for name, file in files.items()}

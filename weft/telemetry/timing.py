@@ -1,0 +1,113 @@
+"""Seconds of a step by phase: data, forward, backward, communication, optimizer.
+
+The phases begin where the flight record says so (flight.py), on the host's clock, or on CUDA by events on the main
+stream, which are read when the step has ended: nothing waits for the device in between. The seconds add up to the
+step's, so what is hidden behind other work (a gather ahead of its layer, rows built while the device computes) does not
+appear.
+
+`waiting()` says that this thread sits in a collective. That is communication which nothing hides, whichever phase it
+falls into; on CUDA a collective holds up a stream and not this thread, so there it is not told from the phase it is in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from weft.telemetry import flight
+
+if TYPE_CHECKING:
+    import torch
+
+# Phases of the flight record and the metric that their seconds count in; the step begins with the first of them.
+PHASES = {
+    "plan": "data", "rows": "data", "count": "forward", "forward": "forward", "backward": "backward",
+    "reduce": "backward", "optimizer": "optimizer",
+}  # fmt: skip
+FIRST = "plan"
+METRICS = ("data", "forward", "backward", "communication", "optimizer")
+
+
+class StepTimes:
+    """Listens to the flight record of this process while it is open. communication: null where it cannot be told."""
+
+    def __init__(self, device: torch.device, world: int) -> None:
+        self._cuda = device.type == "cuda"
+        self._tells = not self._cuda or world == 1
+        self._marks: list[tuple[str, Any]] = []
+        self._waits: list[tuple[str, float]] = []
+
+    def open(self) -> None:
+        """Begin to listen."""
+        global _open
+        flight.own.listeners.append(self._at)
+        _open = self
+
+    def close(self) -> None:
+        """Stop listening."""
+        global _open
+        if _open is self:
+            _open = None
+        if self._at in flight.own.listeners:
+            flight.own.listeners.remove(self._at)
+
+    def take(self) -> dict[str, float | None]:
+        """`time/...` of the step that has ended, in seconds; empty where none was seen."""
+        marks, waits = self._marks, self._waits
+        self._marks, self._waits = [], []
+        if len(marks) < 2:
+            return {}
+        seconds = dict.fromkeys(METRICS, 0.0)
+        for (phase, began), (_, ended) in pairwise(marks):
+            seconds[PHASES[phase]] += self._between(began, ended)
+        for phase, waited in waits:
+            seconds[PHASES[phase]] -= waited
+            seconds["communication"] += waited
+        told: dict[str, float | None] = {f"time/{name}": value for name, value in seconds.items()}
+        return told if self._tells else told | {"time/communication": None}
+
+    def waited(self, since: float) -> None:
+        if self._marks and self._marks[-1][0] in PHASES and not self._cuda:
+            self._waits.append((self._marks[-1][0], time.perf_counter() - since))
+
+    def _at(self, phase: str, micro_batch: int) -> None:
+        if phase == FIRST:
+            self._marks, self._waits = [], []
+        elif not self._marks or self._marks[-1][0] not in PHASES:
+            return  # outside of a step
+        self._marks.append((phase, self._now()))
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        if not self._cuda:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000.0
+
+
+_open: StepTimes | None = None
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a collective that this thread waits for."""
+    began = time.perf_counter()
+    yield
+    waited(began)
+
+
+def waited(since: float) -> None:
+    """This thread has been in a collective since then, by time.perf_counter."""
+    if _open is not None:
+        _open.waited(since)
