@@ -75,12 +75,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{label(page)}: {target}"
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    """Directly, or as one of a folder that it names."""
-    text = (ROOT / "README.md").read_text()
-    for page in PAGES[1:]:
-        by_folder = page.parent.name != "docs" and f"({label(page.parent)})" in text
-        assert by_folder or f"({label(page)})" in text, label(page)
+def test_the_index_leads_to_every_page() -> None:
+    """Directly, or as one of a folder that it names; the README leads to the index."""
+    docs = ROOT / "docs"
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text()
+    text = (docs / "index.md").read_text()
+    for page in (docs / label for label in map(str, (p.relative_to(docs) for p in PAGES[1:])) if label != "index.md"):
+        named = [page.relative_to(docs), *page.relative_to(docs).parents]
+        assert any(f"({name})" in text for name in named), page
 
 
 # ---------------------------------------------------------------- the runner itself
