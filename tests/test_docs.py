@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -137,3 +138,21 @@ def test_the_commands_exist() -> None:
                 for command in commands(block):
                     name = re.match(r"weft (\w+)", command)
                     assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"
+
+
+def test_the_walks_name_what_there_is() -> None:
+    """docs/architecture.md follows a document and a weight: each `file.py:name` exists, and no folder is entered more
+    than twice."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    walks = text[text.index("## Two walks") : text.index("## A step, from documents")].split("A weight, from its file")
+    for walk in walks[0], walks[1]:
+        assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) == 10
+        steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", walk)
+        for file, name in steps:
+            tree = ast.parse((ROOT / "weft" / file).read_text())
+            for part in name.split("."):
+                kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+                tree = next(node for node in tree.body if isinstance(node, kinds) and node.name == part)
+        folders = [file.rpartition("/")[0] for file, _ in steps]
+        entered = [folder for place, folder in enumerate(folders) if place == 0 or folders[place - 1] != folder]
+        assert max(map(entered.count, entered)) <= 2, entered
