@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,6 +25,7 @@ from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
 from weft.data.tokenise import Tokenising
+from weft.data.workers import Crew
 from weft.errors import StorageError, UserError
 
 
@@ -66,6 +68,28 @@ def test_the_first_bad_line_is_named_whoever_finds_one(workers: int, tmp_path: P
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"d\.jsonl:13: `text` must be a string"):
         load(str(path), workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_given_up_leaves_no_thread_and_no_process(
+    workers: int, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they are ended by whatever thread collects garbage, also by one that holds the lock which their end needs:
+    it then waits for itself, for ever."""
+    path, threads, crews = write(tmp_path), set(threading.enumerate()), list[Crew]()
+    entered = Crew.__enter__
+    monkeypatch.setattr(Crew, "__enter__", lambda crew: (crews.append(crew), entered(crew))[1])
+
+    def fail(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of what was given up
+        load(path, workers=workers, show=fail, **({"cache": str(tmp_path / "cache")} if cached else {}))
+    assert kept.traceback and set(threading.enumerate()) <= threads
+    assert [process.returncode is None for crew in crews for process in crew._processes] == [False] * 2 * (workers - 1)
+    blocks = sources.open_file(path).blocks()
+    assert next(blocks).size and set(threading.enumerate()) <= threads
 
 
 def test_a_worker_brings_no_torch(tmp_path: Path) -> None:

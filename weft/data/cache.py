@@ -7,8 +7,8 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +41,7 @@ def key(part: Part, work: Work) -> str | None:
     return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
 
 
-def table(folder: str, name: str, part: Part, chunks: Callable[[], Iterator[Chunk]]) -> Table:
+def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:
     """The table `name` of a cache folder; made from `chunks` by the first who asks, while others wait.
 
     One that is damaged is made anew: a disk may lose what it was given before a crash.
@@ -73,14 +73,15 @@ def _whole(kept: Path, part: Part) -> Table | None:
         return None
 
 
-def _make(kept: Path, chunks: Callable[[], Iterator[Chunk]]) -> None:
+def _make(kept: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
     """Under its lock, so that what others have begun was given up."""
     for given_up in kept.parent.glob(f"{kept.name}.*.partial"):
         shutil.rmtree(given_up, ignore_errors=True)
     partial = kept.with_name(f"{kept.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        tables.write(partial, chunks())
+        with closing(chunks()) as made:
+            tables.write(partial, made)
         shutil.rmtree(kept, ignore_errors=True)
         partial.rename(kept)
     finally:

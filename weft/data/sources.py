@@ -47,6 +47,7 @@ BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
 _HELD_BYTES = 8 << 20  # of rows that are read one after another: a block ends there, too
 _UNPACKED_BYTES = 1 << 30  # of a zipped JSON list, which is read whole
+_COUNTED = 256  # blocks whose lines are counted at a time
 _SAMPLED = 16  # places of a large file that a sample is read from
 
 
@@ -147,9 +148,8 @@ def _lines(file: _File) -> Part:
 
     def blocks() -> Iterator[Block]:
         newlines = 0
-        with reading(path), ThreadPoolExecutor(4) as pool:
-            starts = range(0, size, BLOCK_BYTES)
-            for start, count in zip(starts, pool.map(partial(_newlines, path), starts), strict=True):
+        with reading(path):
+            for start, count in _newlines(path, range(0, size, BLOCK_BYTES)):
                 yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines, file.most, file.stamp)
                 newlines += count
 
@@ -165,10 +165,20 @@ def _lines(file: _File) -> Part:
     return Part(path, size, True, blocks, file.digest, sample)
 
 
-def _newlines(path: str, start: int) -> int:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(BLOCK_BYTES).count(b"\n")
+def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
+    """(start, line ends) of each block. No thread lives while this waits: one that is given up may be collected by any
+    thread, also by one that is just beginning and holds the lock that the end of a thread needs."""
+
+    def count(start: int) -> int:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(BLOCK_BYTES).count(b"\n")
+
+    for first in range(0, len(starts), _COUNTED):
+        some = starts[first : first + _COUNTED]
+        with ThreadPoolExecutor(4) as pool:
+            counts = list(pool.map(count, some))
+        yield from zip(some, counts, strict=True)
 
 
 def _streamed_lines(file: _File, split: Split) -> Part:

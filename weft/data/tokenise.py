@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -105,11 +106,12 @@ def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
     workers = 1 if part.size < CREW_BYTES else how.workers or _cores(alone)
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks() -> Generator[Chunk]:
         return _shown(part, _chunks(part.blocks(), work, workers), shown)
 
     if key is None or how.cache is None:
-        return table.in_memory(part.origin, part.by_line, chunks())
+        with closing(chunks()) as made:
+            return table.in_memory(part.origin, part.by_line, made)
     found = cache.table(how.cache, key, part, chunks)
     if found.bad and not work.drop:  # it was made by a run that leaves them out
         raise leave_out(UserError(found.bad[0][1]))
@@ -125,8 +127,8 @@ def _cores(alone: bool) -> int:
     return cores if cores > _THREADS else 1
 
 
-def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Iterator[tuple[int, Chunk]]:
-    """(bytes of the source, documents) of each block, in order."""
+def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Generator[tuple[int, Chunk]]:
+    """(bytes of the source, documents) of each block, in order. To be closed: it has threads or processes."""
     if workers > 1:
         with Crew(work, workers) as crew:
             yield from crew.map(blocks)
@@ -142,13 +144,14 @@ def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Iterator[tuple
             yield size, chunk.result()
 
 
-def _shown(part: Part, chunks: Iterable[tuple[int, Chunk]], shown: Shown) -> Iterator[Chunk]:
+def _shown(part: Part, chunks: Generator[tuple[int, Chunk]], shown: Shown) -> Generator[Chunk]:
     done = 0
-    for size, chunk in chunks:
-        flight.beat()
-        done += size
-        shown(min(done, part.size), part.size)
-        yield chunk
+    with closing(chunks):
+        for size, chunk in chunks:
+            flight.beat()
+            done += size
+            shown(min(done, part.size), part.size)
+            yield chunk
 
 
 def _counting(show: Shown | None, before: int, total: int) -> Shown:
