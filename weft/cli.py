@@ -362,7 +362,7 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
     runs = tuple(here("weft report", run, records=True) for run in arguments.runs)
     beside = len(runs) > 1 or runs[0] == arguments.runs[0]
-    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "page.html"))
+    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
 
     def body() -> None:
         from weft.report import page
