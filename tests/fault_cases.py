@@ -137,7 +137,7 @@ CASES = {
     ),
     "a process that tokenises is stopped": Case(
         Fault(do="stop a worker", phase="tokenising", step=0), 2, 11,
-        [r"^rank \d .*no progress for \d+ seconds \(train\.timeout\)", "reading the data", r"crew\.py"],
+        [r"^rank \d .*no progress for \d+ seconds \(train\.timeout\)", "reading the data", r"data/workers\.py"],
         [*BY_PROCESSES, *QUICK],
     ),
     "raises while reading data, one rank": Case(

@@ -7,6 +7,7 @@ forked process: what hangs or crashes native code ends that process, and the cas
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -69,6 +70,7 @@ def _run(
 ) -> None:
     """The forked process, which never returns."""
     status = 1
+    gc.freeze()  # what the suite left behind is not collected here: destructors would wait for threads of the parent
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends native code, too
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

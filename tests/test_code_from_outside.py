@@ -54,7 +54,7 @@ def dangerous(call: ast.Call) -> str | None:
     last = name.rpartition(".")[2]
     if name in UNPICKLING | CODE or last in {"spec_from_file_location", "Unpickler", "get_class_from_dynamic_module"}:
         return name
-    if name in YAML and ast.unparse(call.args[-1]) != "Loader":  # config/yaml12.py: a SafeLoader
+    if name in YAML and ast.unparse(call.args[-1]) not in ("Loader", "_Loader"):  # SafeLoaders
         return name
     if last == "import_module" and not isinstance(call.args[0], ast.Constant):
         return last

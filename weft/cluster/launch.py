@@ -1,7 +1,7 @@
 """Starting ranks on this machine, and ending all of them as soon as one fails.
 
 The ranks run under torch's elastic agent, without restarts (those are in restart.py). A rank that raises writes a
-report (guard.py, reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is shown
+report (entrypoint.py, reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is shown
 (failures.py). Meanwhile watch.py looks after ranks that stay.
 """
 

@@ -1,4 +1,4 @@
-"""Checksums of weights: what shows that an engine has what it was sent. Loaded where wire.py is."""
+"""Checksums of weights: what shows that an engine has what it was sent. Loaded where protocol.py is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where engines come for weights: the sender's end of wire.py's messages.
+"""Where engines come for weights: the sender's end of protocol.py's messages.
 
 Whoever reaches the port may connect. Until it has shown a ticket it costs a few KB and a few seconds, during which
 others are heard as well, and nothing that it says ends or delays a sync.
