@@ -143,7 +143,6 @@ def _prepare(words: Sequence[str]) -> Job:
 
 def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     config = _load_run(arguments, SftConfig)
-    _check_dry_run(arguments)
     world = _world(arguments, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
@@ -171,7 +170,6 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rl")
     config = _load_run(arguments, RlConfig)
-    _check_dry_run(arguments)
     options = replace(
         rl_options(config, arguments.device, _ranks_wanted(arguments, config)),
         resume=arguments.resume,
@@ -198,8 +196,6 @@ def _check_dry_run(arguments: argparse.Namespace) -> None:
             raise UserError(f"{option} goes with --dry-run, which trains nothing: add it.")
     if accelerator(arguments.assume) is not None:
         arguments.device = "cpu"  # nothing is asked of this machine's
-    elif arguments.dry_run:
-        accelerator_count(arguments.device)
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
@@ -412,12 +408,16 @@ def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: b
 
 
 def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
-    """The config of a run that begins, or goes on."""
+    """The config of a run that begins, or goes on; its problems are said before torch is asked for the device."""
+    _check_dry_run(arguments)
     if arguments.resume is None:
-        return _load(arguments, schema, "new")
-    config: Any = _load_resumed(arguments, schema)
-    if is_url(arguments.resume) and not arguments.dry_run:
-        arguments.resume = config.run.dir
+        config: Any = _load(arguments, schema, "new")
+    else:
+        config = _load_resumed(arguments, schema)
+        if is_url(arguments.resume) and not arguments.dry_run:
+            arguments.resume = config.run.dir
+    if arguments.dry_run:
+        accelerator_count(arguments.device)
     return cast(Schema, config)
 
 

@@ -1,8 +1,8 @@
 """Starting ranks on this machine, and ending all of them as soon as one fails.
 
 The ranks run under torch's elastic agent, without restarts (those are in restart.py). A rank that raises writes a
-report (entrypoint.py, reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is shown
-(failures.py). Meanwhile watch.py looks after ranks that stay.
+report (entrypoint.py, reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is
+shown (failures.py). Meanwhile watch.py looks after ranks that stay.
 """
 
 from __future__ import annotations
