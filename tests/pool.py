@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 MOST_RANKS = 4
 MOST_THREADS = 100
-MOST_PRINTED = 20_000  # characters
+MOST_PRINTED = 200_000  # characters
 
 
 class _Worker(NamedTuple):

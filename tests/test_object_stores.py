@@ -327,12 +327,12 @@ def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is
     files: Place, unbroken: Path, tmp_path: Path
 ) -> None:
     url, staging = f"{files.url}/run", tmp_path / "staging"
-    down = FailsFor("step-000002/config.json")
+    down = FailsFor("step-000004/config.json")  # not that of step 2, which may be superseded before its turn
     failed = forked.run(words(url, staging), tmp_path, down, **files.variables)
     assert failed.returncode == 13, failed.stdout + failed.stderr
     assert "the store is down. Training goes on" in failed.stdout
     assert f"To upload it from here: weft sft --resume {url}" in failed.stderr
-    assert RemoteRun(files.store("run")).steps() == []
+    assert not {4, 6} & set(RemoteRun(files.store("run")).steps())
     again = forked.run(["sft", "--resume", url, f"run.staging={staging}", "--device", "cpu"], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "has finished already" in again.stdout and "fetched" not in again.stdout

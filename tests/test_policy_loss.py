@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.rl_samples import algorithm, rl_config, sample
+from weft.cluster.options import RlOptions
 from weft.config.rl_schema import RlAlgorithm
 from weft.errors import UserError
 from weft.objectives.base import Batch, Terms
@@ -156,6 +157,6 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_cannot_be_imported_is_missed_before_anything_is_loaded(leaf: str) -> None:
     from weft.recipes import rl  # it takes a second
 
-    options: Any = None
+    options = RlOptions(device="cpu", world=1)
     with pytest.raises(UserError, match=f"rl.{leaf}: there is no module nowhere"):
         rl.run(rl_config(algorithm(**{leaf: "nowhere:mine"})), options)
