@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def answered() -> None:
 
 def message(function: Callable[[], object], timeout: float = 120.0) -> str:
     with pytest.raises(AssertionError) as caught:
-        pool.run(2, function, timeout=timeout)
+        pool.run(2, function, timeout=timeout, again=False)
     assert pool.run(2, total) == [6.0, 6.0]  # in new processes
     return str(caught.value)
 
@@ -61,3 +62,20 @@ def test_a_rank_that_dies_between_cases_fails_the_next_one() -> None:
     process.join()
     text = message(total)
     assert "rank 3 died by SIGKILL" in text and "tests.test_pool.answered on 2" in text
+
+
+def one_crashes_once(mark: str) -> float:
+    if dist.get_rank() == 1 and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.abort()
+    return total()
+
+
+def test_one_crash_of_a_suite_is_a_warning_with_all_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_crashed", [])
+    with pytest.warns(UserWarning, match=r"one_crashes_once ran again:(.|\n)*rank 1 died by SIGABRT"):
+        assert pool.run(2, one_crashes_once, str(tmp_path / "once")) == [6.0, 6.0]
+    with pytest.raises(pool.CrashError):
+        pool.run(2, one_crashes_once, str(tmp_path / "twice"))
