@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.data import tokenise as tokenising
+from weft.data.encode import load_tokenizer
 from weft.data.sources import open_file
 from weft.data.tokenise import Tokenising, Work, tokenise
-from weft.data.tokenizer import load_tokenizer
 from weft.data.workers import Crew
 from weft.models import hf_template
 

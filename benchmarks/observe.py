@@ -35,7 +35,7 @@ from inputs import make
 from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.document import first_sources
 from weft.engine.engine import Engine
@@ -47,7 +47,7 @@ from weft.report.progress import Progress
 from weft.run.recorder import Recorder
 from weft.run.resume import Start
 from weft.telemetry import flight
-from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.profiling import own_peak_memory_gib
 from weft.telemetry.summary import RunSummary
 
 

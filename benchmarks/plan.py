@@ -35,7 +35,7 @@ from weft.engine.document import Document, choose, metas, take
 from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step, unread_tokens
 from weft.engine.row import build_row
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
-from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.profiling import own_peak_memory_gib
 
 LINEAR, QUADRATIC = 3.6e9, 344e3
 BUDGETS = (4096, 6000, 8192, 12288, 16384)
@@ -44,7 +44,7 @@ FACTS = FlopFacts(dense=600_000_000, attention=(AttentionFacts(16, 128),) * 28) 
 WAYS = ("all documents", "own documents")
 
 
-def random_plan(seed: int, per_rank: tuple[int, int], layout: Literal["packed", "apart"]) -> tuple[StepPlan, float]:
+def random_plan(seed: int, per_rank: tuple[int, int], layout: Literal["packed", "padded"]) -> tuple[StepPlan, float]:
     """(plan, milliseconds of processor time per 1000 documents)."""
     random = np.random.default_rng(seed)
     ranks = int(random.integers(1, 17))
@@ -167,7 +167,7 @@ def main() -> None:
         "ms / 1000 documents: median, worst",
     )
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for layout in ("packed", "apart"):
+    for layout in ("packed", "padded"):
         for per_rank in ((1, 8), (8, 32), (32, 128)):
             results = [random_plan(seed, per_rank, layout) for seed in range(options.plans)]
             plans = [plan for plan, _ in results]

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import inputs
 
 from weft.data.documents import load_documents
+from weft.data.encode import load_tokenizer
 from weft.data.order import Steps
-from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
 
 FOLDER = Path(__file__).resolve().parent

@@ -33,6 +33,7 @@ from weft.verification.observed import Step
 MESHES: dict[str, dict[str, int]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
     "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
+    "tp2": {"dp_shard": 1, "tp": 2}, "tp4": {"dp_shard": 1, "tp": 4}, "2xtp2": {"dp_shard": 2, "tp": 2},
 }  # fmt: skip
 # As weft/versions.py calls them in torch.distributed, for those who watch them.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -44,7 +45,7 @@ _expected: dict[str, Expected] = {}
 def world_of(mesh: str) -> int:
     """Ranks of a mesh named as in MESHES."""
     size = 1
-    for part in mesh.split("x"):
+    for part in mesh.replace("tp", "").split("x"):
         size *= int(part)
     return size
 
@@ -84,7 +85,7 @@ def open_engine(
     exact: bool = False,
     value_head: Literal["zeros", "normal"] | None = None,
     replay: bool = True,
-    beside: Engine | None = None,
+    shares_with: Engine | None = None,
     device: Device = "cpu",
     readouts: Sequence[str] = (),
     **sections: dict[str, Any],
@@ -107,7 +108,7 @@ def open_engine(
             replay=replay,
         ),
         join(device),
-        beside=beside,
+        shares_with=shares_with,
         readouts=readouts,
     )
 

@@ -161,7 +161,9 @@ atexit.register(_stop)
 def _serve(pipe: Connection, errors: str) -> None:
     with open(errors, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # as pyproject.toml has it
+    for module in ("torch", "weft"):  # as pyproject.toml has it
+        warnings.filterwarnings("error", category=UserWarning, module=module)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     import torch
 
     torch.set_num_threads(1)

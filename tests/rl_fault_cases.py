@@ -389,7 +389,8 @@ ALWAYS = {
         fault=RlFault(who="user", do="kill the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,
         when="a step of an environment, step 1", failed=None, saved=3, resumes=False,
         lost="nothing but conversations under way",
-        says=["Asked.step: its process ended with the one that all are forked from, which was killed or stopped"],
+        # Only the first three of a rollout's failures are printed, in the order in which they are noticed.
+        says=[r"Asked\.(start|step): its process ended with the one that all are forked from, which was killed or st"],
     ),
     "fork server of environments is stopped": RlCase(
         fault=RlFault(who="user", do="stop the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,

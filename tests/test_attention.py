@@ -200,7 +200,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-ROW, APART = bounds_of((200, 1, 40, 129)), Bounds((150, 150), apart=True)
+ROW, PADDED = bounds_of((200, 1, 40, 129)), Bounds((150, 150), padded=True)
 S = torch.linspace(-2, 3, 4)
 FLEX = {
     "plain": call_of(ROW),
@@ -208,7 +208,7 @@ FLEX = {
     "softcap": call_of(ROW, softcap=2.0, window=130),
     "sinks": call_of(ROW, sinks_H=S, window=17),
     "everything": call_of(ROW, sinks_H=S, window=64, softcap=1.5, widths=(24, 16)),
-    "apart": call_of(APART, batch=2, sinks_H=S, window=64, softcap=5.0),
+    "padded": call_of(PADDED, batch=2, sinks_H=S, window=64, softcap=5.0),
     "short": call_of(bounds_of((9, 4)), sinks_H=S),
 }
 
@@ -280,7 +280,7 @@ VARLEN = {
     "two widths": call_of(ROW, widths=(24, 16), window=100),
     "two widths, values wider": call_of(ROW, widths=(16, 24)),
     "no multiple of 8": call_of(ROW, widths=(20, 20), window=5),
-    "apart": call_of(APART, batch=2, window=64),
+    "padded": call_of(PADDED, batch=2, window=64),
 }
 
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, lossy_tokenizer, write_jsonl
 from weft import cli
+from weft.data.encode import load_tokenizer
 from weft.data.records import Reading, parse_row
-from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))

@@ -16,6 +16,7 @@ from weft.errors import UserError
 from weft.models import train_module
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.parallel.mesh import own_part
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 from weft.verification.reference import Reference
@@ -128,7 +129,7 @@ def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if name.endswith(".B"):
-                parameter.normal_()
+                own_part(parameter).normal_()
     documents, metas = to_documents(engine, awkward_steps(128)[0])
     shares: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from weft.cluster import process
 from weft.config.load import load_config, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.importing import named_problem
 from weft.models import hf

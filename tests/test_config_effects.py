@@ -91,6 +91,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "shards of parameters, gradients and optimizer state",
         "test_engine.py::test_uneven_shards_add_up",
     ),
+    "mesh.tp": (
+        "ranks that divide each layer",
+        "test_tensor_parallel.py::test_steps_are_those_of_plain_transformers",
+    ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
     "fsdp.loss_scale_interval": (

@@ -203,8 +203,8 @@ def beside_each_other(path: str, mesh: str, together: bool) -> tuple[Tensors, Te
 
 
 def _others(path: str, mesh: str, policy: Engine | None) -> list[Engine]:
-    reference = open_engine(path, mesh, purpose="inference", beside=policy, step={"max_tokens_per_device": 64})
-    return [reference, critic(path, "4", beside=policy, model={"recompute": "full"})]
+    reference = open_engine(path, mesh, purpose="inference", shares_with=policy, step={"max_tokens_per_device": 64})
+    return [reference, critic(path, "4", shares_with=policy, model={"recompute": "full"})]
 
 
 def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:

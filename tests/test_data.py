@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.toy_tokenizers import CHATML, CHATML_WITH_BREAK, byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
 from weft.data import sources as sources_module
 from weft.data.documents import DataReport, load_documents
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.engine.document import Document
 
 Runs = list[tuple[int, str]]

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import forked
 from weft.config import SftConfig, load_config
 from weft.data.documents import load_documents
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

@@ -64,7 +64,7 @@ def test_a_family_without_attention_of_ours_has_none_to_try() -> None:
 
 
 def ignores_bounds(call: Call) -> Tensor:
-    return per_document(call if call.bounds.apart else replace(call, bounds=Bounds((call.query_BHTD.shape[2],))))
+    return per_document(call if call.bounds.padded else replace(call, bounds=Bounds((call.query_BHTD.shape[2],))))
 
 
 def window_off_by_one(call: Call) -> Tensor:

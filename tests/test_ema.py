@@ -22,7 +22,7 @@ from weft.cluster.options import ExportOptions
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.ema import Ema
+from weft.optim.optimizer import Ema
 from weft.recipes import export
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents

@@ -104,20 +104,20 @@ def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str)
 # ---------------------------------------------------------------- attention by itself
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     "kind", [{}, {"window": 16, "softcap": 5.0}, {"sinks": True}], ids=["plain", "window", "sinks"]
 )
-def test_exact_attention_is_attention(kind: dict[str, Any], apart: bool) -> None:
+def test_exact_attention_is_attention(kind: dict[str, Any], padded: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    lengths, batch = ((70, 1, 300, 64, 9), 1) if not apart else ((90, 90), 2)
-    length = sum(lengths) if not apart else lengths[0]
+    lengths, batch = ((70, 1, 300, 64, 9), 1) if not padded else ((90, 90), 2)
+    length = sum(lengths) if not padded else lengths[0]
     query, key, value = (
         torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2).requires_grad_()
         for heads, width in ((4, 16), (2, 16), (2, 24))
     )
     sinks = torch.randn(4, generator=generator).requires_grad_() if kind.get("sinks") else None
-    call = Call(query, key, value, Bounds(lengths, apart), 0.3, kind.get("window"), kind.get("softcap"), sinks)
+    call = Call(query, key, value, Bounds(lengths, padded), 0.3, kind.get("window"), kind.get("softcap"), sinks)
     inputs: list[Tensor] = [x for x in (query, key, value, sinks) if x is not None]
     found, expected = attend_exactly(call), per_document(call)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
@@ -139,7 +139,7 @@ def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
         for row, (start, n) in enumerate(rows):
             keys[row, :, : n + 1], values[row, :, : n + 1] = (x[0, :, start : start + n + 1] for x in (key, value))
         asking = torch.stack([query[0, :, start + n : start + n + 1] for start, n in rows])
-        bounds = Bounds((1,) * 3, apart=True, past=torch.tensor([n for _, n in rows]))
+        bounds = Bounds((1,) * 3, padded=True, past=torch.tensor([n for _, n in rows]))
         out = attend_exactly(Call(asking, keys, values, bounds, 0.3, 100, None, None))
         assert torch.equal(out[:, :, 0], torch.stack([whole[:, start + n] for start, n in rows])), past
 

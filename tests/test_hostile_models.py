@@ -18,7 +18,7 @@ from tests import forked
 from tests.cases import saved_model
 from tests.fuzz import fuzz
 from tests.toy_tokenizers import byte_tokenizer
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.files import check_folder, read_object, regular_file
 from weft.models import hf

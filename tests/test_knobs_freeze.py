@@ -75,7 +75,7 @@ def decayed() -> Iterator[None]:
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    with mock.patch("weft.engine.builder.freeze"):
+    with mock.patch("weft.engine.stages.freeze"):
         yield
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
-from weft.engine.engine import Engine, whole
+from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.optim import optimizer
+from weft.parallel.mesh import whole
 from weft.report.banner import parameter_rows, unit_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict

@@ -23,7 +23,7 @@ from tests.cases import open_engine, world_of
 from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
-from weft.engine import build, builder
+from weft.engine import build, stages
 from weft.engine.engine import Engine
 from weft.engine.startup import Findings
 from weft.errors import UserError
@@ -90,7 +90,7 @@ def no_forward() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "examine", lambda config: Findings("packed", True, 0.0, 0, True, (), "", "lm_head"))
         patch.setattr(build, "check_kernel", lambda *args: None)
-        patch.setattr(builder, "materialize", poisoned)
+        patch.setattr(stages, "materialize", poisoned)
         yield
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.profiling import own_peak_memory_gib
 
 CPU = torch.device("cpu")
 

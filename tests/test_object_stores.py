@@ -341,6 +341,19 @@ def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is
 
 
 @pytest.mark.slow
+def test_a_store_that_dies_before_a_run_can_be_found_there_ends_it_before_it_trains(
+    files: Place, tmp_path: Path
+) -> None:
+    url, staging = f"{files.url}/early", tmp_path / "staging"
+    failed = forked.run(words(url, staging), tmp_path, FailsFor("writer.json"), **files.variables)
+    assert failed.returncode == 13, failed.stdout + failed.stderr
+    assert "cannot any more: " in failed.stderr and "Nothing has been trained; start again" in failed.stderr
+    assert "step 1/" not in failed.stdout
+    again = forked.run(words(url, staging), tmp_path, **files.variables)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
 def test_data_and_model_on_a_store(bucket: Place, unbroken: Path, tmp_path: Path) -> None:
     for path in sorted((inputs() / "model").iterdir()):
         bucket.store().put(path, f"base/{path.name}")

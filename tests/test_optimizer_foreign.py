@@ -263,7 +263,7 @@ def test_trying_it_draws_no_random_numbers_of_the_run() -> None:
 
 def refused_unread(path: str) -> None:
     with (
-        mock.patch("weft.engine.builder.build_model", side_effect=AssertionError("a model was built")),
+        mock.patch("weft.engine.stages.build_model", side_effect=AssertionError("a model was built")),
         pytest.raises(UserError, match="row_var"),
     ):
         open_engine(path, "2", optimizer={"name": "torch.optim.Adafactor"})

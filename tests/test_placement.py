@@ -110,13 +110,13 @@ def test_what_actors_ask_of_a_cluster() -> None:
     shared = "cluster.placement=colocated"
     found = places("rollout.engine=hf", shared)
     assert (found.rooms, found.trainer, found.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
-    assert (found.engines, found.beside) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
+    assert (found.engines, found.colocated_with) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
     found = places("rollout.engine=vllm", shared, "rollout.tp=2")
-    assert (found.trainer, found.engines, found.beside) == (gpu, [Bundle()] * 2, [0, 2])
+    assert (found.trainer, found.engines, found.colocated_with) == (gpu, [Bundle()] * 2, [0, 2])
     found = places("rollout.engine=vllm", "cluster.placement=disaggregated", "rollout.tp=2")
-    assert (found.rooms, found.engines, found.beside, found.busy) == ([gpu] * 4, [Bundle(gpus=2.0)], None, 4)
+    assert (found.rooms, found.engines, found.colocated_with, found.busy) == ([gpu] * 4, [Bundle(gpus=2.0)], None, 4)
     assert places("rollout.engine=vllm", "rollout.tp=2", "cluster.max_staleness=1").busy == 5  # at the same time
     on_cpu = settle(config("rollout.engine=hf", shared), RlOptions(world=2), 1, never).config
     found = places_of(on_cpu, 2, gpu=False)
-    assert (found.rooms, found.engines, found.beside) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
+    assert (found.rooms, found.engines, found.colocated_with) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
     assert found.busy == 2  # each has all cores in its turn

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from weft.engine.packing import _Refinement, pack_apart
+from weft.engine.packing import _Refinement, pack_padded
 from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
@@ -93,11 +93,11 @@ def test_200_random_plans() -> None:
 
 @pytest.mark.parametrize("shapes", ["free", "buckets"])
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_random_plans_apart(multiple: int, shapes: Literal["free", "buckets"]) -> None:
+def test_random_plans_padded(multiple: int, shapes: Literal["free", "buckets"]) -> None:
     balances, padding = [], []
     for seed in range(40):
         lengths, ranks, budget = draw(seed, (1, 64))
-        plan = plan_step(metas(lengths), ranks=ranks, budget=budget, layout="apart", multiple=multiple, shapes=shapes)
+        plan = plan_step(metas(lengths), ranks=ranks, budget=budget, layout="padded", multiple=multiple, shapes=shapes)
         check(plan, multiple)
         if len(lengths) >= 32 * ranks:
             balances.append(plan.utilisation)
@@ -146,10 +146,10 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("layout", ["packed", "apart"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("ranks", [1, 3, 7, 16])
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_adversarial(lengths: list[int], ranks: int, layout: Literal["packed", "apart"]) -> None:
+def test_adversarial(lengths: list[int], ranks: int, layout: Literal["packed", "padded"]) -> None:
     for documents in (metas(lengths), metas(lengths, 0.0), [DocumentMeta(n, 1.0, 1) for n in lengths]):
         check(plan_step(documents, ranks=ranks, budget=4096, layout=layout))
 
@@ -234,12 +234,12 @@ def cheapest_cut(widths: list[int], n: int, capacity: int) -> int:
     return int(best(0, n))
 
 
-def test_rows_of_documents_apart_are_the_cheapest_cut() -> None:
+def test_rows_of_padded_documents_are_the_cheapest_cut() -> None:
     rng = random.Random(3)
     for _ in range(200):
         widths = sorted((rng.randint(1, 12) for _ in range(rng.randint(2, 9))), reverse=True)
         ranks, capacity = rng.randint(1, 3), rng.randint(12, 40)
-        rows = pack_apart(widths, [width * width for width in widths], ranks=ranks, capacity=capacity)
+        rows = pack_padded(widths, [width * width for width in widths], ranks=ranks, capacity=capacity)
         dearest = max(len(row) * max(widths[i] for i in row) ** 2 for row in rows if row)
         assert dearest == cheapest_cut(widths, len(rows), capacity)
 
@@ -281,7 +281,7 @@ def test_refusals_say_what_to_set() -> None:
     with pytest.raises(ValueError, match=message):
         plan_step([DocumentMeta(3, 1.0, 1), DocumentMeta(9, 1.0, 1)], ranks=1, budget=10, multiple=4)
     with pytest.raises(ValueError, match=r"step\.shapes=buckets"):
-        plan_step([DocumentMeta(3, 1.0, 1)], ranks=1, budget=10, layout="apart", shapes="fixed")
+        plan_step([DocumentMeta(3, 1.0, 1)], ranks=1, budget=10, layout="padded", shapes="fixed")
     with pytest.raises(ValueError, match="document 0 of the step has no tokens"):
         plan_step([DocumentMeta(0, 0.0, 0)], ranks=1, budget=10)
     with pytest.raises(ValueError, match="at least 16"):

@@ -23,8 +23,8 @@ from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.retention import whole_steps
 from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig
-from weft.engine.engine import whole
 from weft.errors import StorageError
+from weft.parallel.mesh import whole
 from weft.sharding import ranges, safetensors_files
 from weft.sharding.boxes import Box, overlap
 from weft.sharding.digests import DIGESTS, BoxDigest, check_boxes

@@ -14,7 +14,7 @@ import pytest
 from tests.cases import saved_model
 from tests.toy_tokenizers import byte_tokenizer
 from weft.cluster.options import ChatOptions
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.models import hf
 from weft.recipes.chat import open_chat

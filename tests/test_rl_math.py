@@ -20,9 +20,8 @@ from weft.engine.document import metas
 from weft.errors import UserError
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
-from weft.rl.corrections import correct, require_comparable
+from weft.rl.corrections import correct, kl, require_comparable
 from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
-from weft.rl.kl import kl
 from weft.rl.prompts import PromptStream
 from weft.rollout.base import Sampling
 from weft.rollout.types import Group, Prompt, Sample

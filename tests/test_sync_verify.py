@@ -26,7 +26,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
 from weft.errors import ActorError, UserError
 from weft.models.lora import LoraPlan
-from weft.rl.parity import parity_is_due, require_parity
+from weft.rl.corrections import parity_is_due, require_parity
 from weft.rl.pool import or_declined
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import server as desks

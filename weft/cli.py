@@ -13,18 +13,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.devices import accelerator
-from weft.cluster.entrypoint import Body, guarded, joined, program
+from weft.cluster.entrypoint import Body, guarded, joined, own_rank, program
 from weft.cluster.launch import run
 from weft.cluster.launchers import join_launcher
-from weft.cluster.machine import accelerator_count, check_ranks_fit, cpu_cores
+from weft.cluster.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
 from weft.cluster.options import (
     ChatOptions,
     ExportOptions,
@@ -32,6 +31,7 @@ from weft.cluster.options import (
     PreviewOptions,
     PushOptions,
     ReportOptions,
+    RlOptions,
     RolloutsOptions,
     SftOptions,
     VerifyOptions,
@@ -43,7 +43,7 @@ from weft.cluster.stopping import say_what_ends
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.compat.migrate import migrate
 from weft.config.load import read_config_file, written_config
-from weft.config.mesh import fewest_ranks
+from weft.config.mesh import AXES, fewest_ranks
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import is_url, uses_stores
 from weft.errors import UserError
@@ -56,6 +56,7 @@ from weft.terminal import called, guard, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
+Options = TypeVar("Options")
 AnyConfig = SftConfig | RlConfig
 
 # Commands of the design that exist when they work.
@@ -146,20 +147,12 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     world = _world(arguments, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
-    options = SftOptions(
-        device=arguments.device,
-        world=world,
-        resume=arguments.resume,
-        dry_run=arguments.dry_run,
-        parameters=arguments.parameters,
-        assume=arguments.assume,
-        debug=arguments.debug,
-    )
+    options = _options(SftOptions, arguments, world=world)
 
     def body() -> None:
         from weft.recipes import sft
 
-        if not options.dry_run or _rank() == 0:
+        if not options.dry_run or own_rank() == 0:
             sft.run(config, options)
 
     if options.dry_run:
@@ -170,16 +163,8 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rl")
     config = _load_run(arguments, RlConfig)
-    options = replace(
-        rl_options(config, arguments.device, _ranks_wanted(arguments, config)),
-        resume=arguments.resume,
-        replay=arguments.replay,
-        rollout_only=arguments.rollout_only,
-        dry_run=arguments.dry_run,
-        parameters=arguments.parameters,
-        assume=arguments.assume,
-        debug=arguments.debug,
-    )
+    found = rl_options(config, arguments.device, _ranks_wanted(arguments, config))
+    options = _options(RlOptions, arguments, device=found.device, world=found.world)
 
     def body() -> None:
         from weft.recipes import rl, rl_preview
@@ -222,14 +207,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if not joined() and arguments.nproc is None:
         config, words = _fit_to_machine(config, arguments, words)
     world = _world(arguments, config)
-    options = VerifyOptions(
-        device=arguments.device,
-        world=world,
-        layers=arguments.layers,
-        plant=arguments.plant,
-        rollouts=arguments.rollouts,
-        debug=arguments.debug,
-    )
+    options = _options(VerifyOptions, arguments, world=world)
 
     def body() -> bool:
         from weft.recipes import verify
@@ -243,12 +221,8 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
         raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
-    options = ExportOptions(
-        path=here("weft export", arguments.path, output=bool(arguments.output or arguments.check)),
-        dtype=arguments.dtype or "bf16",
-        output=arguments.output,
-        ema=arguments.ema,
-    )
+    path = here("weft export", arguments.path, output=bool(arguments.output or arguments.check))
+    options = _options(ExportOptions, arguments, path=path, dtype=arguments.dtype or "bf16")
 
     def body() -> None:
         from weft.recipes import export
@@ -262,15 +236,8 @@ def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("push")
     path = here("weft push", arguments.path, step=arguments.step, best=arguments.best)
     chosen = path == arguments.path
-    options = PushOptions(
-        path=path,
-        repository=arguments.repository,
-        private=arguments.private,
-        revision=arguments.revision,
-        message=arguments.message,
-        step=arguments.step if chosen else None,
-        best=arguments.best and chosen,
-    )
+    step, best = (arguments.step, arguments.best) if chosen else (None, False)
+    options = _options(PushOptions, arguments, path=path, step=step, best=best)
 
     def body() -> None:
         from weft.recipes import push
@@ -288,7 +255,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     arguments.config = files_and_keys[1:]
     config = _load(arguments, SftConfig)
     ranks = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh)).data_ranks
-    options = PreviewOptions(world=ranks, samples=arguments.samples, full=arguments.full, sample=arguments.sample)
+    options = _options(PreviewOptions, arguments, world=ranks)
 
     def body() -> None:
         from weft.recipes import preview
@@ -306,7 +273,7 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("merge")
     path = here("weft merge", arguments.path, output=bool(arguments.output))
-    options = MergeOptions(path=path, base=arguments.base, dtype=arguments.dtype, output=arguments.output)
+    options = _options(MergeOptions, arguments, path=path)
 
     def body() -> None:
         from weft.recipes import merge
@@ -319,14 +286,7 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("chat")
     path = here("weft chat", arguments.path, step=arguments.step)
-    options = ChatOptions(
-        path=path,
-        step=arguments.step if path == arguments.path else None,
-        system=arguments.system,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        device=arguments.device,
-    )
+    options = _options(ChatOptions, arguments, path=path, step=arguments.step if path == arguments.path else None)
 
     def body() -> None:
         from weft.recipes import chat
@@ -338,13 +298,7 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rollouts")
-    options = RolloutsOptions(
-        run=here("weft rollouts", arguments.run, records=True),
-        step=arguments.step,
-        groups=arguments.groups,
-        samples=arguments.samples,
-        order=arguments.order,
-    )
+    options = _options(RolloutsOptions, arguments, run=here("weft rollouts", arguments.run, records=True))
 
     def body() -> None:
         from weft.report import rollouts
@@ -384,6 +338,12 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         say(f"vLLM {made.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
+
+
+def _options(kind: type[Options], arguments: argparse.Namespace, **others: object) -> Options:
+    """The options of a command: `others`, and what its parser knows by the same names."""
+    names = {field.name for field in fields(cast(Any, kind))} - others.keys()
+    return kind(**{name: value for name, value in vars(arguments).items() if name in names}, **others)
 
 
 def _alone(command: str) -> None:
@@ -491,14 +451,10 @@ def _fit_to_machine(
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
         say(note)
-    sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard)
+    sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard * mesh.tp)
     arguments.nproc = sizes.world
-    overrides = [f"mesh.dp_replicate={sizes.dp_replicate}", f"mesh.dp_shard={sizes.dp_shard}"]
+    overrides = [f"mesh.{axis}={getattr(sizes, axis)}" for axis in AXES]
     return replace(config, mesh=mesh), [*words, *overrides]
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
 
 
 COMMANDS = {

@@ -1,10 +1,14 @@
-"""Files that others wrote: refused by what they are before anything waits for them, and JSON read as one object."""
+"""Files that others wrote: refused by what they are before anything waits for them, and JSON read as one object; and
+files under other names, which stay when the folder goes."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +61,12 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     return found
 
 
+def sha256(path: Path) -> str:
+    """Hexadecimal, of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def is_own_file(name: str) -> bool:
     """Whether a name can be that of a file in the very folder that names it."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
@@ -80,3 +90,20 @@ def check_folder(path: str) -> None:
         ends = read_object(folder / _GENERATION, "the config of generation").get("eos_token_id")
         if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends]) if token is not None):
             raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}, not a token's number, or several.")
+
+
+def link_files(folder: Path, files: Iterable[Path], into: Path) -> None:
+    """Hard links, which cost nothing, and stay when the folder goes; symbolic ones where the file system has none.
+
+    Raises FileNotFoundError where a file is gone already.
+    """
+    into.mkdir(parents=True)
+    for file in files:
+        target = into / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(folder / file, target)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another file system, or one without hard links
+            target.symlink_to((folder / file).resolve(strict=True))

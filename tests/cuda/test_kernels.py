@@ -38,10 +38,10 @@ HEADS, KEY_HEADS = 8, 2
 
 
 def call_of(widths: tuple[int, int], dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, **traits: Any) -> Call:
-    """Laid out as transformers has it, [B, T, H, D] transposed. apart: two documents of 300 in place of a row."""
-    apart, sinks = traits.pop("apart", False), traits.pop("sinks", False)
-    bounds = Bounds((300, 300), apart=True) if apart else Bounds.packed(lengths, DEVICE)
-    batch, length = (2, 300) if apart else (1, sum(lengths))
+    """Laid out as transformers has it, [B, T, H, D] transposed. padded: two documents of 300 in place of a row."""
+    padded, sinks = traits.pop("padded", False), traits.pop("sinks", False)
+    bounds = Bounds((300, 300), padded=True) if padded else Bounds.packed(lengths, DEVICE)
+    batch, length = (2, 300) if padded else (1, sum(lengths))
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def random(heads: int, width: int) -> Tensor:
@@ -67,11 +67,11 @@ CASES: list[tuple[str, tuple[int, int], torch.dtype, dict[str, Any]]] = [
       for dtype in (BF16, FP16)),
     ("varlen", (256, 256), BF16, {}),
     ("varlen", (192, 128), BF16, {"window": 5000}),
-    ("varlen", (128, 128), BF16, {"apart": True, "window": 64}),
+    ("varlen", (128, 128), BF16, {"padded": True, "window": 64}),
     ("varlen", (12, 20), BF16, {"window": 1}),
     ("flex", (64, 64), BF16, {"sinks": True, "window": 100}),
     ("flex", (80, 80), FP16, {"softcap": 5.0, "window": 129}),
-    ("flex", (96, 96), BF16, {"apart": True, "sinks": True}),
+    ("flex", (96, 96), BF16, {"padded": True, "sinks": True}),
     ("flex", (128, 128), FP16, {"softcap": 5.0, "sinks": True, "window": 17}),
     ("flex", (128, 128), BF16, {}),
     ("flex", (192, 128), BF16, {"softcap": 5.0}),

@@ -65,7 +65,7 @@ def test_a_step_waits_twice(family: str, model: dict[str, Any], optimizer: dict[
     assert sorted(name for name, _ in waited) == ["metrics.py", "optimizer.py"], waited
 
 
-@pytest.mark.parametrize("layout", ["packed", "apart"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_pinned_row_arrives_as_it_was(layout: Any) -> None:
     made = dict(enumerate(documents()))
     read = [max(1, len(document) - 1) for document in made.values()]
@@ -75,7 +75,7 @@ def test_a_pinned_row_arrives_as_it_was(layout: Any) -> None:
     for name, value in vars(row).items():
         if isinstance(value, torch.Tensor):
             assert getattr(there, name).device == CUDA and torch.equal(getattr(there, name).cpu(), value), name
-    assert there.bounds.lengths == row.bounds.lengths and there.bounds.apart == row.bounds.apart
+    assert there.bounds.lengths == row.bounds.lengths and there.bounds.padded == row.bounds.padded
     if layout == "packed":
         assert there.bounds.cu_seqlens is not None and int(there.bounds.cu_seqlens[-1]) == length
     assert build_row([], {}, read=[], length=8, layout=layout, every_token=False).to(CUDA).arrays["any"].device == CUDA

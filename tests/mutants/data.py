@@ -12,7 +12,7 @@ MUTANTS = (
     Mutant("data/order.py", "epoch_order", "{seed}:{epoch}", "{seed}", "tests/test_order.py"),
     Mutant("data/order.py", "Steps._deal", "tokens + self._lengths[i] > self._tokens", "tokens + self._lengths[i] >= self._tokens", "tests/test_order.py"),
     Mutant("data/order.py", "Steps._deal", "step, tokens = [], 0", "step = []", "tests/test_order.py"),
-    Mutant("data/order.py", "Steps._chosen", "begin += share.documents", "begin += share.in_epoch", "tests/test_order.py"),
+    Mutant("data/order.py", "order_of", "begin += share.documents", "begin += share.in_epoch", "tests/test_order.py"),
     Mutant("data/order.py", "Steps.starting_at", "number <= first + i <= self.total", "number <= first + i", "tests/test_order.py"),
     Mutant("data/order.py", "Steps._count", "-(-self._in_epoch // self._documents)", "self._in_epoch // self._documents", "tests/test_order.py"),
     Mutant("data/limits.py", "Limits.piece", "table.lengths <= self.max_length", "table.lengths < self.max_length", "tests/test_data.py tests/test_bad_data.py tests/test_sources.py"),

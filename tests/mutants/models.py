@@ -56,4 +56,13 @@ MUTANTS = (
     Mutant("planner/memory.py", "check_fits", "needs.resident <= room", "needs.weights <= room", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("engine/metrics.py", "Sums.reduce", "total / weight if weight else None", "total", "tests/test_metrics.py"),
     Mutant("models/flops.py", "document_flops", "attention_pairs(length, a.window, causal)", "attention_pairs(length, None, causal)", "tests/test_flops.py"),
+    Mutant("parallel/tensor.py", "_partial", "name.startswith(inside)", "False", "tests/test_tensor_parallel.py"),
+    Mutant("parallel/tensor.py", "_share_bias", "1.0 / ranks - 1.0", "0.0", "tests/test_tensor_parallel.py"),
+    Mutant("parallel/tensor.py", "_divide_vocabulary", "output.masked_fill(elsewhere.pop()[..., None], 0.0)", "output", "tests/test_tensor_parallel.py"),
+    Mutant("parallel/tensor.py", "_Join.backward", "own / cut.copies[0]", "own", "tests/test_tensor_parallel.py"),
+    Mutant("parallel/tensor.py", "sum_partial_gradients", "copies > 1", "copies > 2", "tests/test_tensor_parallel.py"),
+    Mutant("sharding/cuts.py", "Cut.boxes", "first + start - offset", "first", "tests/test_tensor_parallel.py tests/test_resume.py"),
+    Mutant("sharding/cuts.py", "shards_of", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
+    Mutant("models/tp_styles.py", "_of_mlp", ",) * 2)", ",))", "tests/test_tensor_parallel.py"),
+    Mutant("optim/optimizer.py", "global_norm", " / key[1]", "", "tests/test_tensor_parallel.py"),
 )  # fmt: skip

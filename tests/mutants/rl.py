@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant("rl/corrections.py", "comparable", "sample.rollout + sample.kept_logmass", "sample.rollout", "tests/test_rl_math.py tests/test_policy_parity.py"),
     Mutant("rl/corrections.py", "mismatch", "weights != ratios", "weights == ratios", "tests/test_rl_math.py"),
     Mutant("rl/corrections.py", "mismatch", "ratios.sum() ** 2", "ratios.sum()", "tests/test_rl_math.py"),
-    Mutant("rl/kl.py", "kl", "np.expm1(-difference) + difference", "np.expm1(difference) - difference", "tests/test_rl_math.py"),
+    Mutant("rl/corrections.py", "kl", "np.expm1(-difference) + difference", "np.expm1(difference) - difference", "tests/test_rl_math.py"),
     Mutant("rollout/types.py", "Group.has_signal", "if sample.counts", "", "tests/test_rl_math.py tests/test_rl_prompts.py tests/test_rewards.py"),
     Mutant("rl/documents.py", "_Samples.measures", "_trained_tokens(sample)[1:]", "_trained_tokens(sample)", "tests/test_ahead.py tests/test_rl_math.py tests/test_policy_parity.py"),
     Mutant("rl/rollouts.py", "groups_to_train", "group.has_signal or rounds == 0", "True", "tests/test_rl_run.py tests/test_rl_prompts.py"),

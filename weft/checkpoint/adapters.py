@@ -1,4 +1,4 @@
-"""An adapter as a folder that peft loads, from a sharded model: the same boxes into shared files as any export."""
+"""Saving adapters as a folder that peft loads, from a sharded model, with the same writers as any export."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
-from weft.sharding.boxes import Box, Shard, shard_of
+from weft.sharding.boxes import Box, Shard
+from weft.sharding.cuts import shards_of
 from weft.sharding.layout import Piece
 
 
 def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan:
-    """Names, shapes and dtypes of a saved adapter; dtype: None for the masters'."""
+    """Names, shapes and dtypes of a saved adapter. dtype: None for the masters'."""
     lora, built = engine.lora, engine.built
     assert lora is not None
     parameters = dict(built.module.named_parameters())
@@ -30,7 +31,7 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
 
 
 def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path | None) -> ExportPlan:
-    """tensors: what an adapter's file holds, on meta, by the model's own names and in its order."""
+    """The files of a saved adapter. tensors: on meta, by the model's names, in file order."""
     pieces, manifest = [], {}
     for name, stored in file_names(tensors).items():
         shape = tuple(tensors[name].shape)
@@ -39,13 +40,15 @@ def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Pa
     return ExportPlan(pieces, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
 
 
-def shards_of(engine: Engine) -> dict[str, Shard]:
-    """What this rank holds of everything that is trained, by the model's names."""
+def adapter_shards(engine: Engine) -> dict[str, list[Shard]]:
+    """This rank's shards of all trained parameters, by the model's names."""
     lora = engine.lora
     assert lora is not None
-    return {name: shard_of(parameter) for name, parameter in engine.module.named_parameters() if lora.trains(name)}
+    cuts = engine.divided.cuts
+    trained = [(name, p) for name, p in engine.module.named_parameters() if lora.trains(name)]
+    return {name: shards_of(parameter, cuts.get(name)) for name, parameter in trained}
 
 
 def save_adapter(engine: Engine, target: str | Path) -> None:
-    """Write the adapter's folder; collective. It appears whole or not at all."""
-    save_planned(engine, plan_adapter(engine), shards_of(engine), Path(target))
+    """Write the adapter's folder, whole or not at all; collective."""
+    save_planned(engine, plan_adapter(engine), adapter_shards(engine), Path(target))

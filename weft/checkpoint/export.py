@@ -1,7 +1,7 @@
-"""A HuggingFace model directory from a sharded model: what transformers, peft and vLLM load as they are.
+"""Writing a HuggingFace model directory, which transformers, peft and vLLM load, from a sharded model.
 
-Names, shapes, dtypes and files are planned from the layout alone. Then every rank writes the boxes that it holds into
-the shared files (ranges.py): nothing is gathered, and no rank holds more than a slice of what it has already.
+Names, shapes, dtypes and files are planned from the layout alone. Then every rank writes its boxes into the shared
+files (ranges.py): nothing is gathered, and no rank allocates more than a slice of its shards.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.models import hf
 from weft.models.train_module import ValueHead
-from weft.sharding.boxes import Box, Readable, Shard, overlap, shard_of
+from weft.sharding.boxes import Box, Readable, Shard, overlap
+from weft.sharding.cuts import module_shards
 from weft.sharding.digests import BoxDigest, write_digests
 from weft.sharding.layout import Piece
 from weft.sharding.ranges import RangeWriter, join_seams
 from weft.sharding.safetensors_files import Layout, create, lay_out
+from weft.sharding.source import INDEX
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (
@@ -45,7 +47,7 @@ _SLICE_ELEMENTS = 1 << 23  # cast and written at once
 
 
 class HasModel(Protocol):
-    """An Engine; or a model on meta, of which only names and shapes are asked."""
+    """An Engine, or a model on meta, of which only names and shapes are read."""
 
     @property
     def built(self) -> BuiltModel: ...
@@ -53,8 +55,8 @@ class HasModel(Protocol):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What a save writes. manifest: every tensor on meta; files: file name -> its tensors' names; source: where the
-    tokenizer is. config_name: the file that holds config. texts: other files, in place of the source's."""
+    """What a save writes. manifest: every tensor on meta. files: file name -> names of its tensors. source: folder with
+    the tokenizer. config_name: file name of config. texts: further files, which replace the source's."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -67,19 +69,19 @@ class ExportPlan:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.manifest.values())
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Of each file. No rank has to read what another has begun."""
+        """The layout of each file, so that no rank has to read another's header."""
         return {file: lay_out({name: self.manifest[name] for name in names}) for file, names in self.files.items()}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What a rank has written. bytes: of tensors; handed: those of them that it left in its file of seams; digests: of
-    each box, where they were asked for."""
+    """What a rank has written. bytes: of tensors. handed: those of them in its seam file. digests: of each box, where
+    asked for."""
 
     bytes: int = 0
     handed: int = 0
@@ -90,7 +92,7 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
     """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
 
     dtype: of every floating-point parameter; None for those of the source's files. Persistent buffers (router biases)
-    keep theirs. shard_bytes: the largest weight file; one tensor that is larger has a file of its own.
+    keep theirs. shard_bytes: the largest weight file; a larger tensor gets a file of its own.
     """
     manifest = manifest_of(engine, dtype)
     split = split_torch_state_dict_into_shards(manifest, max_shard_size=shard_bytes)
@@ -103,8 +105,8 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
 def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Checkpoint name -> meta tensor of the shape and dtype that a save writes.
 
-    A name that the source's files do not have, or have quantised (a prefix that this model's class writes and they
-    lack, the other name of a tied weight) gets the dtype of most of them; without files every tensor keeps its own.
+    A name that the source's files lack or hold quantised (another prefix, the other name of a tied weight) gets the
+    dtype of most of their tensors; without files, every tensor keeps its own.
     """
     state = engine.built.module.state_dict(keep_vars=True)
     floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
@@ -122,12 +124,12 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def prepare_export(plan: ExportPlan, folder: Path) -> None:
-    """Empty weight files of the right size, their index, the config and the tokenizer; called by one rank."""
+    """Create weight files of the right size, their index, the config and the tokenizer; called by one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, layout in plan.layouts.items():
         create(folder / file, layout)
     if plan.index is not None:
-        _write_json(folder / "model.safetensors.index.json", plan.index)
+        _write_json(folder / INDEX, plan.index)
     _write_json(folder / plan.config_name, plan.config)
     for name, text in plan.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -136,13 +138,17 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 
 
 def write_export(
-    plan: ExportPlan, shards: Mapping[str, Readable], folder: Path, *, seams: Path | None = None, digests: bool = False
+    plan: ExportPlan,
+    shards: Mapping[str, Sequence[Readable]],
+    folder: Path,
+    *,
+    seams: Path | None = None,
+    digests: bool = False,
 ) -> Exported:
-    """Write this rank's boxes into prepared files, and wait until they are on the disk.
+    """Write this rank's boxes into prepared files and fsync them.
 
-    shards: by the model's own names, on any device; of those left out nothing is written. seams: where the rank leaves
-    what `join_export` is to put in its place; None for the only rank. digests: whether to take them. No collective, so
-    that it may run beside training, on a copy.
+    shards: by the model's names, on any device; missing ones are not written. seams: the rank's seam file; None for a
+    single rank. digests: whether to compute them. No collective, so that it can run during training, on a copy.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
     written, found = 0, list[BoxDigest]()
@@ -166,21 +172,21 @@ def write_export(
 
 
 def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
-    """Join what all ranks have left of the files that fall to this rank; the bytes. seams: as in `save_planned`."""
+    """Join the seams in this rank's share of the files; returns the bytes. seams: as in `save_planned`."""
     own = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
     return sum(join_seams(folder, file, seams) for file in own)
 
 
 def check_sizes(plan: ExportPlan, folder: Path) -> None:
-    """StorageError where a weight file has not the size that was planned."""
+    """StorageError where a weight file has another size than planned."""
     for file, layout in plan.layouts.items():
         size = (folder / file).stat().st_size
         if size != layout.size:
             raise StorageError(f"{folder / file} has {size:,} bytes on the disk, and {layout.size:,} were written")
 
 
-def export_alone(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) -> None:
-    """All of an export, by one process that has everything; with its digests."""
+def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder: Path) -> None:
+    """The whole export, with digests, by one process that holds everything."""
     prepare_export(plan, folder)
     exported = write_export(plan, shards, folder, digests=True)
     assert exported.bytes == plan.bytes, f"{exported.bytes} of {plan.bytes} bytes written"
@@ -188,19 +194,19 @@ def export_alone(plan: ExportPlan, shards: Mapping[str, Shard], folder: Path) ->
     write_digests(folder, exported.digests)
 
 
-class WholeTensors(Mapping[str, Shard]):
-    """Tensors for write_export that are made when they are asked for. One is kept, because pieces of the same tensor
-    follow one another."""
+class WholeTensors(Mapping[str, Sequence[Shard]]):
+    """Tensors for write_export, made on access. The last one is kept, because pieces of one tensor follow each
+    other."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]) -> None:
         self._names, self._make = names, make
-        self._last: tuple[str, Shard] | None = None
+        self._last: tuple[str, list[Shard]] | None = None
 
-    def __getitem__(self, name: str) -> Shard:
+    def __getitem__(self, name: str) -> list[Shard]:
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made: memory holds one
             values = self._make(name)
-            self._last = name, Shard(Box.whole(tuple(values.shape)), values)
+            self._last = name, [Shard(Box.whole(tuple(values.shape)), values)]
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -210,27 +216,27 @@ class WholeTensors(Mapping[str, Shard]):
         return len(self._names)
 
 
-def _own_slices(plan: ExportPlan, shards: Mapping[str, Readable]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
+def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
     """What this rank writes: (piece, its part of it, a box of that part, the box's values as the file has them)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for piece in plan.pieces:
-        shard = shards.get(piece.runtime)
-        part = None if shard is None else overlap(piece.box, shard.box)
-        if shard is None or part is None or not shard.is_mine(numbers[piece.runtime]):
-            continue
-        for box in _slices(part):
-            values = piece.to_disk(shard.read(box))
-            yield piece, part, box, values.to(plan.manifest[piece.disk].dtype).cpu()
+        for shard in shards.get(piece.runtime, ()):
+            part = overlap(piece.box, shard.box)
+            if part is None or not shard.is_mine(numbers[piece.runtime]):
+                continue
+            for box in _slices(part):
+                values = piece.to_disk(shard.read(box))
+                yield piece, part, box, values.to(plan.manifest[piece.disk].dtype).cpu()
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write the model as a HuggingFace directory; collective. It appears whole or not at all."""
-    shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
+    """Write the model as a HuggingFace directory, whole or not at all; collective."""
+    shards = module_shards(engine.module, engine.divided.cuts)
     save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
 
 
-def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], target: Path) -> None:
-    """Write what a plan says, each rank its shards; collective. It appears whole or not at all."""
+def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], target: Path) -> None:
+    """Write a plan, each rank its shards, whole or not at all; collective."""
     ranks, partial = engine.ranks, target.with_name(target.name + ".partial")
     handed = target.with_name(target.name + ".ranks")  # what ranks leave for one another
     seams = [handed / f"seams-{rank:05d}" for rank in range(ranks.world)] if ranks.world > 1 else []
@@ -255,7 +261,7 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Shard], 
 
 
 def require_whole(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
-    """Of all ranks together: every byte of the plan was written, and what was left for others is in its place."""
+    """Assert that all ranks together wrote every byte of the plan and that every seam byte was joined."""
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes of weights written"
     assert joined == handed, f"{joined} of {handed} bytes of seams put in place"
 
@@ -289,7 +295,7 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
     if isinstance(engine.built.module.head, ValueHead):
         raw |= hf.label_names(engine.built.config)
     if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
-        # The source's head differed from its embedding, so that they were loaded, and trained, apart.
+        # The source's head differed from its embedding, so that they were loaded and trained untied.
         raw["tie_word_embeddings"] = False
     if "torch_dtype" not in raw:
         raw["dtype"] = None
@@ -320,7 +326,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation config, byte for byte; what is there already stays."""
+    """Copy tokenizer, chat template and generation config unchanged; existing files stay."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             copy = target / file.relative_to(source)

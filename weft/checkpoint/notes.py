@@ -1,4 +1,4 @@
-"""Notes that the ranks of a save leave one another in a folder: they meet without any collective."""
+"""Notes: small files by which the ranks of a save coordinate without collectives."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Notes:
-    """The folder of one save, which the first rank makes, and removes when all is over. rank: whose notes are left."""
+    """The notes of one save, in a folder that the first rank creates and removes. rank: whose notes are written."""
 
     folder: Path
     rank: int
     world: int
 
     def begin(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         self.folder.mkdir()
 
     def end(self) -> None:
-        """Remove it, under another name: a note that comes late would keep the folder there."""
+        """Rename the folder, then remove it, so that a late note cannot keep it alive."""
         over = self.folder.with_name(f"{self.folder.name}.over")
         with suppress(FileNotFoundError):
             os.rename(self.folder, over)
         shutil.rmtree(over, ignore_errors=True)
 
     def seams(self, number: int) -> list[Path]:
-        """Where each rank leaves what it hands to others (ranges.py), of engine `number` of those that are saved; none
-        for one rank."""
+        """The seam file of each rank (ranges.py) for engine `number` of those that are saved; none for one rank."""
         return [self.folder / f"seams-{number}-{rank:05d}" for rank in range(self.world)] if self.world > 1 else []
 
     def leave(self, what: str, content: Any = None) -> None:
-        """Leave a note, which is there as a whole or not at all."""
+        """Write a note atomically."""
         note = self.folder / _name(what, self.rank)
         if content is None:
             note.touch()  # for which even a full disk has room
@@ -46,14 +45,14 @@ class Notes:
         os.rename(draft, note)
 
     def read(self, what: str, rank: int) -> Any:
-        """What a note says that is there."""
+        """The content of an existing note."""
         return json.loads((self.folder / _name(what, rank)).read_text(encoding="utf-8"))
 
     def listed(self) -> set[str] | None:
-        """The names of all notes; None while the folder is not there yet, or any more.
+        """The names of all notes; None while the folder does not exist.
 
-        Folders are listed, from the outermost: a network file system asks its server for a list, while a name that was
-        once missing may be remembered as such for half a minute.
+        Folders are listed, from the outermost, because a network file system asks its server for a listing, but may
+        cache for half a minute that a name did not exist.
         """
         with suppress(FileNotFoundError):
             if self.folder.name in os.listdir(self.folder.parent):
@@ -61,11 +60,11 @@ class Notes:
         return None
 
     def all(self, what: str) -> bool:
-        """Whether every rank has left this note."""
+        """Whether every rank has written this note."""
         return {_name(what, rank) for rank in range(self.world)} <= (self.listed() or set())
 
     def any(self, what: str) -> bool:
-        """Whether some rank has."""
+        """Whether any rank has written it."""
         return any(name.startswith(f"{what}-") for name in self.listed() or ())
 
 

@@ -1,4 +1,4 @@
-"""What state.json has to say, as types: where a part is missing, or of another type, the checkpoint is damaged."""
+"""The schema of state.json; a checkpoint with a missing or mistyped part is damaged."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _FROM_ONE = ("steps", "mesh.world")
 
 
 def find_problem(content: Mapping[str, Any], parts: Mapping[str, Any]) -> str | None:
-    """The first part that is missing or of another type, in words. parts: its name, with dots -> its type."""
+    """The first missing or mistyped part, in words; None if there is none. parts: dotted name -> type."""
     for name, hint in parts.items():
         value: Any = content
         for key in name.removesuffix("?").split("."):

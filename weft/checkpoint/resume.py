@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, whatever was trained: which one, and an engine filled from it."""
+"""Resuming: choosing a checkpoint and filling an engine from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Judge = Callable[[Path], tuple[TrainerState | None, str]]
 
 
 def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[TrainerState | None, list[str]]:
-    """The newest of these checkpoints that is whole, and why newer ones were skipped. judge: its state, or why not."""
+    """The newest whole checkpoint, and why newer ones were skipped. judge: returns its state, or why it is damaged."""
     skipped: list[str] = []
     for step in reversed(steps):
         folder = step_folder(checkpoints, step)
@@ -47,7 +47,7 @@ def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[Train
 
 
 def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
-    """A judge that is no rank, and reads everything itself. parts: as for `whole`."""
+    """A judge for one process, which reads everything itself. parts: as in `whole`."""
     try:
         return whole(checkpoint, 0, 1, parts), ""
     except DamagedError as error:
@@ -55,9 +55,9 @@ def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | No
 
 
 def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True) -> TrainerState:
-    """The trainer state of a checkpoint, after this rank's share of its files, and of those of engines that were
-    trained beside it, was compared with checksums, and the weights with their digests. parts: what state.json has to
-    say of the run. weights: False where they have been compared already. Raises DamagedError."""
+    """The trainer state of a checkpoint, after comparing this rank's share of its files, and of further engines' (a
+    critic), with checksums, and the weights with their digests. parts: the schema of the run's part of state.json.
+    weights: False where they have been compared already. DamagedError."""
     state = read_state(checkpoint)
     check_parts(state.content, parts)
     if "updates" in parts and state.content["updates"] > state.step:
@@ -70,7 +70,7 @@ def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, 
 
 
 def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
-    """What `function` returns; on all ranks None and the first reason where it found damage on any."""
+    """What `function` returns; where it found damage on any rank, None and the first reason, on all ranks."""
     result, mine = None, None
     try:
         result = function()
@@ -85,9 +85,9 @@ def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
 def fill_from(
     engine: Engine, state: TrainerState, seed: int, others: Mapping[str, Engine] | None = None, *, command: str = "sft"
 ) -> list[str]:
-    """Masters, moments and generators of a checkpoint; what there is to say of it. Collective.
+    """Restore masters, moments and generators from a checkpoint; returns notes for the user. Collective.
 
-    others: folder -> an engine that was trained beside it. command: of weft, for messages.
+    others: folder -> further engine of the checkpoint (a critic). command: of weft, for messages.
     """
 
     def load() -> bool:
@@ -118,7 +118,7 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
 
 
 def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[str, str]]) -> list[str]:
-    """From where a run goes on, and what differs from before."""
+    """Lines that say where a run resumes, and which settings changed."""
     notes = [f"resumed  step {state.step} of {steps}, from {state.checkpoint}"]
     notes += [f"changed  {key}: {before} -> {now}" for key, (before, now) in changed.items()]
     before, now = state.content["versions"], versions()
@@ -127,7 +127,7 @@ def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[s
 
 
 def nothing_whole(folder: Path, skipped: Sequence[str], command: str = "sft") -> str:
-    """The error where no checkpoint of RUN can be resumed from."""
+    """The error where RUN has no checkpoint to resume from."""
     with_weights = [
         step_folder(folder / "checkpoints", step)
         for step in reversed(whole_steps(folder / "checkpoints"))
@@ -140,7 +140,7 @@ def nothing_whole(folder: Path, skipped: Sequence[str], command: str = "sft") ->
 
 
 def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str = "sft") -> str:
-    """The error where a config would go on with another training."""
+    """The error where a config would resume with another training."""
     return (
         f"--resume {folder}: this config would go on with another training than the one up to step {state.step}:\n"
         + "\n".join(f"  {problem}" for problem in problems)
@@ -150,7 +150,7 @@ def other_training(folder: Path, state: TrainerState, problems: Sequence[str], c
 
 
 def from_weights(checkpoint: Path, command: str = "sft") -> str:
-    """The command that starts a new run with a checkpoint's weights."""
+    """The command that starts a new run from a checkpoint's weights."""
     config = checkpoint.parent.parent / "config.yaml"
     if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
         unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))

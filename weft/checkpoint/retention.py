@@ -1,7 +1,7 @@
-"""RUN/checkpoints: names, the commit of a whole folder, the links `latest` and `best`, and what is removed.
+"""RUN/checkpoints: names, atomic commits, the links `latest` and `best`, and retention.
 
-A folder has the name step-000100 only while it is whole: it is written as step-000100.partial, and renamed to
-step-000100.removing before the first of its files goes. One process (the first rank's) calls these functions.
+A folder is named step-000100 only while it is whole: it is written as step-000100.partial, and renamed to
+step-000100.removing before its first file is deleted. Only one process (the first rank) calls these functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def whole_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a whole checkpoint, in order."""
+    """Steps with a whole checkpoint, rising."""
     if not checkpoints.is_dir():
         return []
     matches = (_WHOLE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
@@ -37,7 +37,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def ranks_of(run: Path) -> int | None:
-    """Ranks that wrote the newest checkpoint that says so; None where there is none."""
+    """Number of ranks that wrote the newest checkpoint that records it; None where there is none."""
     checkpoints = run / "checkpoints"
     for step in reversed(whole_steps(checkpoints)):
         with suppress(UserError):
@@ -50,7 +50,7 @@ def ranks_of(run: Path) -> int | None:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Give a whole folder its name, on the disk when this returns. One that is there already makes way by a rename."""
+    """Rename a whole folder to its final name, durably. An existing one is renamed away first."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
     removing = _removing(target)
@@ -63,12 +63,12 @@ def commit(partial: Path, target: Path) -> None:
 
 
 def point_latest(target: Path) -> None:
-    """Make the relative link `latest` beside a checkpoint name it, in one step."""
+    """Atomically point the relative link `latest`, next to a checkpoint, at it."""
     _point("latest", target)
 
 
 def point_best(target: Path) -> None:
-    """Make the relative link `best` beside a checkpoint name it, in one step."""
+    """Atomically point the relative link `best`, next to a checkpoint, at it."""
     _point("best", target)
 
 
@@ -83,12 +83,12 @@ def _point(name: str, target: Path) -> None:
 
 
 def forget_best(checkpoints: Path) -> None:
-    """Remove the link `best`; what it named is kept or not like any other."""
+    """Remove the link `best`; its checkpoint is then retained like any other."""
     (checkpoints / "best").unlink(missing_ok=True)
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step that `best` names, where it has a whole checkpoint."""
+    """The step that `best` points at, where that checkpoint is whole."""
     link = checkpoints / "best"
     match = _WHOLE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
     return None if match is None else int(match[1])
@@ -97,9 +97,8 @@ def best_step(checkpoints: Path) -> int | None:
 def prune(
     checkpoints: Path, *, keep: int | None, keep_every: int | None, trainer_state: Literal["all", "last", "none"]
 ) -> None:
-    """Remove what is not to be kept: whole checkpoints, and of older ones the trainer state. Never the newest,
-    nor the one that `best` names.
-    """
+    """Remove checkpoints that retention does not keep, and old trainer state. Never removes the newest checkpoint, nor
+    the one of `best`."""
     best = best_step(checkpoints)
     for step in superseded(whole_steps(checkpoints), keep, keep_every):
         if step != best:
@@ -111,14 +110,22 @@ def prune(
                 remove(state)
 
 
+def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
+    """The checkpoint of --step. UserError where the run has none of that step. path: the run, as the user gave it."""
+    steps = whole_steps(checkpoints)
+    if step not in steps:
+        raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
+    return step_folder(checkpoints, step)
+
+
 def superseded(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """Those of these steps, which are in order, that the newer ones replace."""
+    """The steps (rising) that retention does not keep."""
     older = steps[:-keep] if keep is not None else []
     return [step for step in older if keep_every is None or step % keep_every]
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, under another name, so that a kill leaves no half of it under its own."""
+    """Remove a folder, renamed first, so that a kill leaves no partial folder under its name."""
     if not folder.exists():
         return
     removing = _removing(folder)
@@ -132,7 +139,7 @@ def _removing(folder: Path) -> Path:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Remove what a killed process has left behind, and point `latest` at the newest whole checkpoint."""
+    """Remove what a killed process left behind, and point `latest` at the newest whole checkpoint."""
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
         inside = [*entry.iterdir(), *entry.glob("*/*")] if _WHOLE.fullmatch(entry.name) else []
         for leftover in [entry, *inside]:
@@ -144,7 +151,7 @@ def sweep(checkpoints: Path) -> None:
 
 
 def set_aside(checkpoints: Path, after: int) -> list[str]:
-    """Rename checkpoints of later steps than `after`, which the run is about to write again; the new names."""
+    """Rename checkpoints of steps later than `after`, which the run will write again; returns the new names."""
     names = []
     for step in whole_steps(checkpoints):
         if step > after:

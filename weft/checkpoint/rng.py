@@ -1,6 +1,6 @@
-"""The random number generators of a rank, as tensors: torch's on the CPU and on the rank's accelerator, Python's.
+"""The random number generators of a rank, as tensors: torch's on CPU and accelerator, and Python's.
 
-Every rank has its own: what one rank drew must not be drawn again by another.
+Each rank has its own state, so that ranks draw different numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's generators for what follows step `step`: another sequence on every rank and from every step."""
+    """Seed this rank's generators for what follows step `step`; the sequence differs between ranks and steps."""
     digest = hashlib.sha256(f"{seed}:{rank}:{step}".encode()).digest()
     number = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     torch.manual_seed(number)  # of every device

@@ -39,7 +39,7 @@ from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder, whole_steps
 from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
-from weft.cluster.agree import largest
+from weft.cluster.consistency import largest
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
@@ -54,7 +54,7 @@ _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint to write. copies: of each engine; state: what state.json says of the run, on the first rank."""
+    """A checkpoint to write. copies: one per engine. state: the run's part of state.json, on the first rank."""
 
     step: int
     id: str
@@ -73,12 +73,12 @@ class _CancelledError(Exception):
 
 @dataclass
 class Saver:
-    """Saves an engine's state into RUN/checkpoints. Every method but `failed` and `overdue` is called by all ranks.
+    """Saves an engine's state into RUN/checkpoints. All ranks call every method but `failed` and `overdue`.
 
-    constants: what state.json says of the run as a whole (config, data, model). texts: files that every checkpoint has
-    in place of the model's own, such as a chat template. others: folder -> an engine that is trained beside it, and
-    saved there (a critic); all of a checkpoint is committed at once. command: of weft, for messages. timeout: seconds
-    (train.timeout) that a save may take where all ranks end with an error.
+    constants: the run's constant part of state.json (config, data, model). texts: files that replace the model's own in
+    every checkpoint, such as a chat template. others: folder -> further engine (a critic), saved there and committed
+    together. command: of weft, for messages. timeout: seconds (train.timeout) that a save may take where all ranks end
+    with an error.
     """
 
     engine: Engine
@@ -114,21 +114,20 @@ class Saver:
 
     @property
     def overdue(self) -> bool:
-        """Whether checkpoint.every_minutes have gone by without a save, by this rank's clock."""
+        """Whether the last save is longer ago than checkpoint.every_minutes, by this rank's clock."""
         minutes = self.config.every_minutes
         return minutes is not None and time.monotonic() - self._clock >= 60.0 * minutes
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether a checkpoint belongs to this step of a run of so many."""
+        """Whether a checkpoint belongs to this step, of `steps`."""
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
     # ------------------------------------------------------------ saving
 
     def save(self, step: int, progress: Mapping[str, Any], best: bool = False) -> None:
-        """Save what stands after this step; a save that is still being written is waited for.
+        """Save the state after this step, once the previous save is written.
 
-        progress: what state.json says of this moment (epoch, updates, summary). best: whether the link `best` is to
-        name it.
+        progress: the step's part of state.json (epoch, updates, summary). best: whether to point the link `best` at it.
         """
         if step == self.last:
             return
@@ -142,10 +141,10 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until no rank is writing any more. Raises on all of them what has failed on any."""
+        """Wait until no rank is writing. Raises the first error of any rank on all ranks."""
         # Short collectives in a loop, because one rank may write for longer than a collective may wait.
         while True:
-            pending, failed = largest([self._busy, self.failed], self.engine.mesh.data_group, self.engine.device)
+            pending, failed = largest([self._busy, self.failed], self.engine.mesh.world_group, self.engine.device)
             if failed:
                 self.raise_failure()
             if not pending:
@@ -153,7 +152,7 @@ class Saver:
             time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path:
-        """Wait for the last save, and return its folder. Raises where its weights were not finite."""
+        """Wait for the last save and return its folder. Raises where its weights were not finite."""
         self.wait()
         if self.engine.ranks.is_first:
             self._note_missing()
@@ -168,7 +167,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def take_news(self) -> list[str]:
-        """What the first rank's writer has to say since it was last asked."""
+        """The first rank's new messages for the user."""
         news, self.news = self.news, []
         return news
 
@@ -176,11 +175,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's writer has met an error."""
+        """Whether this rank's writer has failed."""
         return self._error is not None
 
     def raise_failure(self) -> None:
-        """Raise the first error of any rank, on all ranks; the checkpoint it belongs to is given up."""
+        """Raise the first error of any rank, on all ranks; its checkpoint is abandoned."""
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
@@ -214,11 +213,11 @@ class Saver:
             self._thread.join()
 
     def end(self, error: BaseException) -> None:
-        """This rank ends with an error: let a checkpoint that is being written come to its end, if it can.
+        """Called on a rank that ends with an error: finish the checkpoint that is being written, if possible.
 
-        It can where all ranks end so, within `timeout`: none is missing. Where another goes on, or is gone, this one
-        waits for some seconds only. Nobody leaves before the checkpoint has its name, since launchers end all ranks
-        when the first has left.
+        It is possible where all ranks end this way, within `timeout`. Where another rank goes on, or has died, this one
+        waits a few seconds only. No rank returns before the checkpoint is committed, because launchers end all ranks
+        once the first has exited.
         """
         job, began, noted = self._job, time.monotonic(), False
         if job is None:

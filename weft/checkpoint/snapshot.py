@@ -1,6 +1,6 @@
-"""What one engine adds to a checkpoint: its weights for use, and its trainer state.
+"""One engine's part of a checkpoint: its weights in HuggingFace's format, and its trainer state.
 
-A checkpoint is one engine's; a critic's lies in a folder inside it, laid out in the same way.
+The checkpoint's own folder is one engine's; a critic's part is a folder inside it with the same layout.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from weft.checkpoint.state import (
     check_file,
     find_parts,
     find_scalars,
+    tensor_of,
     tied_names,
     write_rank_file,
     write_state,
@@ -50,8 +51,8 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Copies:
-    """A moment of an engine. copies: this rank's own elements by name, in host memory, which is `loan`; boxes: where
-    they belong; state: what state.json says of the engine, on the first rank."""
+    """An engine's state at one moment. copies: this rank's elements by name, in the host memory of `loan`. boxes: which
+    part of each tensor they are. state: the engine's part of state.json, on the first rank."""
 
     copies: Mapping[str, HostTensor]
     boxes: Mapping[str, Box]
@@ -75,7 +76,8 @@ class _HostShard:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written. exported: of the weight files. nonfinite: a weight that is, so nothing was."""
+    """What a rank has written. exported: of the weight files. nonfinite: a weight that was not finite, in which case
+    nothing was written."""
 
     exported: Exported
     file: RankFile | None = None
@@ -83,14 +85,14 @@ class Written:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Written:
-        """As a rank's note has it."""
+        """From the fields of a rank's note."""
         exported = {**fields["exported"], "digests": [BoxDigest(**digest) for digest in fields["exported"]["digests"]]}
         file = None if fields["file"] is None else RankFile(**fields["file"])
         return Written(Exported(**exported), file, fields["nonfinite"])
 
 
 class Contents:
-    """folder: its place in every checkpoint, "" for the checkpoint itself."""
+    """folder: the engine's folder in every checkpoint, "" for the checkpoint itself."""
 
     def __init__(self, engine: Engine, config: CheckpointConfig, texts: Mapping[str, str], folder: str = "") -> None:
         self.engine, self.folder, self.keep_state = engine, folder, config.trainer_state != "none"
@@ -102,7 +104,7 @@ class Contents:
         self._exported = exported(find_parts(engine), average=config.weights == "ema")
 
     def copy(self) -> Copies:
-        """Copy what this rank writes into the engine's memory on the host, until `release`."""
+        """Copy what this rank will write into host memory, held until `release`."""
         parts = find_parts(self.engine)
         wanted = parts.keys() if self.keep_state else set(self._exported.values())
         mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
@@ -116,12 +118,12 @@ class Contents:
         return Copies(copies, boxes, state, loan)
 
     def release(self, copies: Copies) -> None:
-        """They are written: something else may have their memory."""
+        """Return the host memory of written copies."""
         self.engine.sleeper.pool.give(copies.loan)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
         tensors = {
-            name: {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
+            tensor_of(name): {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
             for name, part in parts.items()
         }
         return {
@@ -132,7 +134,7 @@ class Contents:
         }
 
     def prepare(self, checkpoint: Path) -> None:
-        """Make empty files for all ranks; called by the first."""
+        """Create the empty weight files; called by the first rank."""
         prepare_export(self.plan, checkpoint / self.folder)
         if self.keep_state:
             (checkpoint / self.folder / TRAINER_STATE).mkdir()
@@ -140,14 +142,15 @@ class Contents:
     def write(
         self, checkpoint: Path, id: str, copies: Copies, generators: Mapping[str, Tensor], seams: Sequence[Path]
     ) -> Written:
-        """Fill this rank's boxes of the weight files, and write its file of the trainer state; needs no collective.
+        """Write this rank's boxes of the weight files, and its file of the trainer state; no collective.
 
-        generators: random numbers of this rank, which go with them. seams: where each rank leaves what `join` puts in
-        place; none for one rank.
+        generators: this rank's random states. seams: the seam file of each rank; none for one rank.
         """
         weights = {n: copies.copies[kept] for n, kept in self._exported.items() if kept in copies.copies}
         nonfinite = self._find_nonfinite(weights)
-        shards = {name: _HostShard(copies.boxes[self._exported[name]], copy) for name, copy in weights.items()}
+        shards = dict[str, list[_HostShard]]()
+        for name, copy in weights.items():
+            shards.setdefault(tensor_of(name), []).append(_HostShard(copies.boxes[self._exported[name]], copy))
         shards |= {name: shards[owner] for name, owner in self._owners.items() if owner in shards}
         exported = write_export(
             self.plan,
@@ -172,11 +175,11 @@ class Contents:
         return None
 
     def join(self, checkpoint: Path, seams: Sequence[Path]) -> int:
-        """Join, in the weight files that fall to this rank, what ranks have left; the bytes. seams: as in `write`."""
+        """Join the seams in this rank's share of the weight files; returns the bytes. seams: as in `write`."""
         return join_export(self.plan, checkpoint / self.folder, seams, self.engine.ranks.rank)
 
     def check(self, checkpoint: Path, written: Written, writer: int) -> None:
-        """Read back what another rank has written, and compare digests. StorageError where they differ."""
+        """Read back what another rank has written and compare digests. StorageError where they differ."""
         check_boxes(checkpoint, self.folder, written.exported.digests, writer)
         if written.file is not None:
             folder = Path(self.folder, TRAINER_STATE)
@@ -188,7 +191,7 @@ class Contents:
     def complete(
         self, checkpoint: Path, parts: Sequence[Written], joined: int, state: Mapping[str, Any] | None
     ) -> None:
-        """Every rank has written its part, and joined: digests.json, and state.json with `state`, last of all."""
+        """Write digests.json, then state.json with `state`; called after every rank has written and joined."""
         folder, digests = checkpoint / self.folder, [digest for part in parts for digest in part.exported.digests]
         exported = [part.exported for part in parts]
         require_whole(self.plan, sum(e.bytes for e in exported), sum(e.handed for e in exported), joined)
@@ -204,7 +207,8 @@ class Contents:
 
 
 def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
-    """The model's own name -> the tensor of the trainer state that is written for use: of the average, what has one."""
+    """Model name -> name of the trainer state's tensor that is exported: the averaged one, where `average` and it
+    exists."""
     kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
     averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
     return {**kept, **averaged}

@@ -1,12 +1,14 @@
-"""trainer_state/: what it takes, beside the HuggingFace directory, to go on as if nothing had happened.
+"""trainer_state/: what resuming needs in addition to the HuggingFace directory.
 
-Each rank writes rank-00000.safetensors with its own shards; state.json says which box of which tensor is in which file,
-so that any mesh can read what another has written. No pickle: reading a checkpoint runs no code of it.
+Each rank writes rank-00000.safetensors with its shards; state.json says which box of which tensor is in which file, so
+that any mesh can read it. No pickle: reading a checkpoint runs no code from it.
 
     weights/NAME              masters and persistent buffers, in the dtype they are kept in
     optimizer/KEY/NAME        moments; numbers such as AdamW's `step` are in state.json
     ema/NAME                  the average of the weights (optimizer.ema_decay)
     rng/...                   random number generators of this rank
+
+A rank that holds a tensor in several boxes (a fused projection that tp divides) saves the second as NAME#1, and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +30,11 @@ from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.engine.engine import Engine
 from weft.engine.host import HostTensor
 from weft.errors import UserError
-from weft.files import read_object, regular_file
+from weft.files import read_object, regular_file, sha256
 from weft.optim.custom_optimizer import is_number
 from weft.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.sharding.boxes import Box, Shard, overlap, shard_of
+from weft.sharding.cuts import Cut, shards_of, split, whole_shape
 from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 from weft.telemetry.summary import versions
@@ -43,9 +46,9 @@ WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/",
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of one tensor. shape: of the whole tensor. local: the rank's own elements, not a copy.
+    """This rank's part of one tensor. shape: of the whole tensor. local: the rank's elements, not copied.
 
-    writes: whether it is this rank that saves them: of several that hold the same elements, one does.
+    writes: whether this rank saves it; of replicas, one does.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What state.json says of the file of one rank. boxes: tensor -> (start, size)."""
+    """The entry of one rank's file in state.json. boxes: tensor -> (start, size)."""
 
     name: str
     bytes: int
@@ -65,49 +68,62 @@ class RankFile:
 
 
 def find_parts(engine: Engine) -> dict[str, Part]:
-    """Every tensor of the trainer state by its name, the same names on every rank; tied weights once.
+    """Every tensor of the trainer state, box by box; tied weights once. The name of a second box ends in #1.
 
-    Of a model with adapters only what is trained: its base is read from model.path again.
+    Every rank has a box, if an empty one, of each tensor. With adapters, only trained tensors: the base is read from
+    model.path again.
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
-    found, states = {}, engine.optimizer.state
-    averages = {} if engine.ema is None else engine.ema.shards
+    found, states = dict[str, Part](), engine.optimizer.state
+    averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if engine.lora is not None and not parameter.requires_grad:
             continue
-        found[WEIGHTS + name] = _part(parameter, number)
+        cut = cuts.get(name)
+        found |= _numbered(WEIGHTS + name, _parts(parameter, number, cut))
         if parameter in averages:
-            found[EMA + name] = _part_like(parameter, averages[parameter], number)
+            found |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], number, cut))
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                found[f"{OPTIMIZER}{key}/{name}"] = _part_like(parameter, value, number)
+                found |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, number, cut))
     persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
-            found[WEIGHTS + name] = _part(buffer, number)
+            found |= _numbered(WEIGHTS + name, _parts(buffer, number, None))
     return found
 
 
+def tensor_of(entry: str) -> str:
+    """The name of the tensor that a part belongs to."""
+    return entry.partition("#")[0]
+
+
+def _numbered(name: str, parts: Sequence[Part]) -> dict[str, Part]:
+    return {f"{name}#{number}" if number else name: part for number, part in enumerate(parts)}
+
+
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of tied weights -> the name under which they are saved."""
+    """Other name of a tied weight -> the name under which it is saved."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     state = module.state_dict(keep_vars=True)
     return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
-def _part(tensor: Tensor, number: int) -> Part:
-    shard = shard_of(tensor)
-    return Part(tuple(tensor.shape), shard.box, shard.values, _writes(shard, number))
+def _parts(tensor: Tensor, number: int, cut: Cut | None) -> list[Part]:
+    shape = tuple(tensor.shape) if cut is None else cut.shape
+    return [Part(shape, shard.box, shard.values, _writes(shard, number)) for shard in shards_of(tensor, cut)]
 
 
-def _part_like(parameter: Tensor, value: Tensor, number: int) -> Part:
+def _parts_like(parameter: Tensor, value: Tensor, number: int, cut: Cut | None) -> list[Part]:
     """Of what a rank keeps beside its shard of a parameter: a DTensor, a plain tensor of the shard's shape, or one of
     another shape, which is the same on every rank."""
-    shard = shard_of(parameter)
-    if isinstance(value, DTensor) or value.shape != shard.values.shape:
-        return _part(value, number)
-    return Part(tuple(parameter.shape), shard.box, value, _writes(shard, number))
+    if isinstance(value, DTensor):
+        return _parts(value, number, cut if value.shape == parameter.shape else None)
+    if value.shape != shard_of(parameter).values.shape:
+        return _parts(value, number, None)
+    own = [value] if cut is None else [values for _, values in split(parameter, value, cut)]
+    return [replace(part, local=of) for part, of in zip(_parts(parameter, number, cut), own, strict=True)]
 
 
 def _writes(shard: Shard, number: int) -> bool:
@@ -116,7 +132,7 @@ def _writes(shard: Shard, number: int) -> bool:
 
 
 def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
-    """The optimizer's numbers by name, with what they are: AdamW's `step` of each parameter."""
+    """The optimizer's numbers by name, with their kinds: AdamW's `step` of each parameter."""
     assert engine.optimizer is not None
     found, states = {}, engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
@@ -148,9 +164,9 @@ def rank_file_name(rank: int) -> str:
 def write_rank_file(
     folder: Path, rank: int, save_id: str, tensors: Mapping[str, HostTensor], boxes: Mapping[str, Box]
 ) -> RankFile:
-    """Write one rank's file to the disk. boxes: of tensors that are part of a whole one.
+    """Write one rank's file to disk. boxes: of tensors that are a part of a whole one.
 
-    The checksum is that of the bytes in memory, so that a file that lost some on their way is found out.
+    The checksum is of the bytes in memory, so that corruption on the way to disk is detected.
     """
     path, digest = folder / rank_file_name(rank), hashlib.sha256()
     layout = lay_out({name: tensor.meta() for name, tensor in tensors.items()}, {"save": save_id, "rank": str(rank)})
@@ -167,30 +183,25 @@ def write_rank_file(
 
 
 def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
-    """Compare a rank's file with what was written: its size, and what it holds. DamagedError where it is another."""
+    """Compare the size and checksum of a rank's file with what was written. DamagedError where they differ."""
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
     as_damage(lambda: regular_file(path, "a rank's file"))
     if path.stat().st_size != file.bytes:
         raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
-    if contents and _digest(path) != file.sha256:
+    if contents and sha256(path) != file.sha256:
         raise DamagedError(f"{file.name} is not what was written: its checksum differs")
 
 
 def write_state(folder: Path, content: Mapping[str, Any], files: Sequence[RankFile]) -> None:
-    """state.json, last of all: with it, the trainer state is whole. content: all but format, versions and files."""
+    """Write state.json, as the last file. content: all but format, versions and files."""
     state = {"format": FORMAT, "versions": versions(), **content, "files": [asdict(file) for file in files]}
     state = json.loads(json.dumps(plain(state)))  # as it will be read: tuples are lists
     with (folder / STATE_FILE).open("w", encoding="utf-8") as stream:
         json.dump({**state, "checksum": _checksum(state)}, stream, indent=1, allow_nan=False)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -202,12 +213,12 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be resumed from; the message says why, without naming the checkpoint."""
+    """A checkpoint that cannot be resumed from. The message gives the reason, without the checkpoint's name."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A trainer_state/ folder whose state.json has been read and is whole."""
+    """A trainer_state/ folder whose state.json was read and validated."""
 
     folder: Path
     content: dict[str, Any]
@@ -224,13 +235,13 @@ class TrainerState:
 
     @property
     def world(self) -> int:
-        """Ranks of the run that wrote it."""
+        """Number of ranks that wrote it."""
         return int(self.content["mesh"]["world"])
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer state of a checkpoint: state.json is what was written, and every file of a rank has its size and
-    header. Raises DamagedError."""
+    """The trainer state of a checkpoint, after validating state.json and the size and header of every rank's file.
+    DamagedError."""
     folder = checkpoint / TRAINER_STATE
     if not folder.is_dir():
         raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
@@ -249,14 +260,14 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_parts(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """DamagedError where state.json lacks a part, or has another type there. parts: as in parts.py."""
+    """DamagedError where a part of state.json is missing or mistyped. parts: as in parts.py."""
     problem = find_problem(content, parts)
     if problem is not None:
         raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
 
 
 def as_damage(function: Callable[[], T]) -> T:
-    """What a reader returns whose UserErrors mean damage."""
+    """The result of a reader; its UserErrors become DamagedErrors."""
     try:
         return function()
     except UserError as error:
@@ -284,7 +295,7 @@ def _rank_file(rank: int, fields: Mapping[str, Any], tensors: Mapping[str, Any])
     if {name: type(value) for name, value in fields.items()} != types or fields["name"] != rank_file_name(rank):
         raise DamagedError(f"{STATE_FILE} does not say what the file of rank {rank} is")
     for name, box in fields["boxes"].items():
-        if name not in tensors or not _is_box(box, tensors[name]["shape"]):
+        if tensor_of(name) not in tensors or not _is_box(box, tensors[tensor_of(name)]["shape"]):
             raise DamagedError(f"{STATE_FILE}: {box!r:.80} in the file of rank {rank} is no box of {name}")
     return RankFile(**fields)
 
@@ -306,26 +317,28 @@ def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
         if found != (state.content["id"], str(rank)):
             raise DamagedError(f"{file.name} belongs to another rank or another save")
         for name, (_, size) in file.boxes.items():
-            entry, dtype = opened.entries.get(name), getattr(torch, state.content["tensors"][name]["dtype"])
+            described = state.content["tensors"][tensor_of(name)]
+            entry, dtype = opened.entries.get(name), getattr(torch, described["dtype"])
             if entry is None or entry.shape != tuple(size) or entry.dtype != dtype:
                 raise DamagedError(f"{file.name} does not hold the box of {name} that {STATE_FILE} says")
 
 
 def check_contents(state: TrainerState, rank: int, world: int) -> None:
-    """Compare this rank's share of the files with their checksums; all ranks together read each file once more."""
+    """Compare this rank's share of the files with their checksums; together all ranks read each file once."""
     for file in state.files[rank::world]:
         check_file(state.folder, file)
 
 
 def load_state(engine: Engine, state: TrainerState) -> int:
-    """Fill masters, buffers and optimizer from the files, whatever mesh wrote them; a rank reads what it holds.
+    """Fill masters, buffers and optimizer from files of any mesh; each rank reads only what it holds.
 
-    Returns the bytes read. Raises DamagedError where the state is not of this model, or does not fill all of it.
+    Returns the bytes read. DamagedError where the state is of another model, or leaves something unfilled.
     """
     _make_optimizer_state(engine, state)
     parts, saved = find_parts(engine), state.content["tensors"]
-    unlike = sorted(parts.keys() ^ saved.keys())
-    unlike += [name for name in parts.keys() & saved.keys() if list(parts[name].shape) != saved[name]["shape"]]
+    shapes = {tensor_of(name): list(part.shape) for name, part in parts.items()}
+    unlike = sorted(shapes.keys() ^ saved.keys())
+    unlike += [name for name in shapes.keys() & saved.keys() if shapes[name] != saved[name]["shape"]]
     if unlike:
         raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
     filled = dict.fromkeys(parts, 0)
@@ -340,19 +353,23 @@ def load_state(engine: Engine, state: TrainerState) -> int:
 
 @torch.no_grad()
 def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> int:
+    held: dict[str, list[str]] = {}
+    for name in parts:
+        held.setdefault(tensor_of(name), []).append(name)
     wanted = []
-    for name, (start, size) in file.boxes.items():
+    for entry, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        shared = overlap(box, parts[name].box)
-        if shared is not None:
-            wanted.append((name, box, shared))
+        for name in held[tensor_of(entry)]:
+            shared = overlap(box, parts[name].box)
+            if shared is not None:
+                wanted.append((entry, name, box, shared))
     if not wanted:
         return 0
     with TensorFile.open(path) as opened:
-        for name, box, shared in wanted:
+        for entry, name, box, shared in wanted:
             place = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
             part = parts[name]
-            part.local[shared.within(part.box)].copy_(opened.read(name, place))
+            part.local[shared.within(part.box)].copy_(opened.read(entry, place))
             filled[name] += shared.numel
         return opened.bytes_read
 
@@ -369,7 +386,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             optimizer, stepped = stepped_by(engine.optimizer, parameter)
             dtype, shape = getattr(torch, described["dtype"]), described["shape"]
             empty = torch.zeros_like(stepped, dtype=dtype)
-            if shape != list(parameter.shape):
+            if shape != list(whole_shape(entry.rpartition("/")[2], parameter, engine.divided.cuts)):
                 empty = torch.zeros(shape, dtype=dtype, device=stepped.device)
             optimizer.state[stepped][key] = empty
     for entry, number in content["scalars"].items():
@@ -400,6 +417,6 @@ def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, to
 
 
 def read_rng(state: TrainerState, rank: int) -> dict[str, Tensor]:
-    """The generators that this rank had."""
+    """This rank's saved generators."""
     with TensorFile.open(state.folder / state.files[rank].name) as file:
         return {name.removeprefix(RNG): file.read(name) for name in file.entries if name.startswith(RNG)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.reports import RankReport
 from weft.cluster.watch import FROZEN, Silence, process_of
-from weft.cluster.watchdog import Frozen
+from weft.cluster.watchdog import looking
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -72,19 +71,10 @@ class Pulse:
 @contextmanager
 def looked_after(pulse: Pulse) -> Iterator[None]:
     """A thread that looks every now and then."""
-    over, frozen = threading.Event(), Frozen(_TICK)
 
-    def loop() -> None:
-        while not over.wait(_TICK):
-            try:
-                pulse.look(frozen.tick())
-            except (psutil.Error, OSError):
-                continue  # it has ended meanwhile
+    def look(frozen_seconds: float) -> None:
+        with suppress(psutil.Error, OSError):  # it has ended meanwhile
+            pulse.look(frozen_seconds)
 
-    thread = threading.Thread(target=loop, name="weft pulse", daemon=True)
-    thread.start()
-    try:
+    with looking(look, _TICK, "weft pulse"):
         yield
-    finally:
-        over.set()
-        thread.join()

@@ -1,17 +1,24 @@
-"""Ranks that must be alike: the same config, data, code and versions, compared before anything is computed."""
+"""Ranks that must be alike: the same config, data, code and versions, compared before anything is computed, and one
+run folder for all; and what ranks agree on later: numbers, and whether to go on."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
+import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from weft.errors import RanksDisagreeError
+from weft.cluster.process import Ranks
+from weft.errors import RanksDisagreeError, UserError
 from weft.version import PACKAGE
 
+LOCK = "lock"  # of RUN: a file that says which process holds it
 _MOST = 8
 
 
@@ -61,3 +68,42 @@ def code_digest() -> str:
 def versions() -> dict[str, str]:
     """Of Python and of this code; those of torch and transformers are in telemetry.summary.versions()."""
     return {"python": platform.python_version(), "weft's files": code_digest()}
+
+
+def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
+    """Every rank must see the first rank's lock: shards and weights are written by all of them into one folder."""
+    try:
+        seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
+    except (OSError, ValueError, KeyError):
+        seen = False
+    hosts: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(hosts, None if seen else socket.gethostname())
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+    if blind:
+        raise UserError(
+            f"run.dir: {folder.absolute()} is not the same folder for all ranks: {', '.join(blind[:4])}"
+            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir, or "
+            "run.staging where run.dir is on an object store, to a folder on a file system that all ranks share."
+        )
+
+
+def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Each number where it is largest among the ranks of `group`; one all-reduce, collective."""
+    if dist.get_world_size(group) == 1:
+        return [float(value) for value in values]
+    vector = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
+    return list(vector.tolist())
+
+
+def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
+    """Let the first rank do something, and all raise its UserError; collective."""
+    said: list[str | None] = [None]
+    if ranks.is_first:
+        try:
+            do()
+        except UserError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise UserError(said[0])

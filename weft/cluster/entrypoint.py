@@ -23,7 +23,7 @@ from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
 from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
-from weft.telemetry import collectives, flight
+from weft.telemetry import flight
 from weft.terminal import say
 
 # How long a rank with bad input waits for the others to report the same, and one that waited in vain for the launcher
@@ -73,30 +73,32 @@ def guarded(body: Body, debug: bool = False) -> int:
     except KeyboardInterrupt:
         return _end_rank(128 + signal.SIGINT)
     except StoppedError as stop:
-        return _end_rank(_report_stop(128 + stop.number))
+        status = 128 + stop.number
+        return _end_rank(_noted(reports.of_stop(own_rank(), status), status))
     except SystemExit as error:
         if not joined():
             raise
         return _end_rank(_report_exit(error.code))
     except Exception as error:
-        return _end_rank(_report(reports.of_exception(_rank(), error), debug))
+        return _end_rank(_report(reports.of_exception(own_rank(), error), debug))
     finally:
         flight.own.close()
     if passed is False:
-        return _report_verdict()
+        return _noted(reports.of_verdict(own_rank()), FAILURE)
     return SUCCESS
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """0 in the only process."""
     return int(os.environ.get("RANK", 0))
 
 
 def _settle_in(scratch: Path) -> None:
     """What a rank of weft's launcher does first, so that its end is noticed and explained."""
     end_with_parent()
-    write_stacks_to(scratch / STACKS / str(_rank()))
-    flight.own.open(scratch / flight.FOLDER / flight.live_name(_rank()))
-    flight.begin(_rank(), int(os.environ["WORLD_SIZE"]))
+    write_stacks_to(scratch / STACKS / str(own_rank()))
+    flight.own.open(scratch / flight.FOLDER / flight.live_name(own_rank()))
+    flight.begin(own_rank(), int(os.environ["WORLD_SIZE"]))
 
 
 def settle_actor(number: int) -> Path:
@@ -135,8 +137,8 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
     """From the watchdog's thread: report for the main one, which is stuck, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
-        _rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
-        waited=waits(calls[::-1]), collectives=collectives.last(),
+        own_rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
+        waited=waits(calls[::-1]), collectives=flight.last_collectives(),
     )  # fmt: skip
     _report(report, debug)
     sys.stderr.flush()
@@ -151,25 +153,17 @@ def _report_exit(code: object) -> int:
     if into is None and not isinstance(code, int | None):
         say(message, error=True)
     if into is not None and status != SUCCESS:
-        reports.write(RankReport(_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
+        reports.write(RankReport(own_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
     return status
 
 
-def _report_verdict() -> int:
-    """A failed verdict is no crash: a rank that weft started ends well and leaves a note."""
-    into = reports.folder()
-    if into is None:
-        return FAILURE
-    reports.write(reports.of_verdict(_rank()), into)
-    return SUCCESS
-
-
-def _report_stop(status: int) -> int:
-    """A run that a signal ended as it should is no crash either: the note carries the exit status."""
+def _noted(note: RankReport, status: int) -> int:
+    """A failed verdict is no crash, nor is a run that a signal ended as it should: a rank that weft started ends well
+    and leaves a note."""
     into = reports.folder()
     if into is None:
         return status
-    reports.write(reports.of_stop(_rank(), status), into)
+    reports.write(note, into)
     return SUCCESS
 
 

@@ -1,4 +1,5 @@
-"""What this machine offers: cores that may be used, and accelerators."""
+"""What this machine offers: cores that may be used, and accelerators; those that a dry run assumes. Imports no torch
+but to count accelerators."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cluster.options import Device
@@ -132,3 +134,33 @@ def _cgroup_quota() -> int | None:
         return max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return None
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One that a dry run can assume where there is none.
+
+    memory: bytes that torch reports for it, to within a few percent: makers state more than a process can have.
+    """
+
+    name: str
+    memory: int
+
+
+ACCELERATORS = {
+    name: Accelerator(name, int(gib * (1 << 30)))
+    for name, gib in {
+        "t4-16gb": 14.6, "a10g-24gb": 22.0, "l4-24gb": 22.0, "rtx3090-24gb": 23.6, "rtx4090-24gb": 23.5,
+        "rtx5090-32gb": 31.4, "v100-32gb": 31.7, "a100-40gb": 39.4, "l40s-48gb": 44.4, "a100-80gb": 79.1,
+        "h100-80gb": 79.1, "gh200-96gb": 94.5, "h200-141gb": 139.8, "b200-192gb": 178.4, "mi300x-192gb": 191.5,
+    }.items()
+}  # fmt: skip
+
+
+def accelerator(name: str | None) -> Accelerator | None:
+    """Of that name, or None for None; UserError, naming all, where there is none."""
+    if name is None:
+        return None
+    if name not in ACCELERATORS:
+        raise UserError(f"--assume {name}: weft knows {', '.join(ACCELERATORS)}.")
+    return ACCELERATORS[name]

@@ -14,13 +14,12 @@ class SftOptions:
 
     resume: the run folder whose newest checkpoint the run goes on from.
     dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
-    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in cluster/devices.py.
+    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in cluster/machine.py.
     """
 
     device: Device = "auto"
     world: int = 1
     resume: str | None = None
-    ema: bool = False
     dry_run: bool = False
     parameters: bool = False
     assume: str | None = None

@@ -14,8 +14,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from weft.cluster.devices import Accelerator
-from weft.cluster.machine import cpu_cores
+from weft.cluster.machine import Accelerator, cpu_cores
 from weft.cluster.options import Device
 from weft.errors import UserError
 from weft.telemetry import flight

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.cluster.status import STATUS, Kind, kind_of
 from weft.errors import ActorError, RanksDisagreeError, UserError
-from weft.telemetry import collectives, flight
+from weft.telemetry import flight
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
@@ -46,11 +46,6 @@ class RankReport:
     within: str = "train.timeout"
 
     @property
-    def is_user_error(self) -> bool:
-        """Whether it is something that the user can mend."""
-        return self.kind == "user"
-
-    @property
     def is_consequence(self) -> bool:
         """Whether another rank's failure is probably behind it."""
         return self.kind == "peer" or self.waited
@@ -74,7 +69,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     if plain:
         where = f"in step {record.step} of {record.steps}" if record.step else ""
     trace = "".join(traceback.format_exception(error))
-    last = [] if kind == "user" else collectives.last()
+    last = [] if kind == "user" else flight.last_collectives()
     return RankReport(
         rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last,
         within=flight.own.patience,

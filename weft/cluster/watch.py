@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
-from weft.cluster.watchdog import STACKS, Frozen, main_stack
+from weft.cluster.watchdog import STACKS, looking, main_stack
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -153,16 +152,6 @@ class Watch:
 @contextmanager
 def watching(scratch: Path) -> Iterator[Watch]:
     """A thread that looks after the ranks until they have ended."""
-    over, watch, frozen = threading.Event(), Watch(scratch), Frozen(_TICK)
-
-    def loop() -> None:
-        while not over.wait(_TICK):
-            watch.look(frozen.tick())
-
-    thread = threading.Thread(target=loop, name="weft watch", daemon=True)
-    thread.start()
-    try:
+    watch = Watch(scratch)
+    with looking(watch.look, _TICK, "weft watch"):
         yield watch
-    finally:
-        over.set()
-        thread.join()

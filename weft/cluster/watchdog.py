@@ -40,6 +40,24 @@ class Frozen:
         return self.seconds
 
 
+@contextmanager
+def looking(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
+    """A thread that calls look(frozen seconds so far) every so many seconds, for the body."""
+    over, frozen = threading.Event(), Frozen(every)
+
+    def loop() -> None:
+        while not over.wait(every):
+            look(frozen.tick())
+
+    thread = threading.Thread(target=loop, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 OnHang = Callable[[str, str], None]
 
 

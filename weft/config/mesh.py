@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.schema import MeshConfig
 from weft.errors import UserError
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,12 @@ class MeshSizes:
 
     dp_replicate: int
     dp_shard: int
+    tp: int = 1
 
     @property
     def world(self) -> int:
         """Ranks of the whole mesh."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -92,6 +93,7 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
+    sizes = {axis: size for axis, size in sizes.items() if size != 1 or axis != "tp"}
     product = " x ".join(f"mesh.{axis}" for axis in sizes)
     values = " x ".join(str(size) for size in sizes.values())
     if -1 in sizes.values():
@@ -100,5 +102,6 @@ def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
             f"{product} = {values}: {world} ranks are not a multiple of {axes} = {fixed}; "
             f"set it to a divisor of {world}, or start a multiple of {fixed} ranks (--nproc)."
         )
-    fits = f" or set mesh.dp_shard={world // sizes['dp_replicate']}" if world % sizes["dp_replicate"] == 0 else ""
+    others = fixed // sizes["dp_shard"]
+    fits = f" or set mesh.dp_shard={world // others}" if world % others == 0 else ""
     return f"{product} = {values} = {fixed}, but there are {world} ranks: start {fixed} ranks (--nproc {fixed}){fits}."

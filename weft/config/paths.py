@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from weft.config.rewards import NEEDS_MATH_VERIFY
+from weft.config.rl_schema import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.config.urls import is_url, url_problem
 from weft.errors import UserError

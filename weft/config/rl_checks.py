@@ -32,8 +32,15 @@ from weft.config.checks import (
     RANGES as SFT_RANGES,
 )
 from weft.config.presets import ADVANTAGES, COMPARING, LIKE, POLICY_LOSSES, PRESETS
-from weft.config.rewards import BUILT_IN_REWARDS, reward_names
-from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlAlgorithm, RlConfig, RlEvalConfig
+from weft.config.rl_schema import (
+    BUILT_IN_REWARDS,
+    CriticConfig,
+    ReferenceConfig,
+    RlAlgorithm,
+    RlConfig,
+    RlEvalConfig,
+    reward_names,
+)
 from weft.config.server_checks import server_combinations
 
 _DRAWN = "the policy's own completions are trained"
@@ -243,6 +250,8 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
+    if config.mesh.tp > 1:
+        yield "mesh.tp", f"mesh.tp is {config.mesh.tp}: weft rl does not have it yet in this version: set mesh.tp=1."
     if config.cluster.max_staleness and config.rollout.engine == "embedded":
         yield (
             "cluster.max_staleness",

@@ -79,6 +79,11 @@ class MeshConfig:
         "-1: as many as the ranks allow.",
         -1,
     )
+    tp: int = key(
+        "Ranks that share the work on each layer (tensor parallelism): heads, intermediate widths and the vocabulary "
+        "are divided over them, and they hold the same documents.",
+        1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ class LocalCopy(str):
         copy.remote = remote
         return copy
 
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
-        return str(self), self.remote
+    def __reduce__(self) -> tuple[type[LocalCopy], tuple[str, str]]:
+        return LocalCopy, (str(self), self.remote)
 
 
 def named(path: str) -> str:

@@ -111,6 +111,13 @@ def read_file(path: str) -> Node:
     return node
 
 
+def read_sections(path: str) -> dict[str, dict[str, Any]]:
+    """section -> key -> value of a file, whatever the keys are; what is no section is left out. Errors as `read_file`
+    has them."""
+    sections = {name: node.value for name, node in read_file(path).value.items() if node.is_section}
+    return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
+
+
 def _text(path: str) -> str:
     try:
         with regular_file(Path(path).expanduser(), "a config file").open("rb") as file:

@@ -59,6 +59,16 @@ class Share:
         return sorted(out) if shuffle else out
 
 
+def order_of(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The documents that an epoch takes of all sources, in its order."""
+    chosen: list[int] = []
+    begin = 0
+    for number, share in enumerate(shares):
+        chosen += [begin + place for place in share.chosen(number, seed, epoch, shuffle)]
+        begin += share.documents
+    return [chosen[place] for place in epoch_order(len(chosen), seed, epoch, shuffle)]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """number and epoch count from 1; documents: indices into the data, in order."""
@@ -129,18 +139,8 @@ class Steps:
             self._counts.append(sum(1 for _ in self._deal(len(self._counts) + 1)))
         return self._counts[epoch - 1]
 
-    def _chosen(self, epoch: int) -> list[int]:
-        """The documents of an epoch, in the order of the data."""
-        out: list[int] = []
-        begin = 0
-        for number, share in enumerate(self._shares):
-            out += [begin + place for place in share.chosen(number, self._seed, epoch, self._shuffle)]
-            begin += share.documents
-        return out
-
     def _deal(self, epoch: int) -> Iterator[list[int]]:
-        chosen = self._chosen(epoch)
-        order = [chosen[place] for place in epoch_order(len(chosen), self._seed, epoch, self._shuffle)]
+        order = order_of(self._shares, self._seed, epoch, self._shuffle)
         if self._documents is not None:
             for start in range(0, len(order), self._documents):
                 yield order[start : start + self._documents]

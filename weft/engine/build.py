@@ -1,4 +1,5 @@
-"""From a config to a TrainModule: checked on a small copy first, then built, with a plan of how to fill it."""
+"""A TrainModule from a config: the architecture is checked on a small copy, the model is built on meta, and its weights
+are planned."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.engine.device_check import check_on_device
@@ -30,8 +31,9 @@ from weft.sharding.source import open_source
 class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
-    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it
-    from files; None where there are none. lora: its adapters, which are no pieces.
+    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
+    None where there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
+    auxiliary loss, 0 for none.
     """
 
     path: str
@@ -45,6 +47,7 @@ class BuiltModel:
     pieces: list[Piece]
     load: LoadPlan | None
     lora: LoraPlan | None = None
+    balance: float = 0.0
 
     @property
     def layout(self) -> Layout:
@@ -68,47 +71,95 @@ def build_model(
 ) -> BuiltModel:
     """Build the model on the meta device, its floating-point weights in `dtype`.
 
-    compute, device: in what and where it will run, which decides whether model.attention's kernel can serve it.
-    weights: False for shapes only; then no file of weights is looked at.
-    values: with a head that gives one number per token, which is not filled where the files have none.
-    adapters: what lora asks for is attached, not yet filled; or the model is one that they could be merged into.
+    compute, device: the dtype and device of forwards; model.attention's kernel must support both. weights: False for
+    shapes only, without opening a file of weights. values: with a head of one number per token; files may lack its
+    weights. adapters: `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model that they can
+    be merged into.
     """
+    examined = _examine(config, dtype=compute, device=device, weights=weights, values=values)
+    model = hf.build_meta(examined.config, dtype=dtype, attention=examined.attention)
+    planned = _plan(model, config, lora, examined.findings, weights=weights, values=values, adapters=adapters)
+    module, flops = _wrap(model, planned.lora, values=values, attached=adapters == "attached")
+    buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
+    folder = hf.source_folder(config.path)
+    return BuiltModel(
+        config.path, module, examined.config, examined.findings, flops, folder, planned.dtypes, buffers,
+        planned.pieces, planned.load, planned.lora,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """config: of the class that is trained. attention: the implementation to load it with."""
+
+    config: PretrainedConfig
+    findings: Findings
+    attention: str
+
+
+def _examine(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, weights: bool, values: bool
+) -> _Examined:
+    """Read the model's config and check, on a small copy, that weft computes this architecture exactly."""
     hf_config = hf.without_noise(hf.read_config(config.path))
     findings = examine(hf.with_logits(hf_config) if values else hf_config)
     if values:
         hf_config = hf.with_values(hf_config)
-    check_kernel(hf_config, config.attention, findings, device, compute)
+    check_kernel(hf_config, config.attention, findings, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
-        check_on_device(hf_config, config.attention, findings, device, compute)
-    name = implementation(hf_config, config.attention)
-    dtypes: dict[str, torch.dtype] = {}
-    load = None
-    model = hf.build_meta(hf_config, dtype=dtype, attention=name)
+        check_on_device(hf_config, config.attention, findings, device, dtype)
+    return _Examined(hf_config, findings, implementation(hf_config, config.attention))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """Where weights come from and where adapters go; fields as in BuiltModel. dtypes: of the source's tensors."""
+
+    pieces: list[Piece]
+    load: LoadPlan | None
+    dtypes: dict[str, torch.dtype]
+    lora: LoraPlan | None
+
+
+def _plan(
+    model: PreTrainedModel,
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    findings: Findings,
+    *,
+    weights: bool,
+    values: bool,
+    adapters: Literal["attached", "merged"],
+) -> _Planned:
+    """Plan adapters and weights of a model on meta; tied parameters that are to differ are untied in it."""
     plan = None if lora is None else plan_lora(model, lora)
-    apart = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
+    untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
         source = open_source(config.path)
         ignore, head = config.ignore_weights, set[str]()
         if values:
             ignore, head = (*ignore, f"{findings.head}.*"), value_head_names(model)
-        pieces, load = plan_load(model, source, ignore, apart, head)
-        dtypes = source.dtypes
-    else:
-        for tied in apart:
-            hf.untie(model, tied)
-        pieces = layout_of(model, None)
+        pieces, load = plan_load(model, source, ignore, untied, head)
+        return _Planned(pieces, load, source.dtypes, plan)
+    for tied in untied:
+        hf.untie(model, tied)
+    return _Planned(layout_of(model, None), None, {}, plan)
+
+
+def _wrap(
+    model: PreTrainedModel, plan: LoraPlan | None, *, values: bool, attached: bool
+) -> tuple[TrainModule, FlopFacts]:
+    """The module that is trained, with its adapters attached where asked for, and what its FLOPs are counted from."""
     module = TrainModule(model, values)
     flops = flop_facts(module)
-    if plan is not None and adapters == "attached":
+    if plan is not None and attached:
         attach(module, plan)
         flops = with_adapters(flops, plan, module)
-    buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
-    folder = hf.source_folder(config.path)
-    return BuiltModel(config.path, module, hf_config, findings, flops, folder, dtypes, buffers, pieces, load, plan)
+    return module, flops
 
 
 def make_exact(module: TrainModule) -> None:
-    """Let layers and readouts be those of rl.on_policy=exact."""
+    """Make layers and readouts compute as rl.on_policy=exact requires."""
     compute_exactly(module.hf_model)
     module.head.exact = True
 

@@ -1,4 +1,4 @@
-"""What an Engine is told."""
+"""The config of an Engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from weft.engine.value_head import First
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an Engine needs of a run's config. purpose: `inference` has no gradients, optimizer or masters.
+    """The sections of a run's config that an Engine reads. purpose: `inference` has no gradients, optimizer or masters.
 
-    temperature: every logprob and entropy, and what is trained through them, is of logits / temperature, as sampled.
-    exact: a token's logprob is, to the last bit, what the embedded engine records when it samples it (docs/exact.md).
-    value_head: a critic: one number per token, the readout `value`, in place of logits; what its head begins with where
-    the files have none. replay: follow the routes that documents carry; the base under adapters never does.
+    temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
+    the last bit, what the embedded engine records when it samples it (docs/exact.md). value_head: makes a critic: the
+    readout `value`, one number per token, replaces logits; names the initial values of the head where the files have
+    none. replay: follow the routes that documents carry, except where adapters are switched off.
     """
 
     model: ModelConfig
@@ -44,7 +44,7 @@ class EngineConfig:
 
     @staticmethod
     def of(config: SftConfig | RlConfig) -> EngineConfig:
-        """The sections that an Engine reads, which all training has."""
+        """The sections of a config of `weft sft` or `weft rl`."""
         return EngineConfig(
             model=config.model,
             lora=config.lora,

@@ -12,9 +12,10 @@ from weft.parallel.mesh import own_part
 
 
 def check_contract(engine: Engine) -> None:
-    """Raise if masters, optimizer state, buffers, compute or reduction have another dtype than the table at start said.
+    """RuntimeError where masters, optimizer state, buffers, compute or reduction have another dtype than the table at
+    start.
 
-    UserError where fsdp.cast_forward_inputs names a module that had nothing to cast.
+    UserError where a module of fsdp.cast_forward_inputs had nothing to cast, or an adapter took no part.
     """
     assert engine.optimizer is not None
     state = engine.optimizer.state

@@ -43,9 +43,9 @@ FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 def check_on_device(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """UserError where a kernel that model.attention chooses is wrong, or does not run, on this device in this dtype.
+    """UserError where a kernel that model.attention chooses is wrong, or fails, on this device in this dtype.
 
-    per_document, with which the others are compared, is taken as it is where it is asked for by name.
+    per_document is the reference for the other kernels, and is not checked itself.
     """
     if not findings.uses_bounds or kernel == "per_document":
         return
@@ -92,7 +92,8 @@ def _failures(
 
 
 def errors(call: Call, run: Callable[[Call], Tensor]) -> dict[str, float]:
-    """Of a kernel's outputs and gradients, by name: the worst document's error over the row's size; NaN is NaN."""
+    """Errors of a kernel's output and gradients, by name: the worst document's, relative to the row's size; NaN stays
+    NaN."""
     generator = torch.Generator().manual_seed(3)
     shape = (*call.query_BHTD.shape[:3], call.value_BKTE.shape[3])
     upstream = torch.randn(shape, generator=generator).to(call.query_BHTD)
@@ -117,7 +118,7 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
 def _error(found: Tensor, true: Tensor, bounds: Bounds) -> float:
     """[B, H, T, width] by documents; [H], of sinks, as a whole."""
     off = found.double() - true
-    documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.apart else off.split(bounds.lengths, dim=2)
+    documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.padded else off.split(bounds.lengths, dim=2)
     worst = torch.stack([document.square().mean() for document in documents]).max()
     return float((worst / true.square().mean()).sqrt())
 
@@ -163,7 +164,7 @@ def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place
 def _bounds(module: TrainModule, layout: Layout) -> Bounds:
     if layout == "packed":
         return Bounds.packed(LENGTHS, module.head.weight.device)
-    return Bounds((max(LENGTHS),) * len(LENGTHS), apart=True)
+    return Bounds((max(LENGTHS),) * len(LENGTHS), padded=True)
 
 
 # ---------------------------------------------------------------- what is remembered

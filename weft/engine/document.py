@@ -1,6 +1,6 @@
-"""A training sequence. What a step plan needs to know of it is in plan.py, rows of them are in row.py.
+"""A training sequence. Its metadata for the step plan is in plan.py, rows of documents are in row.py.
 
-T tokens of a document or row, N predictions of a row that somebody needs.
+T tokens of a document or row, N predictions of a row that are read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from weft.engine.plan import DocumentMeta
 class Document:
     """One training sequence.
 
-    tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first token has no
-    prediction, so its weight is never used. positions: [T] or [3, T] int64, default 0..T-1.
-    arrays: further per-token values [T] (old logprobs, advantages), aligned with tokens.
-    routes: [T, decoder layers, k] int16 or uint8, the experts that each token is to go to; -1 for its router's own
-    choice (engine/replay.py). source: where it came from, for messages ("chat.jsonl:12"). dataset: the name of its
-    source, where several have one.
+    tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
+    nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
+    such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
+    chooses (replay.py). source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
+    where there are several.
     """
 
     tokens: Tensor
@@ -56,7 +55,7 @@ class Document:
 
 
 class Measures(NamedTuple):
-    """Of several documents what DocumentMeta has of one, [documents] each; none of them is in a group."""
+    """The fields of DocumentMeta for several documents without groups, each [documents]."""
 
     length: NDArray[np.int64]
     weight: NDArray[np.float64]
@@ -65,11 +64,11 @@ class Measures(NamedTuple):
 
 
 class MeasuredDocuments(Sequence[Document]):
-    """Documents that are built when they are asked for, and can be planned without: a rank builds its own only."""
+    """Documents that can be planned before they are built, so that a rank builds only its own."""
 
     @abstractmethod
     def measures(self) -> Measures:
-        """Equal to what `Document.meta` says of each, to the last bit."""
+        """Equal to what Document.meta returns for each document, to the last bit."""
 
     @abstractmethod
     def source(self, index: int) -> str:
@@ -77,10 +76,10 @@ class MeasuredDocuments(Sequence[Document]):
 
     @abstractmethod
     def build(self, index: int) -> Document:
-        """The document of this index, which counts from 0."""
+        """The document of this index, from 0."""
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
-        """Those of these indices."""
+        """index -> document."""
         return {index: self.build(index) for index in indices}
 
     @overload
@@ -93,7 +92,7 @@ class MeasuredDocuments(Sequence[Document]):
 
 
 class Chosen(MeasuredDocuments):
-    """Some of other documents, in this order."""
+    """A selection of other documents, in the given order."""
 
     def __init__(self, documents: MeasuredDocuments, indices: Sequence[int]) -> None:
         self._documents, self._indices = documents, indices
@@ -113,21 +112,21 @@ class Chosen(MeasuredDocuments):
 
 
 def choose(documents: Sequence[Document], indices: Sequence[int]) -> Sequence[Document]:
-    """Some of them, in this order, measured where they all are, and not built yet."""
+    """The documents of these indices, in this order; measured documents are not built."""
     if isinstance(documents, MeasuredDocuments):
         return Chosen(documents, indices)
     return [documents[index] for index in indices]
 
 
 def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Document]:
-    """Those of these indices, built."""
+    """index -> document, built."""
     if isinstance(documents, MeasuredDocuments):
         return documents.take(indices)
     return {index: documents[index] for index in indices}
 
 
 def first_sources(documents: Sequence[Document], indices: Sequence[int], most: int = 8) -> list[str]:
-    """Where the first few of those of these indices come from, for messages."""
+    """The sources of the first `most` of these documents, for messages."""
     if isinstance(documents, MeasuredDocuments):
         return [documents.source(index) for index in indices[:most]]
     return [documents[index].source for index in indices[:most]]
@@ -136,7 +135,8 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 def metas(
     documents: Sequence[Document], unread: Callable[[int], int], cost: Callable[[int], float]
 ) -> list[DocumentMeta]:
-    """The metadata of each. unread: of a length, as DocumentMeta has it; cost: of so many tokens that are read."""
+    """The metadata of each document. unread: length -> DocumentMeta.unread. cost: tokens that a forward reads ->
+    FLOPs."""
     if not isinstance(documents, MeasuredDocuments):
         return [_meta(document, unread, cost) for document in documents]
     columns = documents.measures()

@@ -1,8 +1,8 @@
-"""Memory of the host for what an engine's device holds: of parts that sleep (sleep.py), and of what is being saved
-(checkpoint/snapshot.py). The engines of a process share one pool, in which both take turns.
+"""Host memory for what an engine's device holds: parts that sleep (sleep.py), and copies that are being saved
+(checkpoint/snapshot.py). The engines of a process share one pool.
 
-It is made of chunks of one size, a power of two, because torch would round each pinned allocation up to one. What is
-longer than a chunk, or begins at its end, lies over several.
+Chunks have one size, a power of two, because torch rounds each pinned allocation up to one. A tensor that is longer
+than a chunk, or begins near its end, spans several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNED = 512  # bytes: where everything begins; a chunk is a multiple
 
 @dataclass(eq=False)
 class Loan:
-    """Chunks that somebody has. pieces: of each size that was asked for, its bytes, uint8, one after the other."""
+    """Chunks in use. pieces: for each size that was asked for, its bytes (uint8), in order."""
 
     chunks: list[Tensor]
     pieces: list[list[Tensor]]
@@ -31,11 +31,11 @@ class Loan:
 
 
 class HostPool:
-    """Chunks of memory, pinned where tensors are kept on an accelerator. What is given back stays: to pin memory is
-    slow. So a process has as many as were ever lent at once."""
+    """Chunks of host memory, pinned where tensors live on an accelerator. Returned chunks are kept, because pinning is
+    slow; so the pool is as large as the most that was ever lent at once."""
 
     def __init__(self, storage: torch.device) -> None:
-        """storage: where the tensors are."""
+        """storage: the device of the tensors."""
         self.storage, self.pinned = storage, storage.type == "cuda"
         self._idle: list[Tensor] = []
         self._writers = 0  # loans that a thread will give back, whatever the others do
@@ -43,9 +43,9 @@ class HostPool:
         self.bytes = 0  # of all chunks
 
     def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Loan:
-        """Room for something of each of these sizes, in bytes.
+        """Memory for items of these sizes, in bytes.
 
-        by_writer: a thread that writes it to the disk gives it back. Others wait for that, rather than take more.
+        by_writer: a thread that writes to disk returns it; later calls wait for that before they allocate more.
         """
         wanted = -(-sum(map(_padded, sizes)) // CHUNK)
         with self._changed:
@@ -61,7 +61,7 @@ class HostPool:
         return Loan(chunks, list(_cut(chunks, sizes)), by_writer)
 
     def give(self, loan: Loan) -> None:
-        """Take a loan back; once is enough."""
+        """Return a loan; a second call does nothing."""
         with self._changed:
             self._idle += loan.chunks
             self._writers -= loan.by_writer
@@ -88,7 +88,7 @@ def _cut(chunks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor
 
 @dataclass(frozen=True, eq=False)
 class HostTensor:
-    """A tensor whose bytes lie in pieces of the host's memory, row-major."""
+    """A tensor whose bytes lie in pieces of host memory, row-major."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class HostTensor:
 
     @staticmethod
     def of(tensor: Tensor) -> HostTensor:
-        """One that is on the CPU, as it is."""
+        """Wraps a CPU tensor without a copy."""
         return HostTensor(tuple(tensor.shape), tensor.dtype, [flat_bytes(tensor)])
 
     @property
@@ -104,18 +104,18 @@ class HostTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
-        """Its shape and dtype."""
+        """Shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def fill(self, tensor: Tensor) -> None:
-        """Copy a tensor of the same shape and dtype into the pieces; from an accelerator without waiting for it."""
+        """Copy a tensor of this shape and dtype into the pieces; asynchronous from an accelerator."""
         source, done = flat_bytes(tensor), 0
         for piece in self.pieces:
             piece.copy_(source[done : done + len(piece)], non_blocking=True)
             done += len(piece)
 
     def flat(self) -> Iterator[Tensor]:
-        """Its elements, piece after piece."""
+        """The elements, piece after piece."""
         return (piece.view(self.dtype) for piece in self.pieces)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:

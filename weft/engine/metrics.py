@@ -27,10 +27,9 @@ CORE_KEYS = (
 
 
 class Sums:
-    """Weighted sums by name, accumulated over micro-batches in fp64, without waiting for the device.
+    """Weighted sums by name, accumulated over micro-batches in fp64 without synchronising the device.
 
-    A metric is sum / weight over all micro-batches and ranks. A mean of ranks' means would be another number wherever
-    ranks have unequal weights.
+    A metric is sum / weight over all micro-batches and ranks, which a mean of ranks' means is not where weights differ.
     """
 
     def __init__(self) -> None:
@@ -43,17 +42,17 @@ class Sums:
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
     def add_all(self, other: Sums, prefix: str = "") -> None:
-        """Add all that another has gathered, under its names behind `prefix`."""
+        """Add all sums of another, with `prefix` before their names."""
         for name, total in other._sums.items():
             self.add(prefix + name, total, other._weights[name])
 
     def reduce(
         self, group: dist.ProcessGroup | None = None, alike: Mapping[str, str] | None = None
     ) -> dict[str, float | None]:
-        """sum / weight of every name over all ranks of `group`, None where the weight is zero; names in order.
+        """sum / weight of every name over all ranks of `group`, in order of names; None where the weight is zero.
 
-        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. alike: what
-        else must be the same on all ranks; a digest goes with the vector. RanksDisagreeError names those that differ.
+        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. alike: strings
+        that must be equal on all ranks; their digests are reduced too. RanksDisagreeError names those that differ.
         """
         names = sorted(self._sums)
         same = {**(alike or {}), "metrics of the step": ", ".join(names)}
@@ -103,10 +102,10 @@ def _check_alike(
 
 
 class MetricsFile:
-    """metrics.jsonl: one line of JSON per step, on disk when `write` returns. Numbers that are not finite are null.
+    """metrics.jsonl: one line of JSON per step, flushed when `write` returns. Non-finite numbers become null.
 
-    CORE_KEYS come first and are always there, null where the line lacks them; other keys follow in the line's order.
-    Lines are added to those of an existing file.
+    CORE_KEYS come first and are always present, null where the line lacks them; other keys keep the line's order. An
+    existing file is appended to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,11 +124,11 @@ class MetricsFile:
             raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
 
     def sync(self) -> None:
-        """Wait until the lines would survive a power failure."""
+        """Wait until all lines are on disk (fsync)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; nothing can be written afterwards."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> MetricsFile:

@@ -1,4 +1,4 @@
-"""Where a step was not finite, in words: the same on every rank. All of it is collective."""
+"""Messages that name where a step was not finite, equal on every rank. All functions are collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from weft.parallel.mesh import own_part
 
 
 def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) -> str:
-    """Rank, micro-batch and documents of losses that were not. sources: by micro-batch; micro_batches: this rank's."""
+    """Rank, micro-batch and documents of every loss that was not finite. sources: by micro-batch. micro_batches: this
+    rank's."""
     mine = [
         f"rank {dist.get_rank()}, micro-batch {micro + 1}, documents {_some(sources[micro], 8)}"
         for micro in micro_batches
@@ -20,7 +21,7 @@ def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) 
 
 
 def name_gradients(module: nn.Module) -> str:
-    """Parameters whose gradients were not although every loss was."""
+    """Parameters whose gradient was not finite although every loss was."""
     mine = [name for name, p in module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
     names = _gathered(mine)
     return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")

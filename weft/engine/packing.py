@@ -23,9 +23,9 @@ _MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 24, 256, 100
 
 
 def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
-    """m x ranks rows of at most `capacity` tokens, sorted by falling cost; m the smallest that this search finds.
+    """m x ranks rows of at most `capacity` tokens, sorted by falling cost; m is the smallest that this search finds.
 
-    tokens, costs: of each document; no document may exceed the capacity. Rows may be empty.
+    tokens, costs: one per document; no document may exceed the capacity. Returns document indices; rows may be empty.
     """
     count = -(-sum(tokens) // (capacity * ranks))
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], -tokens[i], i))
@@ -38,11 +38,11 @@ def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: i
         count += 1  # also the end of it: with a row for each document, all fit
 
 
-def pack_apart(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
-    """m x ranks rows of like documents, for which count x largest width <= capacity; m the smallest possible.
+def pack_padded(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
+    """m x ranks rows of similar documents with count x largest width <= capacity; m is the smallest possible.
 
     A row costs count x its dearest document, because all are padded to the widest. Rows are runs of the documents
-    sorted by width; of all such cuts into m x ranks rows, one whose dearest row is cheapest.
+    sorted by width; of all such cuts, one whose dearest row is cheapest.
     """
     order = sorted(range(len(widths)), key=lambda i: (-widths[i], -costs[i], i))
     wide = [widths[i] for i in order]

@@ -1,8 +1,9 @@
 """The step plan: which documents go to which rank in which micro-batch.
 
-A pure function of the documents' metadata, so that every rank makes the same one without a word. A step's documents
-are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). FSDP synchronises the ranks in every
-micro-batch, so the time of a step is sum over k of max over r of the cost of row (k, r), which is what is kept low.
+A pure function of the documents' metadata, so that all ranks compute the same plan without communication. A step's
+documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). FSDP synchronises the ranks in
+every micro-batch, so a step takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that
+low.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.engine.packing import pack, pack_apart
+from weft.engine.packing import pack, pack_padded
 from weft.errors import UserError
 
-Layout = Literal["packed", "apart"]
+Layout = Literal["packed", "padded"]
 Shapes = Literal["free", "buckets", "fixed"]
 
 # `buckets`: a length is rounded up to one of so many per octave, at most 1/8 longer.
@@ -28,12 +29,11 @@ _COST_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DocumentMeta:
-    """What the step plan needs to know of a document; cheap to share among ranks.
+    """What the step plan needs to know of a document.
 
-    length: tokens. unread: how many at its end a forward does without. weight: sum of the loss weights of its predicted
-    tokens (all but the first). loss_tokens: how many predicted tokens have a non-zero weight. group: documents of one
-    group may be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries
-    routes.
+    length: tokens. unread: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
+    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
+    be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
     """
 
     length: int
@@ -46,12 +46,12 @@ class DocumentMeta:
 
     @property
     def read(self) -> int:
-        """How many of its tokens, the first so many, a forward takes."""
+        """Tokens that a forward reads, from the first."""
         return self.length - self.unread
 
 
 def unread_tokens(length: int, *, whole: bool) -> int:
-    """Of a document's end, which a forward does without: its last token predicts nothing. whole: but it is needed."""
+    """Tokens at a document's end that no forward reads: the last one, which predicts nothing, unless `whole`."""
     return int(length > 1 and not whole)
 
 
@@ -68,10 +68,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """rows[k][r]: the step's indices of the documents that rank r takes in micro-batch k, rising; may be empty.
+    """rows[k][r]: indices of the documents of rank r in micro-batch k, rising; may be empty.
 
-    lengths[k][r]: T of that row, padding included; with layout `apart`, of each document in it. costs[k][r]: estimated
-    FLOPs, `apart` with its padding, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
+    lengths[k][r]: T of that row with padding; with layout `padded`, of each document in it. costs[k][r]: estimated
+    FLOPs, with padding where `padded`, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
     """
 
     documents: tuple[DocumentMeta, ...]
@@ -90,11 +90,11 @@ class StepPlan:
         return len(self.rows[0])
 
     def of_rank(self, rank: int) -> list[tuple[int, ...]]:
-        """This rank's rows, by micro-batch."""
+        """The rows of one rank, by micro-batch."""
         return [micro_batch[rank] for micro_batch in self.rows]
 
     def row_length(self, micro_batch: int, rank: int) -> int:
-        """T of a row, padding included."""
+        """T of a row, with padding."""
         return self.lengths[micro_batch][rank]
 
     @property
@@ -109,12 +109,12 @@ class StepPlan:
 
     @property
     def fill(self) -> float:
-        """Tokens that forwards take / budget, over all rows."""
+        """Tokens read / token budget, over all rows."""
         return sum(d.read for d in self.documents) / (self.micro_batches * self.ranks * self.budget)
 
     @property
     def time(self) -> float:
-        """Estimated time of the step, in the unit of the costs: the micro-batches' dearest rows, summed."""
+        """Estimated time of the step, in the unit of the costs: the sum of the micro-batches' dearest rows."""
         return math.fsum(max(micro_batch) for micro_batch in self.costs)
 
     @property
@@ -123,9 +123,9 @@ class StepPlan:
         return math.fsum(cost for micro_batch in self.costs for cost in micro_batch) / (self.ranks * self.time)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits; ranks whose plans differ in anything have different ones. Cheap enough for every step.
+        """16 hexadecimal digits that differ between plans that differ in anything. Cheap enough for every step.
 
-        Python hashes numbers and tuples of them alike in every process of a version; not so None, strings and NaN.
+        Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
         """
         made_of = tuple(
             (d.length, d.unread, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
@@ -154,13 +154,13 @@ def plan_step(
     shapes: Shapes = "free",
     alone_above: int | None = None,
 ) -> StepPlan:
-    """Deal a step's documents to m x ranks rows, m the smallest for which the budget holds.
+    """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
-    ranks: data ranks. budget: the most tokens of a row, padding included. multiple: what row lengths must be
-    multiples of. layout: documents of a row end to end (`packed`), or padded to its longest (`apart`: count x longest
-    <= budget, like lengths together). shapes: row lengths as they come (`free`), rounded up to one of a few
-    (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. Documents are
-    never cut; one that fits no row raises UserError.
+    ranks: data ranks. budget: the most tokens of a row, with padding. multiple: row lengths are multiples of it.
+    layout: `packed` lays documents end to end; `padded` pads them to the row's longest (count x longest <= budget,
+    similar lengths together). shapes: row lengths are `free`, rounded up to one of a few (`buckets`), or the budget
+    (`fixed`). alone_above: longer documents get a packed row of their own. UserError where a document fits no row; none
+    is ever cut.
     """
     sizes = _Sizes(budget, multiple, shapes)
     _check(documents, sizes, layout)
@@ -175,7 +175,7 @@ def plan_step(
         rows = pack(lengths, weighed, ranks=ranks, capacity=sizes.capacity)
     else:
         widths = [sizes.of(d.read) for d in documents]
-        rows = pack_apart(widths, weighed, ranks=ranks, capacity=sizes.capacity)
+        rows = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
     # Like lengths stand side by side, so that attention may take them together.
     dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in rows], ranks)
     join = sum if layout == "packed" else max
@@ -192,7 +192,7 @@ def plan_step(
 def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout) -> None:
     if not documents:
         raise UserError("a step needs at least one document, got none")
-    if layout == "apart" and sizes.shapes == "fixed":
+    if layout == "padded" and sizes.shapes == "fixed":
         raise UserError(
             "step.shapes=fixed would give every document a row of its own, because this model's documents cannot share "
             "one: set step.shapes=buckets"
@@ -220,7 +220,7 @@ def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, 
 
 
 def _row_cost(costs: list[float], layout: Layout) -> float:
-    if layout == "apart":
+    if layout == "padded":
         return len(costs) * max(costs, default=0.0)
     return math.fsum(costs)
 
@@ -239,7 +239,7 @@ class _Sizes:
             )
 
     def of(self, tokens: int) -> int:
-        """The length of a row, or of an `apart` document, of so many tokens."""
+        """The length of a row, or of a `padded` document, of so many tokens."""
         if self.shapes == "fixed":
             return self.capacity
         tokens = max(tokens, _SHORTEST_ROW)

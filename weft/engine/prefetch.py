@@ -11,9 +11,9 @@ R = TypeVar("R")
 
 
 def ahead(items: Iterable[T], make: Callable[[T], R]) -> Generator[tuple[T, Future[R]], None, None]:
-    """Each item with what make(item) returns or raises, for which a thread has begun while the one before was used.
+    """Yield each item with the future of make(item), which a thread starts while the caller uses the previous item.
 
-    The thread takes the items, too, and is never further than one item ahead. Close the iterator to end it.
+    The thread also draws the items, at most one ahead. Close the iterator to end it.
     """
     source, thread = iter(items), ThreadPoolExecutor(1, thread_name_prefix="ahead")
 

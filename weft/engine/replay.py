@@ -1,7 +1,7 @@
-"""Routing replay (R3; Ma et al. 2025, arXiv:2510.11370): a mixture of experts follows the routes by which its samples
-were drawn, so that trainer and rollout engine do not differ by the experts that a rounding chose.
+"""Routing replay (R3; Ma et al. 2025, arXiv:2510.11370): experts are chosen as they were when the sample was drawn, so
+that rounding cannot make trainer and rollout engine choose differently.
 
-Documents carry them. Routers still score, and learn through the scores of the experts that were taken.
+Documents carry the routes. Routers still score, and learn through the scores of the recorded experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIVE = -1  # in place of an expert: this token was not recorded, and is routed a
 
 @dataclass
 class Seen:
-    """What a forward chose, by decoder layer: (choices that differ from the record, choices on record)."""
+    """The choices of one forward, by decoder layer: (number that differ from the record, number on record)."""
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -36,16 +36,14 @@ class Seen:
 
 
 class Replay:
-    """experts, chosen: how many there are, and how many a token takes; 0 experts for a dense model."""
+    """experts: routed experts of a layer, 0 for a dense model. chosen: experts per token."""
 
     def __init__(self, module: TrainModule, experts: int, chosen: int, compiled: bool) -> None:
         self.module, self.experts, self.chosen, self.compiled = module, experts, chosen, compiled
 
     def check(self, document: Document) -> None:
-        """ValueError, naming the document, where its routes are not of its tokens or not of this model.
-
-        UserError where the layers are compiled.
-        """
+        """ValueError, naming the document, where its routes do not fit its tokens or this model; UserError where layers
+        are compiled."""
         routes = document.routes
         if routes is None:
             return
@@ -67,7 +65,7 @@ class Replay:
 
     @contextmanager
     def following(self, row: Row) -> Iterator[Seen]:
-        """Forwards of this row inside, and their recomputation in backward, take the row's routes where it has any."""
+        """Make forwards of this row, and their recomputation in backward, follow its routes, if it has any."""
         seen, routes_MLk = Seen(), row.routes
         if routes_MLk is None:
             yield seen
@@ -86,7 +84,7 @@ class Replay:
 
 
 def aligned(routes: Any, tokens: int) -> Tensor:
-    """[T, layers, k] int16 of a record of an engine, which has none of the last token (nobody asked what follows it).
+    """[T, layers, k] int16 of an engine's record, which may lack the last token, because nothing was sampled after it.
 
     routes: [T - 1 or T, layers, k]. ValueError for another length.
     """

@@ -1,7 +1,7 @@
-"""Documents laid out for one forward of one rank, with every label fixed before they are joined.
+"""Documents laid out for one forward of one rank. Labels are shifted before documents are joined.
 
-B batch, T tokens of the row, N predictions that somebody needs. Prediction i reads position selected[i] and is about
-targets[i], the next token of the same document; weights and arrays are those of that target.
+B batch, T tokens of the row, N predictions that are read. Prediction i is made at position selected[i] of targets[i],
+the next token of the same document; weights and arrays are those of the target.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from weft.engine.document import Document
 from weft.ops.attention_call import Bounds
 
-Layout = Literal["packed", "apart"]
+Layout = Literal["packed", "padded"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """documents: the step's indices of the documents in it, in order. position_ids_BT: [3, B, T] where a document has
-    three positions for each token. document_N: place of each prediction's document
-    in that list. token_N: the target's place in its document. owner_M: of every token of the flattened row, the place
-    of its document; -1 for padding; None where nobody asked. routes: [tokens of the flattened row, layers, k], -1 where
-    there are none; None where no document has any. real_tokens: without padding."""
+    """documents: their indices in the step, in order. position_ids_BT: [3, B, T] where a document has three positions
+    per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
+    document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
+    routes: [tokens of the flattened row, layers, k], -1 for none; None where no document has any. real_tokens: tokens
+    without padding."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -44,14 +44,14 @@ class Row:
     real_tokens: int
 
     def pinned(self) -> Row:
-        """The same in page-locked memory, from which it goes to a device without anybody waiting."""
+        """A copy in page-locked memory, for asynchronous copies to a device."""
         return self._moved(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Row:
-        """The same on a device, once it has arrived there; of a row on the host itself."""
+        """The row on a device, by asynchronous copies; on the CPU, the row itself."""
         if device.type == "cpu":
             return self
-        bounds = self.bounds if self.bounds.apart else Bounds.packed(self.bounds.lengths, device)
+        bounds = self.bounds if self.bounds.padded else Bounds.packed(self.bounds.lengths, device)
         return replace(self._moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Row:
@@ -73,9 +73,9 @@ def build_row(
 ) -> Row:
     """Lay out documents for one forward, on the host.
 
-    read: of each, how many of its tokens the forward takes; all but the last, or all. length: T of the row, padding
-    included. every_token: predict all tokens, not only those with a weight. owners: fill
-    owner_M. A row without documents holds one of padding, so that every rank runs the same collectives.
+    read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
+    predict all tokens, not only those with a weight. owners: fill owner_M. A row without documents holds padding, so
+    that every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
     starts = _starts(read, length, layout)
@@ -86,7 +86,7 @@ def build_row(
         shape, bounds = (1, length), Bounds.packed(all_lengths, torch.device("cpu"))
     else:
         shape = (max(1, len(chosen)), length)
-        bounds = Bounds((length,) * shape[0], apart=True)
+        bounds = Bounds((length,) * shape[0], padded=True)
     places = _Places.of(starts, read)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
     ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
@@ -104,8 +104,8 @@ def build_row(
 
 @dataclass(frozen=True)
 class _Places:
-    """Of each of the K tokens of a row's documents, one document after the other: the place of its document, its own in
-    the document, and its own in the flattened row. Short documents are many, so that nothing is done for each."""
+    """For each of the K tokens of a row's documents, in order: the place of its document, its place in the document,
+    and its place in the flattened row. Tensors instead of a loop, because short documents are many."""
 
     document_K: Tensor
     token_K: Tensor
@@ -142,7 +142,7 @@ def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence
 
 def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
     """Where each document begins in the flattened row."""
-    if layout == "apart":
+    if layout == "padded":
         return [place * length for place in range(len(read))]
     return list(accumulate(read, initial=0))[:-1]
 
@@ -156,7 +156,7 @@ def _positions(
     layout: Layout,
 ) -> Tensor:
     """Positions that restart with every document; padding counts from 0 too."""
-    if layout == "apart":
+    if layout == "padded":
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         # Padding never reaches a position that no document has: some rotary tables depend on the longest of the row.
@@ -172,8 +172,7 @@ def _positions(
 
 
 def _predictions(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
-    """Shift within each document: position t predicts token t + 1, and the last position nothing, so that no forward
-    needs it."""
+    """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing."""
     places = _Places.of(starts, [len(d) for d in documents])
     weights = _joined([d.weights for d in documents], torch.float32)
     predicted = places.token_K > 0

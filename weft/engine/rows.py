@@ -1,4 +1,4 @@
-"""The rows of one rank in a step. They are built on the host, so that this can be done while the device computes."""
+"""The rows of one rank in a step, built on the host while the device computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.row import Row, build_row
 
 @dataclass(frozen=True)
 class Rows:
-    """By micro-batch, each built when it is asked for. sources: where the documents of each come from, for messages."""
+    """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages."""
 
     sources: list[list[str]]
     build: Callable[[int], Row]
@@ -24,7 +24,7 @@ class Rows:
         return self.build(micro_batch)
 
     def ahead(self) -> Rows:
-        """The same, all built now. What goes wrong with one is raised where that one is asked for."""
+        """The same rows, built now. An error in one is raised on access to that one."""
         made: list[Future[Row]] = [Future() for _ in self.sources]
         for micro_batch, row in enumerate(made):
             try:
@@ -36,8 +36,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """What the rows of an engine have in common. rank: among the data ranks. owners: Row.owner_M is wanted. pinned: a
-    device will have them."""
+    """Builds rows. rank: among the data ranks. owners: fill Row.owner_M. pinned: in page-locked memory."""
 
     rank: int
     layout: Layout
@@ -46,8 +45,8 @@ class RowBuilder:
     replay: Replay
 
     def rows(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool) -> Rows:
-        """Those of a plan. documents: at least this rank's, by index in the step. every_token: as build_row has it.
-        routed: with the routes that documents carry, which are checked."""
+        """The rows of a plan. documents: at least this rank's, by index in the step. every_token: see build_row.
+        routed: keep, and check, the routes that documents carry."""
         sources = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.rank)]
         return Rows(sources, partial(self._build, plan, documents, every_token, routed))
 

@@ -1,8 +1,8 @@
-"""Giving a device's memory up for a while: parts of an engine wait in the host's memory, for something else to run.
+"""Sleep: parts of an engine wait in host memory, so that something else can use the device's.
 
-What moves is storages. Their bytes go to chunks of the host's memory (host.py), and they are shrunk to nothing in
-place, so that every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays what it was, and has its
-elements again after waking.
+Storages are moved, not tensors: their bytes are copied to the host (host.py) and they are shrunk to zero in place. So
+every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays valid and has its elements again after
+waking.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.engine.host import HostPool, Loan
 from weft.optim.custom_optimizer import OnShards
-from weft.optim.ema import Ema
+from weft.optim.optimizer import Ema
 from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]
@@ -37,13 +37,14 @@ class _Waiting:
 
 
 class Sleeper:
-    """What of one engine is asleep, and where it waits."""
+    """The sleeping parts of one engine and their host memory."""
 
-    def __init__(self, device: torch.device, storage: torch.device, beside: Sleeper | None = None) -> None:
-        """storage: where the engine's shards are. beside: of another engine of this process, whose pool serves both."""
-        shared = beside is not None and beside.pool.storage == storage
+    def __init__(self, device: torch.device, storage: torch.device, shares_with: Sleeper | None = None) -> None:
+        """storage: the device of the engine's shards. shares_with: the sleeper of another engine of this process; both
+        use one pool where their storage is the same."""
+        shared = shares_with is not None and shares_with.pool.storage == storage
         self.device = device
-        self.pool: HostPool = beside.pool if beside is not None and shared else HostPool(storage)
+        self.pool: HostPool = shares_with.pool if shares_with is not None and shared else HostPool(storage)
         self._asleep: dict[Part, _Waiting] = {}
 
     @property
@@ -53,8 +54,8 @@ class Sleeper:
 
     @torch.no_grad()
     def sleep(self, part: Part, tensors: Iterable[Tensor]) -> int:
-        """Move what these tensors hold on the device; the bytes. What is on the host already stays. A checkpoint that
-        is being written from the same memory is waited for."""
+        """Move what these tensors hold on the device to the host; returns the bytes. Waits for a checkpoint that is
+        being written from the same memory."""
         assert part not in self._asleep, f"{part} are asleep"
         storages = _storages(tensors, self.device)
         sizes = [storage.nbytes() for storage in storages]
@@ -71,7 +72,7 @@ class Sleeper:
 
     @torch.no_grad()
     def wake(self, part: Part) -> int:
-        """Bring a part back, bit for bit; the bytes."""
+        """Bring a part back, bit for bit; returns the bytes."""
         waiting = self._asleep.pop(part)
         for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
             assert storage.nbytes() == 0, f"somebody gave {storage.nbytes()} bytes to what is asleep ({part})"
@@ -89,14 +90,14 @@ class Sleeper:
 
 @dataclass(frozen=True)
 class Emptied:
-    """Storages whose memory is given up with what they held: something fills them anew after `restore`."""
+    """Storages whose memory and contents were given up, to be filled anew after restore()."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Emptied:
-        """Those of these tensors on the device; the tensors stay what they are, without elements."""
+        """Empty the storages of those tensors that are on the device; the tensors stay valid, without elements."""
         storages = _storages(tensors, device)
         emptied = cls(storages, [storage.nbytes() for storage in storages])
         for storage in storages:
@@ -110,7 +111,7 @@ class Emptied:
         return sum(self.sizes)
 
     def restore(self) -> None:
-        """Memory again, with anything in it."""
+        """Allocate the memory again, uninitialised."""
         for storage, size in zip(self.storages, self.sizes, strict=True):
             storage.resize_(size)
 
@@ -127,7 +128,7 @@ def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
 def held(
     part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | OnShards | None, ema: Ema | None
 ) -> Iterator[Tensor]:
-    """The tensors of a part of an engine; of `optimizer` its state and the average of the weights."""
+    """The tensors of a part of an engine; of `optimizer` the state and the average of the weights."""
     if part == "parameters":
         yield from module.parameters()
     elif part == "gradients":

@@ -1,8 +1,9 @@
-"""Checks before anything large is loaded: on a small copy with random weights, in fp32, on the CPU.
+"""Checks on a small random copy of the architecture, in fp32 on the CPU, before anything large is loaded:
 
-1. The head and every layer reproduce HuggingFace's own eager forward of each document alone.
-2. Documents do not see each other: changing one leaves its neighbours' logits where they were.
-A family that passes packed is laid out packed; one that passes only right-padded, apart; others are refused by name.
+1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
+of the others unchanged.
+
+A family that passes packed is laid out packed; one that passes only padded, padded; others are refused by name.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ KNOWN_LAYER_TYPES = {
 
 @dataclass(frozen=True)
 class Findings:
-    """layout: how rows must be laid out. error: worst logit difference to HuggingFace, relative to the largest logit.
+    """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit.
 
-    attention_calls: calls per forward that saw the bounds. attends: whether it has attention at all. attention: the
-    kinds of its calls. copy: what was checked, in words. head: its name.
+    attention_calls: calls per forward that received the bounds. attends: whether the model has attention. attention:
+    the kinds of its calls. copy: the small copy, in words. head: name of the head.
     """
 
     layout: Layout
@@ -56,12 +57,12 @@ class Findings:
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
-    """The attention implementation to load this architecture with."""
+    """The attention implementation, in transformers' naming, for this architecture."""
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
 
 
 def compute_exactly(model: PreTrainedModel) -> None:
-    """Let layers be such that rl.on_policy=exact can hold; weft.ops.exact.numerics sees to the rest of it."""
+    """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
     model.set_attn_implementation(implementation(model.config, attention.EXACT))
     hf.run_experts_one_by_one(model)
 
@@ -69,7 +70,7 @@ def compute_exactly(model: PreTrainedModel) -> None:
 def check_kernel(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, compute: torch.dtype
 ) -> None:
-    """UserError where model.attention names a kernel that this model, device or dtype cannot use."""
+    """UserError where model.attention names a kernel that cannot serve this model, device or dtype."""
     if kernel == "auto":
         return
     if implementation(config, kernel) != f"weft_{kernel}" or not findings.attends:
@@ -91,17 +92,17 @@ def check_kernel(
 
 
 def examine(config: PretrainedConfig) -> Findings:
-    """Run the checks for this architecture; raise UserError, naming the family, where no layout is exact."""
+    """Run the checks for this architecture. UserError, naming the family, where no layout is exact."""
     hf.register_kernels()
     text = config.get_text_config()
     _check_layer_types(text)
     family = family_of(text.model_type)
     small, theirs, words = _small_copies(config, "per_document")
     ours = TrainModule(small).eval()
-    documents = _documents(text_vocabulary(ours))
+    documents = documents_of(text_vocabulary(ours))
     expected = [_alone(theirs, ids) for ids in documents]
     tolerance = _tolerance(theirs, documents, expected)
-    layouts: list[Layout] = ["apart"] if family.layout == "apart" else ["packed", "apart"]
+    layouts: list[Layout] = ["padded"] if family.layout == "padded" else ["packed", "padded"]
     worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
         uses_bounds = family.attention is None and hf.accepts(ours.base, BOUNDS_ARGUMENT)
@@ -148,7 +149,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 
 def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
-    """A small random model of this architecture that attends as weft does. UserError where none can be built."""
+    """A small random model of this architecture with weft's attention. UserError where none can be built."""
     hf.register_kernels()
     return _small_copies(config, kernel)[0]
 
@@ -205,7 +206,8 @@ def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     return model
 
 
-def _documents(vocabulary: int) -> list[Tensor]:
+def documents_of(vocabulary: int) -> list[Tensor]:
+    """Random ids of the lengths in LENGTHS, each below `vocabulary`."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
 
@@ -217,14 +219,14 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
-    """Each document's logits [T, V] from one row of this layout."""
+    """Logits [T, V] of each document, from one row of this layout."""
     head = module.head
     hidden = hidden_of(module, documents, layout, bounds)
     return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
 
 
 def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
-    """Each document's last hidden states [T, H] from one row of this layout."""
+    """Last hidden states [T, H] of each document, from one row of this layout."""
     lengths, device = [len(ids) for ids in documents], module.head.weight.device
     if layout == "packed":
         ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(n) for n in lengths])[None]
@@ -235,24 +237,25 @@ def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, boun
     return [hidden_TH[:n] for hidden_TH, n in zip(hidden_BTH, lengths, strict=True)]
 
 
-def _bounds(layout: Layout, uses_bounds: bool) -> Bounds | None:
+def bounds_of(layout: Layout, uses_bounds: bool) -> Bounds | None:
+    """Those of a row of such documents."""
     if not uses_bounds:
         return None
-    return Bounds(LENGTHS) if layout == "packed" else Bounds((max(LENGTHS),) * len(LENGTHS), apart=True)
+    return Bounds(LENGTHS) if layout == "packed" else Bounds((max(LENGTHS),) * len(LENGTHS), padded=True)
 
 
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> tuple[int, float]:
     """(attention calls that saw the bounds, worst difference to HuggingFace or to the unperturbed neighbours)."""
-    bounds = _bounds(layout, uses_bounds)
+    bounds = bounds_of(layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)
     worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
     for place in (0, 2):
         changed = list(documents)
         changed[place] = (documents[place] + 7) % text_vocabulary(module)
-        moved = logits_of(module, changed, layout, _bounds(layout, uses_bounds))
+        moved = logits_of(module, changed, layout, bounds_of(layout, uses_bounds))
         others = [i for i in range(len(documents)) if i != place]
         worst.append(_largest([moved[i] - logits[i] for i in others]))
     return (0 if bounds is None else bounds.seen), float(torch.stack(worst).max() / scale)

@@ -1,4 +1,4 @@
-"""The head of a critic where the files that it is made from have none: its names, and what it begins with."""
+"""The head of a critic whose source has none: its names and its initial values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ First = Literal["zeros", "normal"]
 
 
 def value_head_names(model: PreTrainedModel) -> set[str]:
-    """The parameters of the head, in a model with one number per token."""
+    """Names of the head's parameters in a model with one number per token."""
     head = find_facts(model, values=True).head
     return {f"{head}.{name}" for name, _ in model.get_submodule(head).named_parameters()}
 
 
 @torch.no_grad()
 def fill_value_head(module: TrainModule, fresh: Collection[str] | None, first: First, seed: int) -> None:
-    """Give this rank's shards of the head their first values: zeros, or a weight drawn from the seed with variance
-    1 / (H + 1) (Stiennon et al. 2020, arXiv:2009.01325), the same on every mesh, and a bias of zero.
+    """Fill this rank's shards of the head: zeros, or a weight drawn from the seed with variance 1 / (H + 1) (Stiennon
+    et al. 2020, arXiv:2009.01325) and a bias of zero; the same on every mesh.
 
-    fresh: the parameters that the files lacked; None where there were no files.
+    fresh: parameters that the files lacked; None where there were no files.
     """
     for name, parameter in module.named_parameters():
         if name in fresh if fresh is not None else name.startswith(f"{module.facts.head}."):

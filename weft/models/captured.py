@@ -1,4 +1,4 @@
-"""What modules of a model give for each token, taken out of a forward by name."""
+"""Outputs of a model's modules, captured by name during a forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.objectives.readouts import HIDDEN, TOP, Wanted
 
 
 def check_readouts(module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool) -> None:
-    """UserError where this model has no such module, or fewer logits, or its layers are compiled."""
+    """UserError where the model lacks a wanted module or has fewer logits, or where its layers are compiled."""
     names = [name for name, _ in module.named_modules() if name]
     for name in wanted.hidden:
         if name not in names:
@@ -35,9 +35,9 @@ def check_readouts(module: nn.Module, vocabulary: int, wanted: Wanted, *, compil
 
 @contextmanager
 def captured(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Of forwards inside: name -> [tokens, width], with gradients, fp32 or wider. tokens: of the flattened row.
+    """Capture module outputs of forwards inside: name -> [tokens, width], with gradients, in fp32 or wider.
 
-    Layers that are computed again in backward are not listened to then.
+    tokens: of the flattened row. Recomputed forwards are not captured again.
     """
     found: dict[str, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""What multiplies a token of this model: the counts behind FLOP estimates and MFU."""
+"""The weights that multiply each token, from which FLOPs and MFU are estimated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def flop_facts(module: TrainModule) -> FlopFacts:
-    """Weights by whether every token visits them, from the parameters; attention from the config."""
+    """FlopFacts of a module: weights from its parameters, attention from its config."""
     config: Any = module.hf_model.config.get_text_config()
     dense, expert = module.head.weight.numel(), 0
     for _, layer in module.layers:
@@ -29,7 +29,7 @@ def flop_facts(module: TrainModule) -> FlopFacts:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """(routed experts of a layer, experts that a token visits); (1, 1) where the config names none."""
+    """(routed experts of a layer, experts per token); (1, 1) where the config has none."""
     experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (_EXPERTS, _TOP_K))
     return experts, min(chosen, experts)
 
@@ -57,8 +57,8 @@ def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
 
 
 def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:
-    """The counts where the base is frozen under adapters. A module that is trained whole costs its gradients, a third
-    of what training a weight costs, on top of what it costs frozen."""
+    """The facts of a base that is frozen under adapters. A module that is trained whole adds its gradients, a third of
+    a trained weight's cost, to its frozen cost."""
     trained = 0.0
     for target in plan.targets:
         inputs = 0 if target.kind == "embedding" else target.inputs  # a look-up

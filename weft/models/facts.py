@@ -1,7 +1,7 @@
-"""Where the parts of a causal LM are: one rule that holds for every family of transformers 5.
+"""Where the parts of a causal LM are, by one rule for every family of transformers 5.
 
-decoder = parent of the input embedding; base = the root's child on the way to it; layers = the decoder's ModuleList
-as long as the text config says; head = the output embedding; logits = transform(head(last_hidden_state)).
+decoder: the parent of the input embedding. base: the root's child on the way to it. layers: the decoder's ModuleList
+that is as long as the text config says. head: the output embedding. logits = transform(head(last_hidden_state)).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FINAL_NORM = re.compile(r"^(?!.*embed).*(norm|ln_f|layernorm)|^embedding_norm$"
 
 @dataclass(frozen=True)
 class Facts:
-    """Names are paths in the HuggingFace root."""
+    """Paths of the parts in the HuggingFace root."""
 
     model_type: str
     base: str
@@ -33,9 +33,9 @@ class Facts:
 
 
 def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
-    """Locate the parts; refuse, by name, a model that is built otherwise.
+    """Locate the parts. UserError, naming the model, where it is built otherwise.
 
-    values: of a model whose head gives one number per token.
+    values: the head gives one number per token.
     """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
@@ -80,7 +80,7 @@ def _final_norm(decoder: nn.Module, path: str) -> str | None:
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What the family does to head(hidden): soft-cap, division or factor. The start-up check has the last word."""
+    """The family's soft-cap or factor on head(hidden). The start-up check verifies it."""
     family = config.model_type
     if family in ("gemma2", "gemma3_text", "gemma4_text"):
         return LogitTransform(softcap=config.final_logit_softcapping)
@@ -96,10 +96,10 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """The length above which a document's rotary table depends on its own length, and so needs a row of its own.
+    """The length above which a document's own length chooses its rotary table, so that it needs a row of its own.
 
-    longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state from
-    call to call, so it is refused beyond that length by the engine.
+    longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state between
+    calls, and the engine refuses longer documents.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):

@@ -45,7 +45,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One layer's attention. width: of a head; where keys and values differ, their mean. window: keys a token sees."""
+    """One layer's attention. width: of a head, the mean where keys and values differ. window: keys that a token
+    sees."""
 
     heads: int
     width: float
@@ -56,9 +57,9 @@ class AttentionFacts:
 class FlopFacts:
     """Counts of weights that multiply tokens, over all layers.
 
-    dense: used by every token, the head among them, the embedding not. expert: of all routed experts together, of
-    which a token visits experts_per_token out of `experts`. frozen: they are not trained, so that their own gradients
-    are not computed, and backward costs them as much as forward. trained: weights beside them that are (adapters).
+    dense: used by every token, with the head, without the embedding. expert: of all routed experts; a token uses
+    experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward costs them as
+    much as forward. trained: further weights that are trained (adapters).
     """
 
     dense: int
@@ -71,9 +72,10 @@ class FlopFacts:
 
 
 def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
-    """(linear, quadratic): a document of T tokens costs linear x T + quadratic x T^2, where T is within every window.
+    """(linear, quadratic): a document of T tokens within every window costs linear x T + quadratic x T^2.
 
-    causal: half the pairs count, as kernels that skip the upper triangle compute; else all, as in most papers' MFU.
+    causal: count half of the pairs, as kernels that skip the upper triangle compute; else all, as most papers' MFU
+    does.
     """
     active = facts.dense + facts.expert * facts.experts_per_token / facts.experts
     pairs = 0.5 if causal else 1.0
@@ -82,15 +84,15 @@ def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
 
 
 def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
-    """Training FLOPs of one document of `length` tokens, its windows respected."""
+    """Training FLOPs of one document of `length` tokens, with windows."""
     linear, _ = model_flops(facts)
     return linear * length + sum(_per_pair(a) * attention_pairs(length, a.window, causal) for a in facts.attention)
 
 
 def attention_pairs(length: int, window: int | None = None, causal: bool = True) -> float:
-    """(query, key) pairs of one document, without the diagonal's half: T^2, causal T^2 / 2.
+    """(query, key) pairs of one document, without half of the diagonal: T^2, or T^2 / 2 if causal.
 
-    In a window W < T a token sees W keys, the first W fewer if causal: causal W T - W^2 / 2. Without causality the
+    In a window W < T a causal token sees W keys, and the first W tokens fewer: W T - W^2 / 2 pairs. Otherwise the
     window reaches W to each side: twice that.
     """
     reach = length if window is None else min(window, length)
@@ -104,18 +106,18 @@ def _per_pair(layer: AttentionFacts) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOPs/s of one device; None for CPUs and for what the table does not know."""
+    """Peak dense bf16 FLOPs/s of one device; None for CPUs and unknown devices."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    """Peak dense bf16 FLOPs/s of the accelerator that calls itself `name`."""
+    """Peak dense bf16 FLOPs/s of the accelerator of this name."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What the ranks could do together. peak: FLOPs/s of one rank, None where it is not known."""
+    """The ranks' combined peak. peak: FLOPs/s of one rank, None if unknown."""
 
     ranks: int
     peak: float | None
@@ -126,9 +128,9 @@ class Throughput:
         return Throughput(engine.ranks.world, peak_flops(engine.device))
 
     def mfu(self, plan: StepPlan, seconds: float) -> float | None:
-        """The step's model FLOPs, causal half, as a share of what the peak allows in `seconds`; None if unknown."""
+        """The step's model FLOPs (causal) / what the peak allows in `seconds`; None if unknown."""
         return None if self.peak is None else self.share(plan.totals.cost, seconds)
 
     def share(self, flops: float, seconds: float) -> float | None:
-        """`flops` over all ranks as a share of the peak."""
+        """FLOPs of all ranks / what the peak allows in `seconds`."""
         return None if self.peak is None or seconds <= 0 else flops / (self.peak * self.ranks * seconds)

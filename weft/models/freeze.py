@@ -11,9 +11,10 @@ from weft.models.patterns import names_it, nearest
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop training the parameters that the patterns name.
+    """Freeze the parameters that the patterns name.
 
-    UserError where a pattern names nothing, where tied names would be frozen only in part, or where nothing is left.
+    UserError where a pattern matches nothing, where only some names of a tied parameter match, or where nothing is left
+    to train.
     """
     names = dict(module.named_parameters(remove_duplicate=False))
     for pattern in patterns:

@@ -24,6 +24,7 @@ import copy
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,19 +64,19 @@ _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make `attn_implementation=name` call `function`, and give it no mask: documents are kept apart by bounds.
+    """Make `attn_implementation=name` call `function`, without a mask: bounds separate documents.
 
-    No mask function is registered, not even one that makes none: for that transformers would look for documents in the
-    positions first, and wait for the device in every forward.
+    No mask function is registered, not even one that returns None: transformers would then look for documents in the
+    positions first, which synchronises the device in every forward.
     """
     AttentionInterface.register(name, function)
 
 
 def register_kernels(*, traced: bool = True) -> None:
-    """Register weft's attention as `weft_auto`, `weft_per_document`, ... Safe to call again.
+    """Register weft's attention as `weft_auto`, `weft_per_document`, ... May be called again.
 
-    traced: False keeps torch.compile from tracing it, because documents have other lengths in every row; kernels that
-    are compiled themselves (flex) remain so.
+    traced: False hides it from torch.compile, because document lengths differ in every row; kernels that are compiled
+    themselves (flex) stay compiled.
     """
     for preference in ("auto", attention.EXACT, *attention.KERNELS):
         function = partial(attention.attend, preference)
@@ -83,7 +84,7 @@ def register_kernels(*, traced: bool = True) -> None:
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The model's config; a message instead of a traceback where it cannot be read."""
+    """The model's config. UserError where it cannot be read."""
     check_folder(path)
     check_model_is_there(path)
     try:
@@ -117,7 +118,7 @@ def _with_sub_configs(config: PretrainedConfig) -> Iterable[PretrainedConfig]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class named by config.architectures; the auto class would drop the vision tower of some families."""
+    """The class that config.architectures names; the auto class would drop the vision tower of some families."""
     names = list(config.architectures or [])
     if not names:
         mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -141,7 +142,7 @@ _CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def with_logits(config: PretrainedConfig) -> PretrainedConfig:
-    """The config itself; of a classifier, a copy that names its family's causal LM."""
+    """The config itself; for a classifier, a copy that names its family's causal LM."""
     if not (config.architectures or [""])[0].endswith(_CLASSIFIES):
         return config
     logits = copy.deepcopy(config)
@@ -150,7 +151,7 @@ def with_logits(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def with_values(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy that names a class with one number per token: the classifier that it is, or that of its family.
+    """A copy that names a class with one number per token: the classifier itself, or the one of its family.
 
     UserError where transformers has none, or the config has another number of labels.
     """
@@ -170,19 +171,19 @@ def with_values(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def label_names(config: PretrainedConfig) -> dict[str, Any]:
-    """What a config.json says of a classifier's labels."""
+    """The entries of config.json for a classifier's labels."""
     return {"id2label": {str(n): name for n, name in config.id2label.items()}, "label2id": dict(config.label2id)}
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:
-    """A model with transformers' own initial weights, drawn from `seed`: the same on every rank."""
+    """A model with transformers' own initial weights, drawn from `seed`, equal on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _from_config(config, dtype, attention)
 
 
 def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """Shapes and names without storage. attention: None for transformers' own choice."""
+    """A model on meta. attention: None for transformers' own choice."""
     with torch.device("meta"):
         return _from_config(config, dtype, attention)
 
@@ -196,7 +197,7 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | 
 
 
 def enable_recompute(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward; forward arguments (the bounds) are replayed with it."""
+    """Recompute each decoder layer in backward, with the same forward arguments (the bounds)."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # its newer name
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
@@ -205,20 +206,20 @@ def enable_recompute(model: PreTrainedModel) -> None:
 
 
 def has_auxiliary_loss(model: PreTrainedModel) -> bool:
-    """Whether the family balances its experts: the base returns its routers' logits, and its code has the loss."""
+    """Whether the base returns router logits and the family's code has the load balancing loss."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     return "router_logits" in recorded and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Tied name -> the name that owns the tensor; a fact of this model, not a possibility of its class."""
+    """Tied name -> name of the parameter that owns the tensor, in this model (not: possible in its class)."""
     return dict(model.all_tied_weights_keys)
 
 
 def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Of the conversion rules of this family, keep those that a checkpoint with these names needs.
+    """Keep those of the family's conversion rules that a checkpoint with these names needs.
 
-    Afterwards `run_rules_backwards` gives the names of that checkpoint, not those of the newest format.
+    run_rules_backwards then gives the names of that checkpoint instead of those of the newest format.
     """
     rules = get_model_conversion_mapping(model)
     renamings, converters = _by_kind(rules)
@@ -248,12 +249,13 @@ def _by_kind(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightCon
 
 
 def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Runtime names and layouts -> those of a checkpoint (experts apart, old prefixes). `tensors` has no tied names."""
+    """Tensors by runtime names -> by checkpoint names and layouts (single experts, old prefixes), without tied
+    names."""
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def not_wanted(model: PreTrainedModel) -> list[str]:
-    """Patterns of tensors that checkpoints of this family hold and its class leaves out (draft layers, old tables)."""
+    """Patterns of tensors that this family's checkpoints hold and its class does not (draft layers, old tables)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
 
 
@@ -265,16 +267,18 @@ def untie(model: PreTrainedModel, name: str) -> None:
 
 
 def rebuild_buffers(model: PreTrainedModel) -> None:
-    """Compute what no checkpoint holds (rotary tables, embedding scales); everything in the state dict stays."""
+    """Compute the buffers that no checkpoint holds (rotary tables, embedding scales); the state dict stays."""
     for module in model.modules():
         module._is_hf_initialized = False
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    model.initialize_weights()
+    with warnings.catch_warnings():  # recurrent_gemma draws for shards, too, and drops what it has drawn
+        warnings.filterwarnings("ignore", message="DTensor random operators")
+        model.initialize_weights()
 
 
 def source_folder(path: str) -> Path | None:
-    """Where the files of model.path are: the directory itself, or the hub cache's snapshot of that repository."""
+    """The folder with the files of model.path: the directory itself, or the snapshot in the hub cache."""
     if Path(path).is_dir():
         return Path(path)
     config = try_to_load_from_cache(path, "config.json")
@@ -282,15 +286,15 @@ def source_folder(path: str) -> Path | None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """The text config that each decoder layer goes by: the same one, but where a family has keys of which layers have
-    values of their own (Gemma 4's head_dim), and raises where such a key is read of the whole."""
+    """The text config of each decoder layer. It is the same one, except where a family has per-layer values (Gemma 4's
+    head_dim), which the common config refuses to give."""
     text = config.get_text_config()
     whole = [text] * int(text.num_hidden_layers)
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else whole
 
 
 def accepts(module: nn.Module, argument: str) -> bool:
-    """Whether the module's forward takes this argument, by name or among its keywords."""
+    """Whether the module's forward takes this argument, by name or as **kwargs."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -302,13 +306,13 @@ _EXPERTS_FUNCTION = "weft_experts"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the module computes W x + b and nothing else: subclasses with a forward of their own (routers) are
-    not, but for Falcon's, which writes the same out."""
+    """Whether the module computes W x + b and nothing else. Subclasses with a forward of their own (routers) do not,
+    except Falcon's, which is the same code."""
     return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a plain linear layer keeps its weight as [in, out]."""
+    """Whether a plain linear layer stores its weight as [in, out]."""
     return isinstance(module, Conv1D)
 
 
@@ -319,25 +323,25 @@ def linear_widths(module: nn.Module) -> tuple[int, int]:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether the module's forward goes through transformers' experts interface, on parameters [experts, ., .]."""
+    """Whether the module's forward uses transformers' experts interface, on parameters [experts, ., .]."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def checkpoint_layout(model: PreTrainedModel) -> str | None:
-    """The family whose checkpoints' layout this one's have, where transformers converts it; Mixtral's is its own."""
+    """The family in whose layout transformers stores this model's checkpoints; None where it converts nothing."""
     family = model.config.model_type
     layout: str | None = _MODEL_TO_CONVERSION_PATTERN.get(family, family if family == "mixtral" else None)
     return layout
 
 
 def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> None:
-    """Make all experts that share this module's config run `function(experts, hidden, chosen, weights)`."""
+    """Make all experts that share this module's config call `function(experts, hidden, chosen, weights)`."""
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_FUNCTION, function)
     experts.config._experts_implementation = _EXPERTS_FUNCTION
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:
-    """Make fused experts run as their own code has them: one after the other, by linear layers."""
+    """Make fused experts run their own code: one after the other, as linear layers."""
     for module in model.modules():
         if is_fused_experts(module):
             module.config._experts_implementation = "eager"
@@ -352,12 +356,12 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | No
 
 
 def cache_argument(base: nn.Module) -> str:
-    """What the base model's forward calls its cache."""
+    """The name of the cache argument of the base model's forward."""
     return "cache_params" if "cache_params" in inspect.signature(base.forward).parameters else "past_key_values"
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether all that the model remembers lies in a DynamicCache of which RowCache can say what it holds."""
+    """Whether a DynamicCache, of the layers that RowCache knows, holds all state of generation."""
     if not model._supports_default_dynamic_cache():
         return False
     config = model.config.get_text_config()
@@ -365,9 +369,9 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 class RowCache(DynamicCache):
-    """A cache whose keys and values are kept elsewhere; recurrent and convolutional states it keeps itself.
+    """A cache that stores recurrent and convolutional states, and hands keys and values to somebody else.
 
-    `hold(layer, keys, values)` is given what a layer computed, [B, K, T, D], and returns what attention is to see.
+    hold(layer, keys, values) receives what a layer computed, [B, K, T, D], and returns what attention is to use.
     """
 
     def __init__(self, config: PretrainedConfig, hold: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -381,20 +385,20 @@ class RowCache(DynamicCache):
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer carries a state along the sequence, which padding would run through."""
+        """Whether any layer carries a state along the sequence, which padding would change."""
         return any(hasattr(layer, "conv_states") for layer in self.layers)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Of the states, these rows in this order; a row may be named several times."""
+        """Reduce the states to these rows, in this order; a row may be repeated."""
         for states, number in self._states():
             states[number] = states[number][list(rows)]
 
     def append(self, other: RowCache) -> None:
-        """The states of other's rows behind those of this one's."""
+        """Append the states of other's rows."""
         for (states, number), (others, _) in zip(self._states(), other._states(), strict=True):
             states[number] = torch.cat([states[number], others[number]])
 
     def _states(self) -> list[tuple[dict[int, Tensor], int]]:
-        """(the dict that has it, its number) of every state there is."""
+        """(the dict of a layer's states, the key in it) of every state."""
         found = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
         return [(states, n) for both in found for states in both for n, state in states.items() if state is not None]

@@ -1,4 +1,4 @@
-"""Of transformers' internals (hf.py), those that render chats: without torch, which processes that tokenise never load.
+"""transformers' internals (hf.py) that render chats, without torch, which tokenising processes never load.
 
 Used, checked on transformers 5.17 to 5.19: utils.chat_template_utils._compile_jinja_template (its environment: sandbox,
 filters, globals, activate_tracker; its extension's _generation_support, called around what generation markers enclose)
@@ -18,6 +18,6 @@ _numbers = itertools.count()
 
 
 def environment() -> Any:
-    """The jinja2 environment of chat templates, a new one: transformers' sandbox with its filters and globals, and its
-    activate_tracker, which notes where generation markers lie. No template is compiled by it yet."""
+    """A new jinja2 environment for chat templates: transformers' sandbox with its filters and globals, and its
+    activate_tracker, which records where generation markers are."""
     return _compile_jinja_template(f"{{# {next(_numbers)} #}}").environment  # transformers keeps one for each text

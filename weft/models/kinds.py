@@ -1,7 +1,7 @@
-"""What kinds of layers a model has, read from the built modules, so that no name of a config field need be known.
+"""The kinds of layers of a model, read from the built modules, so that no name of a config field need be known.
 
-Two layers are of one kind if they run the same code: their modules have the same classes, parameters and buffers, and
-attributes that say the same (a window or none, a flag, the name of a type). Sizes do not count, but for zero.
+Two layers are of one kind if they run the same code: equal classes of modules, parameters and buffers, and equal
+attributes (a window or none, a flag, the name of a type). Sizes are compared only with zero.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Kinds:
-    """layers: the kind of each decoder layer, in order. rest: the classes of all modules outside them. numbering:
-    attributes that are a layer's own number, whose 0 in the first one means nothing."""
+    """layers: the kind of each decoder layer, in order. rest: the classes of all other modules. numbering: attributes
+    that hold the layer's own number, so that a 0 is no different from other sizes."""
 
     layers: tuple[Kind, ...]
     rest: frozenset[str]
     numbering: frozenset[str]
 
     def are_those_of(self, copy: PreTrainedModel) -> bool:
-        """Whether a copy with other layers and sizes has these kinds, and no others."""
+        """Whether a copy with other layers and sizes has exactly these kinds."""
         other = _kinds(copy, self.numbering)
         return set(self.layers) == set(other.layers) and self.rest == other.rest
 
 
 def kinds_of(config: PretrainedConfig) -> Kinds:
-    """Those of the model that this config describes. UserError where its decoder layers cannot be found."""
+    """The kinds of the model that this config describes. UserError where its decoder layers cannot be found."""
     return _kinds(meta_model(config), None)
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Shapes only: 0.1 s for 80 layers."""
+    """The model on meta; takes 0.1 s for 80 layers."""
     return hf.build_meta(copy.deepcopy(config), dtype=torch.float32, attention="eager")
 
 

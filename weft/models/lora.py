@@ -40,8 +40,8 @@ _READ_ONLY = (("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "o
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is adapted: the weight of a layer, or a parameter of fused experts. inputs, outputs: widths of a matrix;
-    transposed: whether it is kept as [inputs, outputs]."""
+    """An adapted weight: that of a layer, or a parameter of fused experts. inputs, outputs: widths of one matrix.
+    transposed: it is stored as [inputs, outputs]."""
 
     module: str
     kind: Kind
@@ -53,12 +53,12 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Of the layer; of the parameter where it is one of several."""
+        """Name of the layer; of the parameter, where the layer has several."""
         return f"{self.module}.{self.parameter}" if self.kind == "experts" else self.module
 
     @property
     def weight(self) -> str:
-        """The base's parameter."""
+        """Name of the base's parameter."""
         return f"{self.module}.{self.parameter}"
 
     @property
@@ -68,17 +68,17 @@ class Target:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of A and B among the parameters of the adapted model."""
+        """Names of A and B among the parameters of the adapted model."""
         return f"{self.module}.{self.child}.A", f"{self.module}.{self.child}.B"
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A and B."""
+        """Shapes of A and B."""
         return (rank * self.experts, self.inputs), (self.outputs, rank * self.experts)
 
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Adapters of a model. trained: modules that are trained whole. path: the adapter whose values they begin with."""
+    """Adapters of a model. trained: modules that are trained whole. path: the adapter that holds the initial values."""
 
     rank: int
     alpha: float
@@ -95,27 +95,28 @@ class LoraPlan:
 
     @property
     def has_experts(self) -> bool:
-        """Whether fused experts are among the targets."""
+        """Whether any target is a parameter of fused experts."""
         return any(target.kind == "experts" for target in self.targets)
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter of the adapted model, by its name, is trained."""
+        """Whether the parameter of this name in the adapted model is trained."""
         return is_adapters(name) or any(name.startswith(f"{module}.") for module in self.trained)
 
 
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
-    """s: alpha / rank, or alpha / sqrt(rank)."""
+    """s: alpha / rank, or alpha / sqrt(rank) with rslora."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a parameter is an adapter's, by its name."""
+    """Whether the parameter of this name belongs to an adapter."""
     holder = (["", *name.split(".")])[-2]
     return name.endswith((".A", ".B")) and (holder == "lora" or holder.startswith("lora_"))
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
-    """What lora.rank, lora.targets and lora.modules_to_save ask for. UserError where they name nothing."""
+    """The adapters that lora.rank, lora.targets and lora.modules_to_save ask for. UserError where a name matches
+    nothing."""
     assert config.rank is not None
     trained = find_trained(model, config.modules_to_save)
     patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
@@ -128,7 +129,7 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, Target]:
-    """Name -> everything that can have an adapter, in the order of the model's modules."""
+    """Name -> target, for everything that can have an adapter, in the order of the model's modules."""
     found = {}
     for name, module in model.named_modules():
         for target in _targets_of(name, module, model):
@@ -155,9 +156,9 @@ def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterato
 
 
 def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Sequence[str] = ()) -> tuple[Target, ...]:
-    """The targets that the patterns name, in the order of the model, without what is trained whole.
+    """The targets that the patterns name, in the order of the model, except inside `trained`.
 
-    UserError where a pattern names nothing, or nothing that can be adapted.
+    UserError where a pattern matches nothing, or nothing that can be adapted.
     """
     candidates = adaptable(model)
     chosen: set[str] = set()
@@ -175,7 +176,7 @@ def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Seque
 
 
 def ends_like(name: str, pattern: str) -> bool:
-    """Whether a glob names this, or its last parts: `q_proj`, `mlp.*`."""
+    """Whether a glob matches the name, or its last parts: `q_proj`, `mlp.*`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -194,7 +195,7 @@ def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str
 
 
 def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]:
-    """Names of the modules with parameters that have these ends, in order. UserError where an end names none."""
+    """Names of the modules with parameters whose names end like this, in order. UserError where an end matches none."""
     found: dict[str, None] = {}
     for end in ends:
         names = [
@@ -210,9 +211,9 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
 
 
 def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
-    """Tied names that become tensors of their own, because they, or what they are tied to, are trained whole.
+    """Tied names that become tensors of their own, because they, or their owners, are trained whole.
 
-    merged: in the merged model those that were adapted are no longer alike either.
+    merged: also those that were adapted, which differ once the adapters are merged.
     """
     inside = tuple(f"{module}." for module in plan.trained)
     if merged:
@@ -226,7 +227,7 @@ def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple
 
 
 def attach(module: TrainModule, plan: LoraPlan) -> None:
-    """Add the adapters, on the device of what they adapt, not yet filled."""
+    """Add the adapters, unfilled, on the device of the weights that they adapt."""
     for target in plan.targets:
         owner = module.get_submodule(target.module)
         weight = module.get_parameter(target.weight)
@@ -239,15 +240,15 @@ def attach(module: TrainModule, plan: LoraPlan) -> None:
 
 
 def freeze_base(module: nn.Module, plan: LoraPlan) -> None:
-    """Leave adapters, and what is trained whole, alone to be trained."""
+    """Train adapters and whole-trained modules only."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(plan.trains(name))
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """What an adapter's parameter begins with: as in peft, drawn from the seed and the name alone, fp32.
+    """Initial values of an adapter's parameter, fp32, as in peft; drawn from the seed and the name alone.
 
-    A is drawn uniformly within 1 / sqrt(in) and B is 0; of an embedding A is 0 and B is normal.
+    A is uniform within 1 / sqrt(in) and B is 0; for an embedding A is 0 and B is normal.
     """
     *_, holder, matrix = name.split(".")
     drawn = "B" if holder == EMBEDDING else "A"
@@ -262,7 +263,7 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A, in place, in fp32; of fused experts each with its own."""
+    """W + s B A, in place, in fp32; for fused experts, each with its own A and B."""
     if target.kind == "experts":
         a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
         deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
@@ -274,7 +275,7 @@ def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tens
 
 
 def describe(plan: LoraPlan, module: nn.Module) -> list[str]:
-    """What there is to say of the adapters at start, in lines."""
+    """Lines that describe the adapters at start."""
     parameters: list[tuple[str, Any]] = list(module.named_parameters())
     trained = sum(p.numel() for name, p in parameters if plan.trains(name))
     every = sum(p.numel() for _, p in parameters)

@@ -1,6 +1,6 @@
-"""Low-rank additions to linear layers, embeddings and fused experts; no delta of a weight is ever made.
+"""Low-rank additions to linear layers, embeddings and fused experts. The product B A is never materialised.
 
-S rows of tokens, each with the expert it goes to (tokens x chosen experts); E experts; r rank.
+S rows of (token, chosen expert) pairs; E experts; r rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.models import hf
 
 
 class Switch:
-    """Whether adapters take part: one for all of a model."""
+    """Turns all adapters of a model on and off."""
 
     def __init__(self) -> None:
         self.on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Leave the adapters out inside."""
+        """Turn the adapters off inside."""
         self.on = False
         try:
             yield
@@ -33,7 +33,7 @@ class Switch:
 
 
 class LowRank(nn.Module):
-    """The matrices of an adapter, A [.., in] and B [out, ..], not filled. like: the weight that it adapts."""
+    """The matrices of an adapter, A [.., in] and B [out, ..], unfilled. like: the weight that it adapts."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class LowRank(nn.Module):
 
 
 def linear_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """After a linear layer with an adapter `lora`: its output with the adapter's added."""
+    """Forward hook: adds the output of the adapter `lora` to that of its linear layer."""
     adapter: LowRank = module.lora
     return out + adapter(args[0]).to(out.dtype) if adapter.switch.on else out
 
 
 def embedding_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """After an embedding with an adapter `lora_embedding`. What the family scales its embeddings by applies to both."""
+    """Forward hook: adds the output of `lora_embedding` to that of its embedding, with the family's scale."""
     adapter: LowRank = module.lora_embedding
     if not adapter.switch.on:
         return out
@@ -78,9 +78,9 @@ def embedding_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor
 
 
 def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The forward of fused experts with adapters `lora_NAME` beside the parameters NAME, for transformers' interface.
+    """The forward of fused experts with adapters `lora_NAME`, for transformers' experts interface.
 
-    Rows are sorted by expert, so that each projection is one grouped product, and so are the adapter's two.
+    Rows are sorted by expert, so that each projection, and each adapter matrix, is one grouped product.
     """
     tokens, chosen = chosen_TK.shape
     order_S = chosen_TK.reshape(-1).argsort(stable=True)

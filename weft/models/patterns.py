@@ -12,12 +12,12 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they run nothing themselves
 
 
 def names_it(pattern: str, name: str) -> bool:
-    """Whether `pattern` names this parameter or module, or one that holds it; `*` is any text, dots included."""
+    """Whether `pattern` matches this name, or a module that holds it; `*` matches any text, with dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def outermost(root: nn.Module, pattern: str) -> list[str]:
-    """The outermost modules that the pattern names, by glob; of a list that it names, the members."""
+    """The outermost modules that the pattern matches; for a ModuleList, its members."""
     found: list[str] = []
     for name, child in root.named_modules():
         if not name or isinstance(child, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in found):
@@ -30,7 +30,7 @@ def outermost(root: nn.Module, pattern: str) -> list[str]:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:
-    """The end of a message about a pattern that matches none of the names: what may have been meant."""
+    """The end of a message about a pattern without a match: similar names."""
     parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     close = get_close_matches(pattern, sorted(parts), n=2, cutoff=0.7)
     return f"; did you mean {' or '.join(close)}?" if close else f"; names begin like {min(parts, key=len)}."

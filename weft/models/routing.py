@@ -1,7 +1,7 @@
-"""Routers of mixture-of-experts models, watched and steered.
+"""Recording and replacing the choices of mixture-of-experts routers.
 
-Routers of all families choose with torch.topk over [tokens, experts], so that call is what is seen and answered; no
-family's code is named. Whoever steers gives other indices, and the scores at those, so that the router learns as ever.
+Routers of all families choose by torch.topk over [tokens, experts], so that call is intercepted and no family's code is
+named. A replacement gives other indices and the scores at those, so that the router still learns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Choose = Callable[[int, Tensor, Any], Any]
 
 @contextmanager
 def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
-    """Hand every choice of `chosen` of `experts` within these decoder layers to `choose`, recomputation included.
+    """Give every choice of `chosen` of `experts` in these decoder layers, recomputed ones too, to `choose`.
 
-    Hooks, not one mode around everything, because recomputation runs layers from backward, where modes of the caller do
-    not reach. Of the layers' children, because newer transformers recompute a layer without its own hooks.
+    Hooks of the layers' children are used. A mode around the forward would not reach recomputation, which backward
+    starts, and newer transformers recompute a layer without its own hooks.
     """
     watched = [
         (child, _TopK(number, experts, chosen, choose))
@@ -49,7 +49,7 @@ def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Cho
 
 
 class RouteRecorder:
-    """Keeps which experts the forwards of a model chose, from now on: the model's hooks stay as long as it lives."""
+    """Records the experts that forwards of a model choose, from now on; the hooks stay on the model."""
 
     def __init__(self, layers: Sequence[nn.Module], experts: int, chosen: int) -> None:
         self._layers, self._chosen = len(layers), chosen
@@ -58,7 +58,7 @@ class RouteRecorder:
         self._hooks.enter_context(steering(layers, experts, chosen, self._keep))
 
     def take(self) -> NDArray[np.int16]:
-        """[M, decoder layers, k] of the M tokens of the last forward; -1 where a layer routes nothing."""
+        """[M, decoder layers, k] for the M tokens of the last forward; -1 where a layer routes nothing."""
         tokens = max((len(chosen_Mk) for chosen_Mk in self._seen.values()), default=0)
         none_Mk = torch.full((tokens, self._chosen), -1)
         routes = [self._seen.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
@@ -88,10 +88,10 @@ class _TopK(TorchFunctionMode):
 
 
 def replaced(scores: Tensor, out: Any, indices: Tensor) -> Any:
-    """What topk would have given, had it chosen these experts [M, k]."""
+    """The result of topk, had it chosen these experts [M, k]."""
     return type(out)((scores.gather(-1, indices), indices))
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:
-    """[M] whether two choices [M, k] are of different experts, in whatever order."""
+    """[M]: whether two choices [M, k] differ as sets."""
     return (one.sort(-1)[0] != other.sort(-1)[0]).any(-1)

@@ -1,4 +1,4 @@
-"""A small copy of any config that keeps what can go wrong: kinds of layers, windows, chunks, experts, scalings."""
+"""Small copies of any config that keep what can go wrong: kinds of layers, windows, chunks, experts, scalings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def fewer_layers(config: PretrainedConfig, layers: int, whole: Kinds) -> PretrainedConfig:
-    """A copy with `layers` layers, more where it takes more to have one of every kind in `whole`. Widths stay.
+    """A copy with `layers` layers, or more where that is needed to have every kind in `whole`. Widths stay.
 
-    The first layer of each kind is kept where the config has lists that say so of every layer; else, the shortest run
-    of layers from the first on; all layers, where no such part has every kind.
+    Where the config has per-layer lists, the first layer of each kind is kept; otherwise the shortest prefix of the
+    layers with every kind.
     """
     total, firsts = len(whole.layers), [whole.layers.index(kind) for kind in set(whole.layers)]
     others = [number for number in range(total) if number not in firsts]

@@ -1,12 +1,12 @@
-"""TrainModule: the trained root. HuggingFace's base model, and a Head in place of the rest of the causal LM.
+"""TrainModule, the trained root: HuggingFace's base model, and a Head instead of the rest of the causal LM.
 
-Its children carry HuggingFace's names, so parameter names are those of the causal LM. B batch, T tokens of a row,
-H hidden width, V vocabulary, N predictions that somebody needs.
+Its children have HuggingFace's names, so that parameter names are those of the causal LM. B batch, T tokens of a row, H
+hidden width, V vocabulary, N predictions that are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from weft.models.low_rank import LowRank
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
-from weft.ops.head import Direction, LogitTransform, chunked_readouts, logprob_and_top1
+from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 
 
 class Head(nn.Module):
-    """Everything between the last hidden state and per-token readouts; never makes a [N, V] tensor."""
+    """Computes per-token readouts from the last hidden states, without a [N, V] tensor."""
 
     def __init__(self, linear: nn.Linear, transform: LogitTransform) -> None:
         super().__init__()
@@ -35,6 +35,12 @@ class Head(nn.Module):
         self.temperature = 1.0  # what logits are divided by, after the family's own transform
         self.exact = False  # readouts are, to the last bit, what a sampler records
         self.lora: LowRank | None = None
+        self.shard: VocabularyShard | None = None
+        self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
+
+    def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
+        """Its weight is of part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        self.shard, self._enter = shard, enter
 
     def forward(
         self,
@@ -44,14 +50,13 @@ class Head(nn.Module):
         direction: Direction | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Readouts of the distribution that predicts each target: `logprob` and, if asked for, `entropy`, [N] fp32.
+        """Readouts of the distribution over each target: `logprob` and, if asked for, `entropy`, [N] fp32.
 
-        direction: of the gradient that logprob will receive, where it is known: saves a pass.
-        `top1`, in place of `entropy` and without gradients: 1 where no token is likelier than the target.
-        Single logits (objectives/readouts.py): chosen_NC are the tokens of `chosen_logits`; with `entropy` they cost a
-        pass of their own.
+        direction: that of the gradient of logprob, where it is known; saves a pass. `top1` replaces `entropy`, without
+        gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of `chosen_logits`
+        (objectives/readouts.py); with `entropy`, single logits cost another pass.
         """
-        hidden_NH, weight = hidden_NH.to(self.weight.dtype), self.weight
+        hidden_NH, weight = self._enter(hidden_NH.to(self.weight.dtype)), self.weight
         if self.lora is not None and self.lora.switch.on:
             # W h + B (s A h) is one matrix, [W B], times one vector; the readouts never need the logits themselves.
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
@@ -63,8 +68,9 @@ class Head(nn.Module):
             return found | self._whole(hidden_NH, weight, targets_N, readouts, None)
         if "top1" in readouts:
             pair = logprob_and_top1(
-                hidden_NH, weight, self.bias, targets_N, self.transform, temperature=self.temperature
-            )
+                hidden_NH, weight, self.bias, targets_N, self.transform,
+                temperature=self.temperature, shard=self.shard,
+            )  # fmt: skip
             return dict(zip(("logprob", "top1"), pair, strict=True))
         return self._whole(hidden_NH, weight, targets_N, readouts, direction)
 
@@ -79,6 +85,7 @@ class Head(nn.Module):
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
             entropy="entropy" in readouts, temperature=self.temperature, direction=direction, exact=self.exact,
+            shard=self.shard,
         )  # fmt: skip
         out = {"logprob": logprob}
         if entropy is not None:
@@ -110,7 +117,7 @@ class Head(nn.Module):
 
 
 class ValueHead(Head):
-    """One number in place of logits: what a critic expects of a document from the predicted token on."""
+    """A critic's head: one number per prediction, the expected return from the predicted token on."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, LogitTransform())  # weight [1, H]
@@ -123,7 +130,7 @@ class ValueHead(Head):
         direction: Direction | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the dtype of compute."""
+        """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the compute dtype."""
         assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
@@ -132,10 +139,10 @@ class ValueHead(Head):
 
 
 class TrainModule(nn.Module):
-    """fully_shard's root. `hf_model` stays beside it, unregistered, for facts and conversion rules only."""
+    """fully_shard's root. `hf_model` is kept unregistered, for facts and conversion rules only."""
 
     def __init__(self, model: PreTrainedModel, values: bool = False) -> None:
-        """values: the model's class has one linear output per token in place of a vocabulary's (hf.with_values)."""
+        """values: the model's class has one output per token instead of logits (hf.with_values)."""
         super().__init__()
         self.facts: Facts = find_facts(model, values)
         self.add_module(self.facts.base, model.get_submodule(self.facts.base))
@@ -161,7 +168,7 @@ class TrainModule(nn.Module):
 
     @property
     def layers(self) -> list[tuple[str, nn.Module]]:
-        """(name, decoder layer) in order."""
+        """(name, decoder layer), in order."""
         return [(f"{self.facts.layers}.{n}", m) for n, m in self.get_submodule(self.facts.layers).named_children()]
 
     def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None) -> Tensor:
@@ -189,8 +196,8 @@ class TrainModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        chosen_NC: as Head has it. `hidden/MODULE`: [N, width] of what a module gives where the prediction is made.
-        balance: asks for `balance` too, the row's part of the experts' auxiliary loss, or for `choices` alone
+        chosen_NC: see Head. `hidden/MODULE`: [N, width], the output of a module at the position of the prediction.
+        balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or `choices` alone
         (objectives/balance.py).
         """
         extra = {} if balance is None else {"output_router_logits": True}

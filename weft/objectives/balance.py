@@ -1,11 +1,11 @@
-"""Load balancing of a mixture of experts, of each document or of the whole step: neither depends on how a step is cut.
+"""Load balancing of experts, per document or over the whole step; neither depends on how a step is cut.
 
 Both are the loss of Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6) as transformers computes
-it, over all layers at once: E sum_e F_e P_e, F_e being how many of a token's top_k choices fall on expert e, on average
-over some tokens, and P_e its mean probability. F has no gradient, so of a whole step only F has to be known before the
-first backward; P enters as a sum over rows.
+it, over all layers at once: E sum_e F_e P_e. F_e is how many of a token's top_k choices fall on expert e, averaged over
+some tokens; P_e is its mean probability. F has no gradient, so for the whole step only F must be known before the first
+backward; P is a sum over rows.
 
-D documents, E experts, M tokens of a row. router_logits: of each layer [M, E] or [B, T, E], with M = B T.
+D documents, E experts, M tokens of a row. router_logits: per layer [M, E] or [B, T, E], with M = B T.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Balance:
-    """What the auxiliary loss asks of a row.
+    """What the auxiliary loss needs of a row.
 
-    owner_M: place of each token's document, -1 for padding, which counts nowhere. shares_E: F over the tokens of the
-    whole step; None where every document is balanced by itself. counting: only choices are asked for.
+    owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
+    to balance each document. counting: only the choices are wanted.
     """
 
     owner_M: Tensor
@@ -35,7 +35,7 @@ class Balance:
 def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     """Sum over the row's tokens of the auxiliary loss of their document, or of the step: a scalar with gradient.
 
-    Of the step it is the part that the row's probabilities have in tokens x loss, so that rows add up to the whole.
+    For the step, it is the contribution of the row's probabilities to tokens x loss; rows add up to the whole.
     """
     probabilities = _probabilities(router_logits)
     experts, layers = probabilities[0].shape[-1], len(probabilities)
@@ -49,7 +49,7 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
 
 
 def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
-    """[E]: how often the row's tokens choose each expert, on average over the layers."""
+    """[E]: how often the row's tokens choose each expert, averaged over the layers."""
     choices = _choices(_probabilities(router_logits), balance.top_k)
     return _by_document(choices, balance).sum(0) / len(router_logits)
 

@@ -1,7 +1,7 @@
-"""What an objective is: a map from readouts to weighted sums over tokens.
+"""The interface of an objective, which maps readouts to weighted sums over tokens.
 
-It never divides by what it sees: a rank sees only its own rows. The engine divides the sum by `normaliser(plan)`,
-computed from the whole step's plan, so that no cut of the step can change a gradient.
+It never divides by what it sees, because a rank sees only its own rows. The engine divides the sum by
+`normaliser(plan)`, computed from the whole step's plan, so that gradients do not depend on how a step is cut.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Batch:
     """The predictions of one row, as an objective sees them.
 
-    readouts: name -> [N] fp32, with gradients, or [N, ...] of what has several values for each prediction (`top_ids/K`,
-    of `top_logits/K`, is int64). weights_N, arrays: those of the predicted tokens. document_N: place of
-    each prediction's document in `documents`, the step's indices of the documents of this row.
+    readouts: name -> [N] fp32 with gradients, or [N, ...] where there are several values per prediction (`top_ids/K`,
+    of `top_logits/K`, is int64). weights_N, arrays: of the predicted tokens. document_N: index into `documents` of each
+    prediction. documents: indices, in the step, of the row's documents.
     """
 
     readouts: dict[str, Tensor]
@@ -41,9 +41,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Terms:
-    """loss_sum: scalar with gradient, not yet normalised. metrics: name -> (sum, weight), summed over the step.
+    """loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step.
 
-    balance_sum: of experts, added by the engine; it has a normaliser of its own, the step's tokens.
+    balance_sum: of the experts' auxiliary loss, which the engine adds and divides by the step's tokens.
     """
 
     loss_sum: Tensor
@@ -52,7 +52,7 @@ class Terms:
 
 
 def check_terms(found: Any, objective: Objective) -> Terms:
-    """What an objective returned, if it is what it must return. Raises UserError."""
+    """The Terms that an objective returned. UserError where it returned something else."""
     if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
         return found
     what = found.loss_sum if isinstance(found, Terms) else found
@@ -64,23 +64,41 @@ def check_terms(found: Any, objective: Objective) -> Terms:
     )
 
 
-class Objective(Protocol):
-    """readouts: what of the model is wanted, by the names of readouts.py. every_token: also of tokens whose weight is
-    zero.
+def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
+    """[N, C] tokens whose logits an objective asks for; None where it asks for none. UserError for another shape or
+    dtype."""
+    if "chosen_logits" not in objective.readouts:
+        return None
+    ask: Any = objective
+    ids, count = ask.token_ids(targets_N, arrays), len(targets_N)
+    if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
+        return targets_N.new_empty(0, 0)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
+        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(
+            f"train.objective: token_ids() of {type(objective).__name__} gives {what}, and has to give int64 of shape "
+            f"[{count}, tokens]: for each prediction the same number of tokens."
+        )
+    return ids.to(targets_N)
 
-    One that asks for `chosen_logits` has a method `token_ids(targets_N, arrays)`, which gives the tokens: [N, C] int64.
+
+class Objective(Protocol):
+    """readouts: what it needs of the model (readouts.py). every_token: also for tokens with a weight of zero.
+
+    An objective that reads `chosen_logits` has a method token_ids(targets_N, arrays) that gives the tokens, [N, C]
+    int64.
     """
 
     readouts: frozenset[str]
     every_token: bool
 
     def normaliser(self, plan: StepPlan) -> float:
-        """What the whole step's loss sum is divided by; from the plan alone."""
+        """The divisor of the whole step's loss sum, from the plan alone."""
         ...
 
     def upstream(self, weights_N: Tensor) -> Tensor | None:
-        """The gradient that each logprob will receive, up to one factor, where it is known before the forward; else
-        None. A step in which it turns out to be another raises UserError."""
+        """The gradient of the loss by each logprob, up to one factor, where it is known before the forward; else None.
+        UserError in a step where the real gradient differs."""
         ...
 
     def __call__(self, batch: Batch) -> Terms: ...

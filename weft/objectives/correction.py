@@ -1,7 +1,7 @@
-"""What a token's loss is multiplied by, because it was not quite the trainer's policy that drew it (rl.correction).
+"""The factor on a token's loss that corrects for sampling by another policy than the trainer's (rl.correction).
 
-With rho = old / rollout of what was sampled, a token's loss times rho is what it would be on average had the trainer
-sampled (importance sampling); bounded, because rho of long samples is not. N sampled tokens.
+With rho = old / rollout, a token's loss times rho is, on average, what it would be had the trainer sampled (importance
+sampling). rho is bounded, because over long samples it is not. N sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = 20.0  # of |log rho|, so that no ratio is infinite
 
 
 def importance_ratios(difference_N: Tensor, document_N: Tensor, documents: int, config: RlAlgorithm) -> Tensor:
-    """[N] rho of each token, from log rho; or [documents] that of each sample: prod rho (`sequence`), or
-    (prod rho)^(1/G) of its G tokens (`geometric`). fp64."""
+    """rho from log rho, fp64: [N] of each token, or [documents] of each sample: prod rho (`sequence`), or (prod
+    rho)^(1/G) over its G tokens (`geometric`)."""
     log_ratio = difference_N.double()
     if config.correction_level != "token":
         zeros = torch.zeros(documents, dtype=torch.float64, device=log_ratio.device)
@@ -34,8 +34,8 @@ def importance_ratios(difference_N: Tensor, document_N: Tensor, documents: int, 
 
 
 def bounded(ratios: Tensor, config: RlAlgorithm) -> Tensor:
-    """`tis` cuts a ratio at the limits (Yao et al. 2025), `mis` and `icepop` drop what is outside of them: `mis` only
-    above (Liu et al. 2025, richardli.xyz/rl-collapse), `icepop` below, too (arXiv:2510.18855, section 3)."""
+    """`tis` clips ratios at the limits (Yao et al. 2025). `mis` sets those above to zero (Liu et al. 2025,
+    richardli.xyz/rl-collapse), `icepop` also those below (arXiv:2510.18855, section 3)."""
     if config.correction == "none":
         return torch.ones_like(ratios)
     low, high = config.correction_limits or LIMITS[config.correction]
@@ -45,5 +45,5 @@ def bounded(ratios: Tensor, config: RlAlgorithm) -> Tensor:
 
 
 def of_tokens(values: Tensor, document_N: Tensor, config: RlAlgorithm) -> Tensor:
-    """[N] from ratios, or what has become of them, of tokens or of samples."""
+    """[N] values per token, from values per token or per sample."""
     return values if config.correction_level == "token" else values[document_N]

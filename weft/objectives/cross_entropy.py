@@ -30,8 +30,8 @@ class CrossEntropy:
 
 
 class HeldOutLoss(CrossEntropy):
-    """The same loss without gradients; beside it the share of tokens that no other token was likelier than, and of
-    documents all of whose trained tokens are such: greedy decoding would write them."""
+    """The same loss without gradients, with two metrics: the share of tokens that are the likeliest, and of documents
+    whose trained tokens all are, so that greedy decoding would write them."""
 
     readouts = frozenset({"logprob", "top1"})
 

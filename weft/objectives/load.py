@@ -1,4 +1,4 @@
-"""train.objective: the loss that a run trains, which may be a class of the user's own."""
+"""train.objective: the trained loss, which may be a user's class."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _METHODS = ("normaliser", "upstream", "__call__")
 
 
 def choose_objective(path: str | None, given: Objective | None = None) -> Objective:
-    """`given`, or the objective that `train.objective` names as `package.module:Name`; cross entropy for None.
+    """`given`, or the objective at the import path `package.module:Name`; cross entropy for None.
 
-    A class is made without arguments. Modules are looked for where the command is run, too. UserError where there is
-    no such thing, or where it is no objective (weft/objectives/base.py).
+    A class is created without arguments. Modules are also searched for in the working directory. UserError where the
+    path leads to nothing, or to no objective (weft/objectives/base.py).
     """
     if given is not None:
         return check_objective(given, type(given).__name__)
@@ -36,7 +36,7 @@ def choose_objective(path: str | None, given: Objective | None = None) -> Object
 
 
 def check_objective(found: Any, name: str) -> Objective:
-    """`found`, if it has what an objective must have. name: what the message calls it."""
+    """`found`, if it has all that an objective must have. name: for the message."""
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
     if missing:

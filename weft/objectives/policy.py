@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a policy loss sees of a row, [N] each. logprob: of the current policy, with gradient; old_logprob: of the
-    old one; advantage: of each token. batch: has document_sum, for quantities of whole samples."""
+    """The tokens of a row as a policy loss sees them, [N] each. logprob: of the current policy, with gradient.
+    old_logprob: of the old one. batch: has document_sum, for quantities of whole samples."""
 
     logprob: Tensor
     old_logprob: Tensor
@@ -52,14 +52,14 @@ class PolicyTokens:
 
     @property
     def product_ratio(self) -> Tensor:
-        """Of each token the ratio of its whole sample, the product of its tokens', with a gradient through all."""
+        """Ratio of each token's whole sample, the product over its tokens, with gradients through all of them."""
         whole = self.batch.document_sum(self.log_ratio).clamp(-LARGEST, LARGEST)
         return whole[self.batch.document_N].exp()
 
     @property
     def sequence_ratio(self) -> Tensor:
-        """Of each token the ratio of its whole sample, (prod ratio)^(1/G), with a gradient through this token alone
-        (GSPO-token, arXiv:2507.18071, equation 14)."""
+        """Ratio of each token's whole sample, (prod ratio)^(1/G), with a gradient through this token alone (GSPO-token,
+        arXiv:2507.18071, equation 14)."""
         with torch.no_grad():
             count = self.batch.document_sum(torch.ones_like(self.logprob)).clamp(min=1)
             mean = (self.batch.document_sum(self.log_ratio) / count)[self.batch.document_N]
@@ -71,20 +71,20 @@ Loss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
 
 def ppo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r the token's ratio (Schulman et al. 2017, arXiv:1707.06347, equation 7;
-    low and high apart: DAPO, arXiv:2503.14476, equation 8)."""
+    separate low and high: DAPO, arXiv:2503.14476, equation 8)."""
     return _clipped(tokens.ratio, tokens.advantage, config)
 
 
 def gspo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """The same with the ratio of the whole sample (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
+    """ppo with the ratio of the whole sample (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
 
-    Where all of a sample's advantages are one, as in the paper, the gradient is GSPO's: s A / G sum of grad log p.
+    Where all of a sample's advantages are equal, as in the paper, the gradient is GSPO's: s A / G sum of grad log p.
     """
     return _clipped(tokens.sequence_ratio, tokens.advantage, config)
 
 
 def ppo_sequence(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """The same with the product of a sample's ratios, that of the probabilities of the whole sample (TRL's RLOO).
+    """ppo with the product of a sample's ratios, the ratio of whole samples' probabilities (TRL's RLOO).
 
     Each token has the loss of its sample, so that with sequence_mean every sample counts once.
     """
@@ -119,9 +119,9 @@ LOSSES: dict[str, Loss] = {
 
 
 def choose_policy_loss(name: str) -> Loss:
-    """One of weft's own, or the user's by its import path, a function (PolicyTokens, config) -> [N] loss of each token.
+    """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
 
-    UserError where that is no function.
+    UserError where the path leads to no function.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -167,7 +167,8 @@ class PolicyLoss:
     every_token = False
 
     def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
-        """masked: samples of the step that rl.mask_truncated leaves out."""
+        """old_is_current: documents bring no old_logprob, because nothing was updated since the rollout. masked:
+        samples of the step that rl.mask_truncated leaves out."""
         self.config, self.old_is_current = config, old_is_current
         self.masked = masked if config.count_masked else 0
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
@@ -175,7 +176,7 @@ class PolicyLoss:
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
     def old_logprobs(self) -> dict[int, Tensor]:
-        """Where old is current: the logprobs of each document's trained tokens, by its index in the step."""
+        """Where old is current: index in the step -> logprobs of the document's trained tokens."""
         found: dict[int, Tensor] = {}
         for documents, document_N, logprob in self._read:
             counts = document_N.bincount(minlength=len(documents)).tolist()

@@ -1,4 +1,4 @@
-"""The names of what an objective may ask of the model, for every prediction of a row."""
+"""Names of the readouts that an objective may ask for, per prediction of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OFFERED = "logprob, entropy, logsumexp, chosen_logits, top_logits/K (as in top_l
 
 @dataclass(frozen=True)
 class Wanted:
-    """top: so many of the largest logits, 0 for none. hidden: names of modules. unknown: names that are none."""
+    """Parsed names. top: how many of the largest logits. hidden: modules. unknown: names that are no readouts."""
 
     top: int
     hidden: tuple[str, ...]
@@ -32,5 +32,5 @@ class Wanted:
 
 
 def needs_logits(readouts: Collection[str]) -> bool:
-    """Whether single logits are asked for, and not only what is known of the whole distribution."""
+    """Whether a readout is made of single logits."""
     return any(name.startswith(TOP) or name in ("logsumexp", "chosen_logits") for name in readouts)

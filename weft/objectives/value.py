@@ -1,4 +1,4 @@
-"""The loss of a critic: V should be what a sample brings in from here on."""
+"""The loss of a critic, which predicts the return from each token on."""
 
 from __future__ import annotations
 

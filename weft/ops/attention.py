@@ -1,4 +1,4 @@
-"""Attention that keeps documents apart: one function for every HuggingFace family, and the table of kernels behind it.
+"""Attention within documents: one function for every HuggingFace family, and the table of kernels behind it.
 
 Shapes are those of attention_call.py.
 """
@@ -29,7 +29,8 @@ EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
 def varlen(call: Call) -> Tensor:
     """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row.
 
-    It knows one width for all three, a multiple of 8: zeros behind them change no score, and come out as zeros.
+    Its heads have one width for queries, keys and values, a multiple of 8; they are padded with zeros, which change
+    nothing.
     """
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
@@ -43,9 +44,9 @@ def varlen(call: Call) -> Tensor:
 
 
 def _cumulative(call: Call) -> tuple[Tensor, int]:
-    """Cumulative lengths over the flattened batch; entries that are apart keep their padding as part of them."""
+    """Cumulative lengths over the flattened batch; padded entries keep their padding as part of them."""
     bounds = call.bounds
-    if not bounds.apart:
+    if not bounds.padded:
         assert bounds.cu_seqlens is not None
         return bounds.cu_seqlens, bounds.longest
     batch, length = call.query_BHTD.shape[0], call.query_BHTD.shape[2]
@@ -56,7 +57,7 @@ def _cumulative(call: Call) -> tuple[Tensor, int]:
 
 
 def flex(call: Call) -> Tensor:
-    """torch's flex attention (CUDA, compiled): soft-caps and sinks, which flash kernels do not know."""
+    """torch's flex attention (CUDA, compiled), which has soft-caps and sinks, unlike flash kernels."""
     from weft.ops.flex import flex_documents
 
     return flex_documents(call)
@@ -64,7 +65,7 @@ def flex(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the calls it is right for. widths: of queries, keys and values, per head."""
+    """A kernel and the calls that it supports. widths: of queries, keys and values, per head."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
@@ -93,7 +94,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Traits) -> str:
-    """The kernel for calls of this kind: the one asked for, or the first that suits them."""
+    """The kernel for calls of this kind: the preferred one, or the first that supports them."""
     if preference == "auto":
         return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
     if not KERNELS[preference].suits(device, dtype, traits):
@@ -114,7 +115,7 @@ _watching: list[Callable[[Call], None]] = []
 
 @contextmanager
 def watched(look: Callable[[Call], None]) -> Iterator[None]:
-    """Meanwhile `look` is shown every call."""
+    """Call `look` with every attention call inside."""
     _watching.append(look)
     try:
         yield
@@ -131,7 +132,7 @@ def attend(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: returns ([B, T, H, E], None). Raises where the bounds did not arrive."""
+    """transformers' attention function: returns ([B, T, H, E], None). RuntimeError without bounds."""
     bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
     adapter = ADAPTERS.get(getattr(getattr(module, "config", None), "model_type", ""))
     if adapter is not None:

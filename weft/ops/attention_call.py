@@ -1,7 +1,7 @@
 """An attention call: tensors, and the bounds of the documents in them.
 
 Shapes: B batch, T tokens of a row, H query heads, K key heads (H a multiple of K), D head width, E value width.
-A row is packed (B = 1, documents end to end) or apart (documents right-padded, one per batch entry). Bounds travel
+A row is packed (B = 1, documents end to end) or padded (documents right-padded, one per batch entry). Bounds travel
 as the forward argument `doc_bounds`; the row's own mask is never trusted, because HuggingFace's is wrong for some.
 """
 
@@ -20,15 +20,14 @@ BOUNDS_ARGUMENT = "doc_bounds"
 class Bounds:
     """Where the documents of a row begin and end.
 
-    lengths: tokens of each document. apart: one document per batch entry, right-padded, instead of end to end.
-    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that want it there. seen: attention calls
-    that received these bounds, so that a check can count them. cache: what a kernel derives once per row.
-    past: where generation goes on, [B] tokens before the one of each entry; keys and values are then those of a cache.
-    even: all of them are the same.
+    lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. seen: attention calls that received
+    these bounds, counted for checks. cache: what a kernel derives once per row. past: in generation, [B] tokens before
+    each entry's new one; keys and values come from a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
-    apart: bool = False
+    padded: bool = False
     cu_seqlens: Tensor | None = None
     seen: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class Bounds:
 
     @staticmethod
     def packed(lengths: tuple[int, ...], device: torch.device) -> Bounds:
-        """Bounds of a packed row; cumulative lengths go to the device only where a kernel reads them there."""
+        """Bounds of a packed row. Cumulative lengths are copied to the device only where kernels read them there."""
         cumulative = None
         if device.type != "cpu":
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -51,7 +50,7 @@ class Bounds:
 
 @dataclass(frozen=True, order=True)
 class Traits:
-    """What attention calls of one kind ask of a kernel beyond causality. width: of queries and keys, per head."""
+    """Features that calls of one kind need beyond causality. width: of queries and keys, per head."""
 
     width: int
     value_width: int

@@ -14,9 +14,9 @@ from weft.ops.attention_call import Bounds, Call
 
 
 def one_token(call: Call) -> Tensor:
-    """[R, H, 1, E]. Row r sees slots 0 .. past[r], the last being the new token's own; call.bounds.past says so.
+    """[R, H, 1, E]. Row r attends to slots 0 .. call.bounds.past[r]; the last holds the new token's own key.
 
-    The G query heads that share a key head stand where queries of several tokens would, so no key is repeated.
+    The G query heads of a key head are treated as G queries, so that no key is repeated.
     """
     batch, heads, _, width = call.query_BHTD.shape
     kinds = call.key_BKTD.shape[1]

@@ -1,9 +1,9 @@
-"""Arithmetic in which a token's result does not depend on what is computed beside it, to the last bit.
+"""Arithmetic in which a token's result does not depend on what else is computed, to the last bit.
 
-What a trainer computes of a whole document and a sampler token by token are the same sums, but not always in the same
-order. Measured on CPU in fp32 (docs/exact.md), three things depend on the shape: matrix products of fewer than four
-rows to a thread, pointwise functions that treat the last few elements of a tensor by scalar code, and attention. Inside
-`Exact` the first two are given shapes in which they do not; `attend_exactly` is the third.
+A trainer computes whole documents and a sampler one token at a time: the same sums, but not always in the same order.
+Measured on CPU in fp32 (docs/exact.md), three things depend on the shape: matrix products with fewer than four rows per
+thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads the first two to
+shapes in which results do not change; `attend_exactly` is the third.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST_SPLITS = 8  # threads whose shares of a tensor are kept whole
 
 
 def row_multiple() -> int:
-    """Rows come in multiples of this, so that every thread has at least four."""
+    """The multiple to which rows are padded, so that every thread has at least four."""
     return _ROWS * torch.get_num_threads()
 
 
 def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """x with zeros at the end of this dimension, up to a multiple."""
+    """x with zeros appended along `dim`, up to a multiple."""
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
@@ -77,8 +77,8 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 class Exact(TorchFunctionMode):
-    """While it is active, linear layers and pointwise functions are those of this file. Active in backward too, it
-    makes recomputed layers those of forward; gradients are torch's own."""
+    """Mode in which linear layers and pointwise functions are those of this file. Active in backward, it makes
+    recomputed layers equal to forward's; gradients are torch's own."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,12 +87,12 @@ class Exact(TorchFunctionMode):
 
 
 def numerics(exact: bool) -> AbstractContextManager[object]:
-    """Arithmetic inside: exact, or as it comes."""
+    """Exact arithmetic inside, or torch's."""
     return Exact() if exact else nullcontext()
 
 
 def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """([N] log softmax(logits / temperature) of each target, [N, V] of all): what the sampler computes in drawing."""
+    """([N] log softmax(logits / temperature) of each target, [N, V] of all tokens), as the sampler computes them."""
     if temperature != 1:
         logits_NV = logits_NV / temperature
     logprobs_NV = logits_NV.log_softmax(-1)

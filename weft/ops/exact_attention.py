@@ -1,9 +1,9 @@
-"""Attention in which a token's result depends on its own document alone, to the last bit: not on what is computed
-beside it, nor on whether the keys before it come from the same forward or from a cache.
+"""Attention in which a token's result depends on its own document alone, to the last bit: neither on neighbours nor on
+whether earlier keys come from the same forward or from a cache.
 
-B sequences, T tokens of each that ask, S keys of each, key s being of token s; H query heads, K key heads, G = H / K, D
-head width, E value width, N = B K, M >= G T rows. Keys are taken in blocks of 64 into sums that begin at zero. One that
-a token may not see adds an exact zero, and so does a whole block of them: it does not matter how many there are.
+B sequences, T querying tokens of each, S keys of each, key s of token s; H query heads, K key heads, G = H / K, D head
+width, E value width, N = B K, M >= G T rows. Keys are added in blocks of 64 to sums that start at zero. A hidden key,
+and a whole hidden block, adds an exact zero, so that their number does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCORES = 2**23  # bounds B H T S of what is computed at once
 
 
 def attend_exactly(call: Call) -> Tensor:
-    """[B, H, T, E]. Backward is that of the ordinary kernel."""
+    """[B, H, T, E]. Backward is that of per_document."""
     if call.bounds.past is not None:
         return _attend(call, call.query_BHTD, call.key_BKTD, call.value_BKTE, call.bounds.past[:, None])
     out: Tensor = _Documents.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE, call.sinks_H, call)
@@ -37,7 +37,7 @@ class _Documents(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.rest = {"bounds": call.bounds, "scaling": call.scaling, "window": call.window, "softcap": call.softcap}
-        return _apart(call) if call.bounds.apart else _packed(call)
+        return _padded(call) if call.bounds.padded else _packed(call)
 
     @staticmethod
     @once_differentiable
@@ -55,7 +55,7 @@ class _Documents(torch.autograd.Function):
         return *(next(found) if needs else None for needs in wanted), None
 
 
-def _apart(call: Call) -> Tensor:
+def _padded(call: Call) -> Tensor:
     """Sequences right-padded in a batch."""
     parts = _few(*call.query_BHTD.shape[:3])
     every = (call.query_BHTD, call.key_BKTD, call.value_BKTE)
@@ -114,7 +114,7 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
     """softmax(softcap(q k^T scaling), sinks) v, in fp32. position_BT: of those that ask, in their sequences; one
     sequence's for all where B is 1."""
     (batch, heads, asking, _), kinds = query_BHTD.shape, key_BKSD.shape[1]
-    apart = (batch, kinds, heads // kinds, asking)  # of the first rows
+    grouped = (batch, kinds, heads // kinds, asking)  # of the first rows
     rows = heads // kinds * asking
     query_NMD = padded(query_BHTD.float().reshape(batch * kinds, rows, -1), 1, row_multiple())
     blocks = []
@@ -123,12 +123,12 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
         if call.softcap is not None:
             scores_NMs = torch.tanh(scores_NMs / call.softcap) * call.softcap
         hidden_BTs = _hidden(call, position_BT, start)
-        scores_NMs[:, :rows].view(*apart, _KEYS).masked_fill_(hidden_BTs[:, None, None], float("-inf"))
+        scores_NMs[:, :rows].view(*grouped, _KEYS).masked_fill_(hidden_BTs[:, None, None], float("-inf"))
         blocks.append(scores_NMs)
     largest_NM1 = torch.stack([block.amax(-1, keepdim=True) for block in blocks]).amax(0)
     sinks = None if call.sinks_H is None else call.sinks_H.float().view(1, kinds, -1, 1, 1)
     if sinks is not None:
-        own = largest_NM1[:, :rows].view(*apart, 1)
+        own = largest_NM1[:, :rows].view(*grouped, 1)
         own.copy_(own.maximum(sinks))
     largest_NM1.clamp_(min=torch.finfo(torch.float32).min)  # of padding that sees nothing
     total_NM1 = torch.zeros_like(largest_NM1)
@@ -138,7 +138,7 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
         total_NM1 += weights_NMs.sum(-1, keepdim=True)
         out_NME.baddbmm_(weights_NMs, _block(value_BKSE, number * _KEYS))
     if sinks is not None:
-        total_NM1[:, :rows].view(*apart, 1).add_((sinks - largest_NM1[:, :rows].view(*apart, 1)).exp())
+        total_NM1[:, :rows].view(*grouped, 1).add_((sinks - largest_NM1[:, :rows].view(*grouped, 1)).exp())
     out_NME /= total_NM1.clamp_(min=1.0)  # what is seen adds up to 1 and more
     return out_NME[:, :rows].reshape(batch, heads, asking, -1).to(value_BKSE.dtype)
 

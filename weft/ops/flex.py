@@ -1,8 +1,8 @@
 """Flex attention over packed documents (CUDA, compiled): windows, soft-caps and sinks in one kernel.
 
-B batch, H query heads, T tokens of a row, E value width, N blocks of 128 tokens. Token q sees the keys first_T[q] .. q:
-from where its document begins, or its window, whichever is later. first_T never falls, so the keys that a block of
-queries sees are one range of blocks, and where it begins and ends follows from the first and last query of the block.
+B batch, H query heads, T tokens of a row, E value width, N blocks of 128 tokens. Token q sees the keys first_T[q] .. q,
+from the start of its document or its window, whichever is later. first_T never falls, so the keys of a block of queries
+are one range of blocks, given by the block's first and last query.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def flex_documents(call: Call) -> Tensor:
 
 @cache
 def compiled() -> Callable[..., Tensor]:
-    """`attend` as one graph for rows of every length. A graph too many is an error, where else torch would compute
-    [T, T] scores without a word."""
+    """`attend`, compiled once for rows of every length. Too many graphs are an error, because torch would silently fall
+    back to [T, T] scores."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     return torch.compile(attend, dynamic=True, fullgraph=True)
 
@@ -43,7 +43,7 @@ def attend(
 ) -> Tensor:
     """A sink is one more logit whose value is zero: out * sigmoid(logsumexp - sink).
 
-    scale, softcap: as text, which is a constant of the graph; a float would be a variable, which flex does not take.
+    scale, softcap: text, which is a constant of the graph; a float would be a variable, which flex does not accept.
     """
     cap = None
     if softcap is not None:
@@ -69,7 +69,7 @@ def _mask(call: Call) -> BlockMask:
     if ("mask", window) not in bounds.cache:
         token_T = torch.arange(length, dtype=torch.int32, device=call.query_BHTD.device)
         first_T = torch.zeros_like(token_T)
-        if not bounds.apart:
+        if not bounds.padded:
             assert bounds.cu_seqlens is not None
             first_T = bounds.cu_seqlens[torch.searchsorted(bounds.cu_seqlens[1:], token_T, right=True)]
         if window is not None:
@@ -80,7 +80,7 @@ def _mask(call: Call) -> BlockMask:
 
 
 def block_mask(first_T: Tensor) -> BlockMask:
-    """torch's create_block_mask of the same rule, without its [T, T]: from tables of [N, N], on the device alone."""
+    """The mask of torch's create_block_mask for this rule, from [N, N] tables on the device, without [T, T]."""
     length = len(first_T)
     block_N = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=first_T.device)
     last_N = block_N * BLOCK + (BLOCK - 1)  # queries; of the last block perhaps beyond the row, where none is whole

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies from hidden states, without ever holding all logits.
+"""Log-probabilities and entropies from hidden states, without holding all logits.
 
-N predictions, H hidden width, V vocabulary. The logits are computed a tile at a time (some tokens x some of the
-vocabulary) and folded into a running log-sum-exp; backward computes each tile once more. The vocabulary is the outer
-loop: a slice of the weight's gradient is then finished and written once, instead of [V, H] being read and written
-for every chunk of tokens. Where the caller knows what gradient will come (supervised fine-tuning does), tiles hold
-the whole vocabulary of few tokens instead, and their gradients are computed at once, in forward.
+N predictions, H hidden width, V vocabulary. Logits are computed a tile at a time (some tokens x some of the vocabulary)
+and folded into a running log-sum-exp; backward computes each tile once more. The vocabulary is the outer loop, so that
+each slice of the weight's gradient is written once, instead of [V, H] being read and written for every chunk of tokens.
+Where the caller knows the gradient's direction (supervised fine-tuning does), tiles hold the whole vocabulary of few
+tokens instead, and gradients are computed in forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
 _MIB = 2**20
@@ -33,7 +34,7 @@ _TILE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a family does to its logits: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a softcap."""
+    """A family's transform of its logits: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a softcap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -64,14 +65,22 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True)
 class Direction:
-    """The gradient [N] that logprobs are going to receive, up to one factor, which is known before the forward.
+    """The gradient [N] that logprobs will receive, up to one factor, where it is known before the forward.
 
-    wrong: flags on the device, one for each backward: whether the gradient was another. What that backward has given is
-    wrong then, so whoever names a direction has to look at them. (To look at once would be to wait for the device.)
+    wrong: one flag per backward, on the device: the gradient was another, and that backward's result is wrong. Whoever
+    sets a direction must check the flags; they are not checked at once, because that would synchronise the device.
     """
 
     values_N: Tensor
     wrong: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of the weight are part of the vocabulary, from `first` on; other ranks have the others."""
+
+    first: int
+    ranks: Communicator
 
 
 def chunked_readouts(
@@ -86,19 +95,21 @@ def chunked_readouts(
     direction: Direction | None = None,
     exact: bool = False,
     tile: tuple[int, int] | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if asked for, the entropy of each prediction, in nats.
 
     With z = transform(hidden @ weight.T + bias) / temperature: logprob = z[target] - logsumexp(z), entropy =
-    -sum(softmax(z) * log_softmax(z)). Products run in the weight's dtype, everything after them in fp32 (fp64 for
-    fp64 weights). Backward is exact for any upstream gradient of both, and gives zeros, not None, for N = 0.
+    -sum(softmax(z) * log_softmax(z)). Products run in the weight's dtype, everything after them in fp32 (fp64 for fp64
+    weights). Backward is exact for any upstream gradient of both, and gives zeros, not None, for N = 0.
 
-    hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN.
-    temperature: above 0. tile: (tokens, vocabulary) of logits to hold at a time, by default chosen by bytes.
-    direction: saves computing the logits twice. Unused with entropy. It costs an fp32 [V, H] buffer where the weight is
-    narrower than that and the tokens need several tiles.
-    exact: compute the values from whole rows of logits, by the operations that a sampler draws with.
-    Returns (logprob [N], entropy [N] or None), fp32 (fp64 for fp64 weights).
+    hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN. temperature:
+    above 0. tile: (tokens, vocabulary) of logits held at a time, by default chosen by bytes. direction: saves the
+    second computation of logits, not with entropy; costs an fp32 [V, H] buffer where the weight is narrower and the
+    tokens need several tiles. exact: compute from whole rows of logits, with the sampler's operations. shard: of a
+    divided vocabulary, whose ranks call this together with the same hidden states and targets; the gradient of the
+    hidden states is then this rank's part of a sum over them. Returns (logprob [N], entropy [N] or None), fp32 (fp64
+    for fp64 weights).
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
@@ -106,10 +117,15 @@ def chunked_readouts(
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
     scaling = Scaling.of(transform, temperature)
     # fp16 gradients would underflow under a direction that knows nothing of the loss scale.
-    if entropy or exact or weight.dtype == torch.float16 or not torch.is_grad_enabled():
+    if entropy or exact or weight.dtype == torch.float16 or not torch.is_grad_enabled() or shard is not None:
         direction = None
+    assert shard is None or not exact, "whole rows of logits of a divided vocabulary"
     sampled = (transform, temperature) if exact else None
-    logprob, entropies = _Readouts.apply(hidden, weight, bias, targets, direction, scaling, entropy, tile, sampled)
+    if shard is not None:
+        targets = targets - shard.first
+    logprob, entropies = _Readouts.apply(
+        hidden, weight, bias, targets, direction, scaling, entropy, tile, sampled, shard
+    )
     return logprob, entropies
 
 
@@ -123,16 +139,18 @@ def logprob_and_top1(
     *,
     temperature: float = 1.0,
     tile: tuple[int, int] | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and 1.0 where no token is likelier than it, else 0.0; without gradients.
 
-    Shapes and dtypes of arguments and results are those of chunked_readouts. Two tokens that tie for the first place
-    are both the likeliest.
+    Shapes and dtypes are those of chunked_readouts. Tokens that tie for the first place all count as likeliest.
     """
     logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.of(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
+    _fold_all(logits, targets if shard is None else targets - shard.first, running, tile)
+    if shard is not None:
+        running = running.joined(shard.ranks)
     assert running.largest is not None
-    _fold_all(logits, targets, running, tile)
     return running.picked - running.lse, (running.picked >= running.largest).to(logits.wide)
 
 
@@ -146,7 +164,7 @@ def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
 
 
 class Logits:
-    """Computes tiles of x (the logits times scaling.inner) into one buffer that all tiles share."""
+    """Computes tiles of x (the logits times scaling.inner) in one buffer that all tiles share."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> None:
         self.hidden, self.weight, self.bias, self.scaling = hidden, weight, bias, scaling
@@ -154,14 +172,14 @@ class Logits:
         self._buffer = weight.new_empty(0)
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
-        """(columns, their rows) of the tiles, by default near square."""
+        """(columns, rows) of the tiles, by default nearly square."""
         device = self.weight.device.type
         height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
         for columns in slices(len(self.weight), width):
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
-        """How many tokens a tile of the whole vocabulary may hold."""
+        """The tokens of a tile with the whole vocabulary."""
         budget = _TILE_BYTES.get(self.weight.device.type, _TILE_BYTES_ACCELERATOR)
         return max(1, budget // (4 * len(self.weight)))
 
@@ -177,7 +195,7 @@ class Logits:
         return torch.addmm(self.bias[columns], hidden, weight.T, beta=inner, alpha=inner, out=out)
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The tile's rows, block by block, in fp32 or fp64: views of the tile where its dtype is that, else copies."""
+        """The tile's rows in blocks, in fp32 or fp64: views where the tile has that dtype, else copies."""
         budget = _BLOCK_BYTES.get(tile.device.type, _BLOCK_BYTES_ACCELERATOR)
         for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
@@ -201,6 +219,7 @@ class _Readouts(torch.autograd.Function):
         entropy: bool,
         tile: tuple[int, int] | None,
         sampled: tuple[LogitTransform, float] | None,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -215,6 +234,8 @@ class _Readouts(torch.autograd.Function):
                 _fold_all(logits, targets, running, tile)
             else:
                 logprob = _read_as_sampled(logits, targets, running, *sampled)
+            if shard is not None:
+                running = running.joined(shard.ranks)
         ctx.save_for_backward(hidden, weight, bias, targets, running.lse, running.entropy)
         ctx.scaling, ctx.tile = scaling, tile
         return running.picked - running.lse if sampled is None else logprob, running.entropy
@@ -236,11 +257,11 @@ class _Readouts(torch.autograd.Function):
         narrow = (
             x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
         )
-        return *narrow, None, None, None, None, None, None
+        return *narrow, *(None,) * 7
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """The wanted gradients."""
 
     hidden: bool
     weight: bool
@@ -256,7 +277,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def start(cls, logits: Logits, needs: Needs, weight_dtype: torch.dtype) -> Gradients:
-        """Zeros; the hidden states' and the bias's gradients are sums over many tiles, so wide."""
+        """Zeros, in a wide dtype for hidden states and bias, because they are sums over many tiles."""
         hidden, weight = logits.hidden, logits.weight
         return cls(
             torch.zeros_like(hidden, dtype=logits.wide) if needs.hidden else None,
@@ -283,7 +304,7 @@ def _differentiate(
 
 
 def spread(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
-    """Adds a tile's gradient [t, v] to those of the hidden states and of the bias."""
+    """Add a tile's gradient [t, v] to those of the hidden states and the bias."""
     if out.hidden is not None:
         _add_product(out.hidden[rows], grad, logits.weight[columns])
     if out.bias is not None:
@@ -389,6 +410,28 @@ class _Running(NamedTuple):
 
         lowest = float("-inf")
         return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
+
+    def joined(self, ranks: Communicator) -> _Running:
+        """Of the whole vocabulary, from the parts of the ranks; collective. [tokens] numbers travel, never logits.
+
+        By the chain rule of entropy, as `_merge` has it: H = sum_i w_i (H_i - log w_i), w_i the masses of the parts.
+        """
+        top = self.lse.clone()
+        ranks.max_(top)
+        mass = (self.lse - top).exp_()
+        ranks.sum_(mass)
+        lse = top + mass.log_()
+        picked = self.picked.nan_to_num(float("-inf"), float("inf"), float("-inf"))
+        ranks.max_(picked)
+        picked = torch.where(picked.isneginf(), float("nan"), picked)
+        entropy, largest = self.entropy, self.largest
+        if entropy is not None:
+            log_share = self.lse - lse
+            entropy = log_share.exp() * (entropy - log_share)
+            ranks.sum_(entropy)
+        if largest is not None:
+            ranks.max_(largest)
+        return _Running(lse, picked, entropy, largest)
 
 
 def _fold_all(logits: Logits, targets: Tensor, running: _Running, tile: tuple[int, int] | None) -> None:
@@ -512,8 +555,8 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
 
 
 def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
-    """A gradient with respect to logits becomes that with respect to what they were made of. slope: of the soft-cap,
-    `inner` included; None without one."""
+    """Turn a gradient by logits into one by their inputs, in place. slope: of the soft-cap, with `inner`; None without
+    a soft-cap."""
     if slope is not None:
         z.mul_(slope)
     elif inner != 1.0:
@@ -521,7 +564,7 @@ def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
 
 
 def tanh_slope_(x: Tensor) -> Tensor:
-    """1 - tanh(x)^2, the derivative of tanh; x becomes tanh(x)."""
+    """1 - tanh(x)^2, the derivative of tanh; x is overwritten with tanh(x)."""
     return torch.square(x.tanh_()).neg_().add_(1.0)
 
 
@@ -534,7 +577,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class WideSum:
-    """A sum of matrix products, kept in a wider dtype where the result's is narrow, written to `out` at the end."""
+    """A sum of matrix products, kept in a wider dtype where the result's is narrow, and written to `out` at the end."""
 
     def __init__(self, out: Tensor, wide: torch.dtype) -> None:
         self.out, self._first = out, True

@@ -12,11 +12,11 @@ from weft.ops.attention_call import Call
 
 
 def per_document(call: Call) -> Tensor:
-    """Each document by itself: the truth in fp32, and on CPU the fastest, because no work crosses documents.
+    """Attention document by document: the reference in fp32, and the fastest on CPU.
 
-    Neighbours of one length are one batch, which rows have many of, because their documents are sorted (plan_step).
+    Neighbours of equal length are one batch; rows have many, because their documents are sorted (plan_step).
     """
-    if call.bounds.apart:
+    if call.bounds.padded:
         return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
     runs = [(length, len(list(same))) for length, same in groupby(call.bounds.lengths)]
     tokens = [length * count for length, count in runs]

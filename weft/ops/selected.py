@@ -1,6 +1,6 @@
-"""Logits of chosen tokens, the largest logits, and log-sum-exp, from hidden states, without ever holding all logits.
+"""Logits of chosen tokens, the largest logits, and log-sum-exp, from hidden states, without holding all logits.
 
-N predictions, H hidden width, V vocabulary, C chosen tokens of each prediction, K largest. As in head.py logits are
+N predictions, H hidden width, V vocabulary, C chosen tokens of each prediction, K largest. As in head.py, logits are
 computed a tile at a time, and once more in backward.
 """
 
@@ -27,8 +27,8 @@ from weft.ops.head import (
 
 
 class Selected(NamedTuple):
-    """chosen: [N, C] logits of the tokens that were asked for. top, top_ids: [N, K] the largest logits, the largest
-    first, and the tokens that have them. logsumexp: [N], so that a logit less that is a log-probability."""
+    """chosen: [N, C] logits of the chosen tokens. top, top_ids: [N, K] the largest logits, falling, and their tokens.
+    logsumexp: [N]; a logit minus that is a log-probability."""
 
     chosen: Tensor
     top: Tensor
@@ -47,11 +47,11 @@ def selected_logits(
     temperature: float = 1.0,
     tile: tuple[int, int] | None = None,
 ) -> Selected:
-    """Of z = transform(hidden @ weight.T + bias) / temperature what is asked for, with exact gradients of all but ids.
+    """Selected values of z = transform(hidden @ weight.T + bias) / temperature, with exact gradients.
 
     hidden: [N, H]. weight: [V, H]. bias: [V] or None. ids: [N, C] int64 in [0, V); one outside gives NaN. top: K, at
-    most V. tile: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not None, for
-    N = 0.
+    most V. tile: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not None, for N
+    = 0.
     """
     assert hidden.ndim == 2 and ids.ndim == 2 and len(ids) == len(hidden), (hidden.shape, ids.shape)
     assert 0 <= top <= len(weight), (top, weight.shape)

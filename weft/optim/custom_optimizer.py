@@ -1,8 +1,8 @@
-"""Optimizers that are named by their import path.
+"""Optimizers given by import path.
 
-A rank gives such an optimizer its own shards, as plain tensors. For one that steps every element by itself that is
-exact, on any mesh, whatever it knows of DTensors. Whether it does, and whether it goes on from what a checkpoint holds,
-is tried on small tensors before anything is loaded.
+Such an optimizer gets this rank's shards as plain tensors. That is exact, on any mesh, for one that updates every
+element independently. Whether it does, and whether its state can be saved and restored, is tried on small tensors
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of how far an element 
 
 @dataclass(frozen=True)
 class ForeignRule:
-    """An optimizer by import path that can be used. make: builds it from parameter groups.
+    """An optimizer by import path that passed the trial. make: builds it from parameter groups.
 
-    moments: dtypes of the state that it keeps for each element of a matrix; dtypes: of those of any tensor. counters:
-    numbers that it keeps in its groups.
+    moments: dtypes of its state tensors for a matrix. dtypes: of its state tensors for any parameter. counters: numbers
+    that it keeps in its groups.
     """
 
     path: str
@@ -47,9 +47,9 @@ class ForeignRule:
 
 
 class OnShards:
-    """An optimizer over plain tensors that are this rank's shards of the model's parameters.
+    """An optimizer over this rank's shards as plain tensors.
 
-    Groups are those of the optimizer; `state` is by the model's parameters, each tensor of the shard's shape.
+    Groups are those of the optimizer; `state` is keyed by the model's parameters, with tensors of the shard's shape.
     """
 
     def __init__(self, groups: Groups, rule: ForeignRule) -> None:
@@ -68,17 +68,17 @@ class OnShards:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The state of those parameters that have one; of what is empty on this rank, none at all."""
+        """State by parameter; empty shards have none."""
         state = self._optimizer.state
         return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
 
     def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-        """The optimizer itself, and its shard of a parameter."""
+        """(the optimizer, its shard of a parameter)."""
         return self._optimizer, self._shards[parameter]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every shard that has a gradient; what is empty on this rank is left out."""
+        """Update every non-empty shard that has a gradient."""
         for parameter, shard in self._shards.items():
             shard.data = own_part(parameter)  # FSDP2 may have moved it since
             used = parameter.grad is not None and shard.numel() > 0
@@ -86,7 +86,7 @@ class OnShards:
         self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, of the model's parameters as well."""
+        """Clear the gradients, also of the model's parameters."""
         assert set_to_none
         for parameter, shard in self._shards.items():
             parameter.grad = shard.grad = None
@@ -96,10 +96,10 @@ class OnShards:
 
 
 def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, device: torch.device) -> ForeignRule:
-    """The optimizer whose import path is optimizer.name, after it has been tried.
+    """The optimizer at the import path optimizer.name, after the trial.
 
-    sharded: whether ranks hold parts of parameters; dtype, device: of the masters. UserError where it does not exist,
-    does not take the options, or could not be used as it is.
+    sharded: whether ranks hold parts of parameters. dtype, device: of the masters. UserError where it does not exist,
+    rejects the options, or fails the trial.
     """
     kind, decays = find_class(config)
     options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
@@ -119,9 +119,9 @@ def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, dev
 
 
 def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bool]:
-    """The class that optimizer.name is the path of, and whether it takes a weight decay; it is not tried yet.
+    """(class at the import path optimizer.name, whether it takes a weight decay), before the trial.
 
-    UserError where there is no such class, or it does not take the options, or a decay that is wanted.
+    UserError where it does not exist, or rejects the options or a decay that is set.
     """
     kind = import_named(config.name, "optimizer.name")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -246,14 +246,14 @@ class _Trial:
 
 
 def storable(value: Any) -> bool:
-    """Whether a checkpoint can hold this entry of an optimizer's state; None is left out of it."""
+    """Whether a checkpoint can hold this entry of an optimizer's state; None is not stored."""
     if isinstance(value, Tensor):
         return type(value) in (Tensor, DTensor) and value.layout == torch.strided
     return value is None or isinstance(value, bool | int | float)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, of Python or a tensor without dimensions."""
+    """Whether it is a Python number or a tensor without dimensions."""
     return isinstance(value, bool | int | float) or (type(value) is Tensor and not value.ndim)
 
 

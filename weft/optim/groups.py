@@ -1,4 +1,4 @@
-"""Which learning rate and which weight decay each parameter gets: the rule, and the groups of the config."""
+"""The learning rate and weight decay of each parameter: the default rule, and the config's groups."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Row = tuple[int, str, float, float | None]  # (place, name, weight decay, peak 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroupRow:
-    """Parameters that the optimizer treats alike. elements: over all ranks. examples: the last parts of their names.
-    lr: their peak learning rate, None where they have none."""
+    """Parameters with equal treatment. elements: over all ranks. examples: last parts of their names. lr: peak learning
+    rate, None for frozen ones."""
 
     name: str
     weight_decay: float
@@ -35,10 +35,8 @@ class OptimizerGroupRow:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What an optimizer does with a parameter. group: its place in optimizer.groups, None where it is in none.
-
-    lr_scale: share of the step's learning rate.
-    """
+    """How an optimizer treats a parameter. group: index in optimizer.groups, None for none. lr_scale: share of the
+    step's learning rate."""
 
     group: int | None
     lr_scale: float
@@ -59,9 +57,9 @@ def decays(name: str, ndim: int) -> bool:
 
 
 def treatments(named_parameters: NamedParameters, config: OptimizerConfig) -> dict[nn.Parameter, Treatment]:
-    """The treatment of every parameter that requires a gradient, in their order.
+    """The treatment of every parameter that requires a gradient, in order.
 
-    named_parameters: a tied parameter may come several times; a pattern names it by any of its names.
+    named_parameters: a tied parameter may come several times; patterns match any of its names.
     """
     return {
         parameter: _treatment(names, parameter.ndim, config)
@@ -94,7 +92,7 @@ def _lr_scale(group: ParameterGroup, lr: float) -> float:
 
 
 def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
-    """UserError where a pattern of optimizer.groups names nothing, or where a group gets no parameter."""
+    """UserError where a pattern of optimizer.groups matches nothing, or where a group gets no parameter."""
     named = list(module.named_parameters(remove_duplicate=False))
     for number, group in enumerate(config.groups):
         for pattern in group.match:
@@ -113,7 +111,7 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
 
 
 def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
-    """What is decayed, what is not, and what is frozen, for the table at start; elements are counted over all ranks."""
+    """Rows of the table at start: what is decayed, what is not, and what is frozen; elements over all ranks."""
     names = _names(named_parameters)
     treated = treatments(((name, p) for p, several in names.items() for name in several), config)
     rows: dict[_Row, list[nn.Parameter]] = {
@@ -155,7 +153,7 @@ def _kinds(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def set_rates(groups: Iterable[dict[str, Any]], lr: float) -> None:
-    """Make each group's share of `lr` its rate, which some optimizers keep in a tensor."""
+    """Set each group's rate to its share of `lr`; some optimizers keep it in a tensor."""
     for group in groups:
         rate = lr * group["lr_scale"]
         if isinstance(group["lr"], Tensor):

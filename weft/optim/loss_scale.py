@@ -9,9 +9,9 @@ SMALLEST = 1.0
 
 @dataclass
 class LossScale:
-    """The factor on the loss of the next step: halved when a gradient overflows, doubled after `interval` good steps.
+    """The factor on the next step's loss: halved after an overflow, doubled after `interval` good steps.
 
-    A power of two, so that scaling changes no digit. good: steps since it changed. overflows: steps skipped so far.
+    A power of two, so that scaling is exact. good: good steps since the last change. overflows: steps skipped so far.
     """
 
     scale: float
@@ -20,7 +20,7 @@ class LossScale:
     overflows: int = 0
 
     def overflow(self) -> bool:
-        """Note a gradient that is not finite: True where a smaller scale may help, and it is halved; False at 1."""
+        """Record a non-finite gradient; True if the scale was halved, False at the smallest scale."""
         if self.scale <= SMALLEST:
             return False
         self.scale, self.good = self.scale / 2, 0
@@ -28,7 +28,7 @@ class LossScale:
         return True
 
     def succeed(self) -> None:
-        """Note a step that was taken."""
+        """Record a step that was taken."""
         self.good += 1
         if self.good >= self.interval:
             self.scale, self.good = self.scale * 2, 0
@@ -38,5 +38,5 @@ class LossScale:
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from such numbers; `interval` stays the config's."""
+        """Restore state_dict(); `interval` stays the config's."""
         self.scale, self.good, self.overflows = float(state["scale"]), int(state["good"]), int(state["overflows"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
 from weft.optim.rounded import RoundedAdamW, RoundedSGD
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.mesh import own_part
+from weft.sharding.cuts import Cuts, split
 from weft.telemetry.timing import waiting
 
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
@@ -30,12 +32,12 @@ _CPU_CHUNK = 1 << 16
 def build_optimizer(
     named_parameters: NamedParameters, config: OptimizerConfig, rule: ForeignRule | None = None
 ) -> torch.optim.Optimizer | OnShards:
-    """The optimizer over the parameters that require a gradient; rule: the one that config.name is the path of.
+    """The optimizer over the parameters that require a gradient. rule: that of config.name, if it is an import path.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD otherwise. Parameters of another treatment are in groups
-    of their own, and so are those of different meshes, because torch's list kernels take one mesh at a time. State has
-    the sharding of its parameter, and its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the
-    rate before each step; a parameter without a gradient is skipped.
+    Otherwise AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD. Parameters with different treatment or
+    different meshes are in different groups, because torch's list kernels take one mesh at a time. State has the
+    sharding of its parameter, and its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate
+    before each step; parameters without a gradient are skipped.
     """
     groups: dict[tuple[Treatment, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter, treatment in treatments(named_parameters, config).items():
@@ -63,12 +65,12 @@ def build_optimizer(
 
 
 def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
-    """The dtype of the state that AdamW and SGD keep over masters of this dtype."""
+    """Dtype of AdamW's and SGD's state for masters of this dtype."""
     return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
 
 
 def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | None) -> tuple[torch.dtype, ...]:
-    """What the optimizer keeps for every element that it steps: one dtype for each tensor of the parameter's shape."""
+    """Dtypes of the optimizer's tensors of a parameter's shape, one for each."""
     if rule is not None:
         return rule.moments
     count = 2 if config.name == "adamw" else int(config.momentum > 0)
@@ -76,45 +78,53 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | No
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
-    """Makes `lr` the rate of the next step, and of every group its share of it."""
+    """Set the rate of the next step: `lr` times each group's share."""
     set_rates(optimizer.param_groups, lr)
 
 
 def stepped_by(
     optimizer: torch.optim.Optimizer | OnShards, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """The optimizer of torch's interface, and what it steps of a parameter: itself, or this rank's shard."""
+    """(optimizer of torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
     return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
 
 
 def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
-    """Entries of its groups that are part of its state."""
+    """Names of the entries in parameter groups that belong to the state."""
     return optimizer.counters if isinstance(optimizer, OnShards) else ()
 
 
 def stepped_on_device(optimizer: torch.optim.Optimizer | OnShards) -> set[nn.Parameter]:
-    """Those that it steps whose state's numbers have to be where they are, and not on the host."""
+    """Parameters whose numbers in the state must be on their device instead of the host."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {parameter for group in groups for parameter in group["params"]}
 
 
 @torch.no_grad()
 def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
-    """Divides the gradients by the factor that the loss was multiplied with."""
+    """Divide the gradients by the loss scale."""
     gradients = [own_part(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
     if scale != 1.0 and gradients:
         torch._foreach_mul_(gradients, 1.0 / scale)
 
 
-@torch.no_grad()
-def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) -> float:
-    """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
+@dataclass(frozen=True)
+class OverTp:
+    """The ranks of the tensor-parallel axis, and of every parameter how many of them have the same."""
 
-    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None measures only. Gradients
-    whose norm is not finite are left as they are. Every rank of the meshes must call it with the same parameters.
+    group: dist.ProcessGroup
+    cuts: Cuts
+
+
+@torch.no_grad()
+def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp: OverTp | None = None) -> float:
+    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
+
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
+    with a non-finite norm stay as they are. Collective, with the same parameters on every rank.
     """
-    parameters = [parameter for _, parameter in named_parameters]
-    norm = global_norm(parameters)
+    named = list(named_parameters)
+    parameters, norm = [parameter for _, parameter in named], global_norm(named, tp)
     if max_norm is not None and math.isfinite(norm):
         factor = max_norm / (norm + 1e-6)
         gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -124,25 +134,32 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None) ->
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """L2 norm of all gradients together, each element of a sharded gradient counted once, the same on every rank.
+def global_norm(named_parameters: NamedParameters, tp: OverTp | None = None) -> float:
+    """L2 norm of all gradients together, equal on every rank; each element of a sharded gradient counts once, and so
+    does what several ranks of tp have alike.
 
-    Local sums of squares are added over the process groups of exactly those mesh axes on which a gradient is sharded:
-    one all-reduce for each such axis.
+    Sums of squares are all-reduced once for each mesh axis on which some gradient is sharded.
     """
     # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
-    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
     device = torch.device("cpu")
-    for parameter in parameters:
-        local = shards.setdefault(_sharding_groups(parameter), [])
-        device = parameter.device
-        if parameter.grad is not None:
-            local.append(own_part(parameter.grad))
+    for name, parameter in named_parameters:
+        groups, device = _sharding_groups(parameter), parameter.device
+        own = [] if parameter.grad is None else [(1, own_part(parameter.grad))]
+        if tp is None:
+            numbers: tuple[int, ...] = (1,)
+        else:
+            groups, numbers = (*groups, tp.group), tp.cuts[name].copies
+            own = [part for _, whole in own for part in split(parameter, whole, tp.cuts[name])]
+        for copies in numbers:
+            shards.setdefault((groups, copies), [])
+        for copies, part in own:
+            shards[groups, copies].append(part)
     if not shards:
         return 0.0
-    squares = {key: _sum_of_squares(tensors, device) for key, tensors in shards.items()}
-    for group in dict.fromkeys(group for key in squares for group in key):
-        keys = [key for key in squares if group in key]
+    squares = {key: _sum_of_squares(tensors, device) / key[1] for key, tensors in shards.items()}
+    for group in dict.fromkeys(group for groups, _ in squares for group in groups):
+        keys = [key for key in squares if group in key[0]]
         part = torch.stack([squares[key] for key in keys])
         with waiting():
             dist.all_reduce(part, group=group)
@@ -178,3 +195,28 @@ def _pieces(tensor: Tensor) -> Iterable[Tensor]:
     if tensor.numel() == 0:
         return ()
     return tensor.reshape(-1).split(_CPU_CHUNK) if tensor.device.type == "cpu" else (tensor,)
+
+
+class Ema:
+    """An exponential moving average of the weights (Polyak & Juditsky 1992 average evenly; torch.optim.swa_utils as
+    here):
+
+        e_0 = w_0,    e_t = d e_(t-1) + (1 - d) w_t        after every update t, d = optimizer.ema_decay
+
+    This rank's shards of it, in fp32, where the masters are. What is not trained has none: it stays.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
+        """The average of one set of weights is those weights."""
+        self.decay = decay
+        self.shards: dict[nn.Parameter, Tensor] = {
+            parameter: own_part(parameter.detach()).to(torch.float32, copy=True)
+            for parameter in parameters
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment in."""
+        weights = [own_part(parameter).float() for parameter in self.shards]
+        torch._foreach_lerp_(list(self.shards.values()), weights, 1.0 - self.decay)

@@ -1,7 +1,7 @@
-"""AdamW and SGD whose state has another dtype than the parameters (optimizer.state_dtype).
+"""AdamW and SGD with state of another dtype than the parameters (optimizer.state_dtype).
 
-torch's own keep state in the parameter's dtype. Here an update is computed in fp32 from state and parameter as they are
-stored, one parameter at a time, and both are stored again in their own dtypes, rounded to nearest.
+torch's own keep state in the parameter's dtype. Here an update is computed in fp32 from stored state and parameter, one
+parameter at a time, and both are rounded to nearest in their own dtypes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RoundedAdamW(_Rounded):
 
 
 class RoundedSGD(_Rounded):
-    """SGD with momentum, its weight decay added to the gradient, as torch's."""
+    """SGD with momentum; weight decay is added to the gradient, as in torch."""
 
     def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})

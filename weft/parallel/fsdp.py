@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
-    """fully_shard every unit, then the root. Inputs are never cast: rotary tables and routers stay as they are."""
+    """fully_shard every unit, then the root. Inputs are never cast, to protect rotary tables and routers."""
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
@@ -56,10 +56,10 @@ def _reshard(wanted: bool | int, shards: int) -> bool | int:
 
 
 def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
-    """Let each unit gather those that run after it, so many ahead, each with the units inside it.
+    """Let each unit gather the next units ahead: so many in forward and in backward, each with its inner units.
 
-    The root, and a unit that holds others, begin with their first ones (in backward their last). No unit looks out of
-    the one that holds it: recomputation runs a layer again in backward, when the next layer has long been done.
+    The root, and a unit with inner units, begin with their first ones (in backward, their last). No unit looks beyond
+    the one that holds it, because recomputation runs a layer again in backward when the next layer is already done.
     """
     inside = nested(root, units)
 
@@ -87,12 +87,12 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """Every FSDP unit's module, the root included."""
+    """The modules of all FSDP units, with the root."""
     return (child for child in module.modules() if isinstance(child, FSDPModule))
 
 
 def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:
-    """(compute, reduce) dtype of every FSDP unit with parameters, as FSDP itself resolved them."""
+    """(compute, reduce) dtype of every FSDP unit with parameters, as FSDP resolved them."""
     found = set()
     for child in fsdp_modules(module):
         group = child._get_fsdp_state()._fsdp_param_group
@@ -109,7 +109,7 @@ def casts_inputs(module: nn.Module) -> bool:
 
 @contextmanager
 def reduction(module: nn.Module, when: Literal["every", "scatter", "last"], last: bool) -> Iterator[None]:
-    """Say, for the backward inside, whether gradients are reduced now or kept for the step's last micro-batch."""
+    """Make the backward inside reduce gradients, or accumulate them for the step's last micro-batch."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(last or when != "last")
     module.set_requires_all_reduce(last or when == "every")

@@ -1,7 +1,6 @@
 """Casting the floating-point inputs of chosen modules to the compute dtype (fsdp.cast_forward_inputs).
 
-FSDP2's own switch is for whole units and casts rotary tables with everything else, so it stays off; these are hooks of
-the modules that the user names.
+FSDP2's own switch is off, because it applies to whole units and casts rotary tables too; hooks do it instead.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from weft.models.patterns import nearest, outermost
 
 
 class InputCasts:
-    """The hooks. seen: module -> dtypes that its floating-point inputs had when it ran, before the cast."""
+    """The hooks. seen: module -> dtypes of its floating-point inputs before the cast."""
 
     def __init__(self, root: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
-        """Hook the outermost modules that the patterns name. UserError where one names nothing."""
+        """Hook the outermost modules that the patterns match. UserError where one matches nothing."""
         self.dtype = dtype
         self.seen: dict[str, set[torch.dtype]] = {}
         for pattern in patterns:

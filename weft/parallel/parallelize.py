@@ -1,4 +1,4 @@
-"""From a plain model to one that is cut over the mesh. Read top to bottom; the order matters."""
+"""From a plain model to one that is sharded over the mesh. Read top to bottom; the order matters."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
+from weft.parallel.tensor import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype contract: what is stored, computed with, summed in. frozen: the storage of what is not trained."""
+    """The dtype contract: dtypes of masters, compute and reduction. frozen: of parameters that are not trained."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -26,7 +28,7 @@ class Precision:
 
     @staticmethod
     def of(config: FsdpConfig, device: torch.device, *, adapters: bool = False) -> Precision:
-        """adapters: whether the base is frozen under them; its masters would never be stepped, so it has none."""
+        """adapters: the base is frozen under them, so it is stored in the compute dtype."""
         auto = torch.float32 if device.type == "cpu" else torch.bfloat16
         compute = auto if config.param_dtype == "auto" else DTYPES[config.param_dtype]
         master = DTYPES[config.master_dtype]
@@ -34,9 +36,18 @@ class Precision:
 
 
 def parallelize(
-    module: TrainModule, mesh: Mesh, model: ModelConfig, fsdp: FsdpConfig, precision: Precision, device: torch.device
-) -> list[Unit]:
-    """Cut the model in place and return its FSDP units."""
+    module: TrainModule,
+    mesh: Mesh,
+    config: PretrainedConfig,
+    model: ModelConfig,
+    fsdp: FsdpConfig,
+    precision: Precision,
+    device: torch.device,
+) -> tuple[list[Unit], TensorParallel]:
+    """Shard the model in place; its FSDP units, and what tensor parallelism has divided."""
+    # 0. Compute with parts: what is stored is divided before anything looks at it.
+    divided = tensor_parallel(module, mesh.tp, config)
+
     # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":
         hf.enable_recompute(module.hf_model)
@@ -58,11 +69,11 @@ def parallelize(
 
     # 5. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
-    return units
+    return units, divided
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give a module that was cut on meta its storage: the shards of this rank, holding nothing yet.
+    """Allocate the shards of a module that was sharded on meta, uninitialised.
 
     Tensors are swapped in place, because FSDP2 and tied modules know them by identity.
     """

@@ -1,7 +1,7 @@
-"""FSDP2's collectives on a CPU, timed: there the thread that computes waits for each of them.
+"""FSDP2's collectives on a CPU, timed: the computing thread waits for each of them.
 
-Through FSDP2's own registration (torch 2.13): set_custom_all_gather, set_custom_reduce_scatter, set_all_reduce_hook.
-What is sent, and into which buffers, is what FSDP2 does by default.
+Uses FSDP2's registration (torch 2.13): set_custom_all_gather, set_custom_reduce_scatter, set_all_reduce_hook. Payloads
+and buffers are FSDP2's defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.versions import all_gather_single, reduce_scatter_single
 
 
 def time_collectives(module: nn.Module) -> None:
-    """Tell `timing` how long the units of `module`, which is on a CPU, wait for their gathers and reductions."""
+    """Report to `timing` how long the units of `module`, on a CPU, wait for gathers and reductions."""
     gather = TimedAllGather()
     for unit in fsdp_modules(module):
         scatter = TimedReduceScatter()
@@ -30,7 +30,7 @@ def time_collectives(module: nn.Module) -> None:
 
 
 class TimedAllGather:
-    """A gather of shards."""
+    """The all-gather of shards."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -43,7 +43,7 @@ class TimedAllGather:
 
 
 class TimedReduceScatter:
-    """A reduction over the ranks that hold shards, and over those that hold copies right after it."""
+    """The reduce-scatter over shards, and the all-reduce over replicas that follows it."""
 
     def __init__(self) -> None:
         self._ready = 0.0
@@ -66,5 +66,5 @@ class TimedReduceScatter:
         return work
 
     def reduced(self, _: Tensor) -> None:
-        """FSDP2 calls this when the reduction over copies is done; where there is none, at once."""
+        """Hook: FSDP2 calls it after the all-reduce over replicas, or at once where there is none."""
         timing.waited(self._ready)

@@ -19,8 +19,8 @@ AUTO = ("layers", "head")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, without those of units inside them. keep: stay gathered between
-    forward and backward. parts: the modules' names. shard: over how many ranks; full: those of dp_shard."""
+    """Modules whose parameters are gathered together, except those of inner units. keep: stay gathered between forward
+    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard."""
 
     name: str = field(init=False)
     parts: tuple[str, ...]
@@ -37,15 +37,15 @@ def find_units(
     wrap: Literal["auto"] | Sequence[str] = "auto",
     overrides: Mapping[str, Strategy] | None = None,
 ) -> list[Unit]:
-    """The units that `wrap` and `overrides` ask for, inner ones first; the root holds what is left.
+    """The units that `wrap` and `overrides` ask for, inner ones first; the root holds the rest.
 
-    Entries: `layers` (each decoder layer), `head` (the final norm with it), `embedding`, and names of classes. Weights
-    that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head, and layers
-    that are tied to one another (zamba2). UserError where an entry asks for such a unit by name, matches nothing, or
-    names modules that some rank may not run.
+    wrap: `layers` (each decoder layer), `head` (with the final norm), `embedding`, and class names. Weights that two
+    units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head, and layers tied to
+    one another (zamba2). UserError where an entry names such a unit, matches nothing, or matches modules that some rank
+    may not run.
 
-    overrides: pattern of module names -> how its modules are sharded. The outermost modules that a pattern names become
-    units; what lies in them follows, except where a pattern names it too.
+    overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
+    modules follow, unless another pattern matches them.
     """
     units = _wrapped(module, wrap)
     if overrides:
@@ -112,7 +112,7 @@ def _outermost(module: TrainModule, pattern: str) -> list[str]:
 
 
 def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
-    """Each unit's parameters that no unit inside it holds; `units` as find_units orders them."""
+    """Parameters of each unit, without those of its inner units; `units` in the order of find_units."""
     seen: set[int] = set()
     owned = []
     for unit in units:
@@ -123,7 +123,7 @@ def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
 
 
 def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
-    """id of a unit's first module, or of the root -> the units that lie directly in it, in the model's order."""
+    """id of a unit's first module, or of the root -> its direct inner units, in the model's order."""
     holder = {id(part): unit for unit in units for part in unit.modules}
     inside: dict[int, list[Unit]] = {}
     seen: set[int] = set()

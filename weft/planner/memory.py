@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
-from weft.cluster.devices import Accelerator
+from weft.cluster.machine import Accelerator
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
 from weft.models import hf

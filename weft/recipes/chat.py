@@ -13,14 +13,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
 
-from weft.checkpoint.retention import step_folder, whole_steps
+from weft.checkpoint.retention import chosen_step, whole_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.data.chat_template import RenderError
-from weft.data.encode import Encoding, renderer
+from weft.data.encode import Encoding, load_tokenizer, renderer
 from weft.data.prompts import Messages, up_to_the_answer
 from weft.data.template_bounds import UnboundedError
-from weft.data.tokenizer import load_tokenizer
 from weft.errors import UserError, first_line, runs_own_code
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
@@ -48,9 +47,7 @@ def find_model(path: str, step: int | None) -> str:
     folder = Path(path)
     steps = whole_steps(folder / "checkpoints")
     if steps:
-        if step is not None and step not in steps:
-            raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
-        return str(step_folder(folder / "checkpoints", steps[-1] if step is None else step))
+        return str(chosen_step(folder / "checkpoints", path, steps[-1] if step is None else step))
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{path} has no whole checkpoint yet: wait for its first, or lower checkpoint.every.")
     if step is not None:

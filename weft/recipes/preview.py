@@ -72,11 +72,10 @@ def _sampled(part: Part) -> Iterator[Block]:
 
 
 def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
-    from weft.data.encode import has_template, read_encoding
+    from weft.data.encode import has_template, load_tokenizer, read_encoding
     from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
     from weft.data.tokenise import Tokenising, Work, tokenise
-    from weft.data.tokenizer import load_tokenizer
 
     tokenizer, read = load_tokenizer(config.model.path), []
     encoding = read_encoding(config.data, tokenizer)

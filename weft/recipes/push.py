@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.checkpoint.retention import best_step, step_folder, whole_steps
+from weft.checkpoint.retention import best_step, chosen_step, step_folder, whole_steps
 from weft.cluster.options import PushOptions
 from weft.cluster.scratch import scratch_folder
 from weft.errors import UserError
@@ -16,8 +16,7 @@ from weft.remote.push import message_of, push_checkpoint
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.sharding.digests import DIGESTS, check_digests
 from weft.sharding.safetensors_files import TensorFile
-
-_INDEX = "model.safetensors.index.json"
+from weft.sharding.source import INDEX
 
 
 def run(options: PushOptions) -> str:
@@ -35,14 +34,13 @@ def run(options: PushOptions) -> str:
 def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
     """The folder that is uploaded: the one that is named, or of a run its newest, its best, or that of a step."""
     checkpoints = path / "checkpoints"
-    steps = whole_steps(checkpoints)
     if step is None and not best:
         return find_checkpoint(path)
-    if not steps:
+    if not whole_steps(checkpoints):
         raise UserError(f"--step and --best choose a checkpoint of a run folder, and {path} is none: leave them out.")
-    if step is not None and step not in steps:
-        raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
-    chosen = step if step is not None else best_step(checkpoints)
+    if step is not None:
+        return chosen_step(checkpoints, path, step)
+    chosen = best_step(checkpoints)
     if chosen is None:
         raise UserError(f"--best: {checkpoints} has no link `best`: the run had no checkpoint.keep_best=true.")
     return step_folder(checkpoints, chosen)
@@ -60,11 +58,11 @@ def require_whole(checkpoint: Path) -> None:
         )
     for file in weights:
         TensorFile.open(file).close()
-    if os.path.lexists(checkpoint / _INDEX):
-        named = read_object(checkpoint / _INDEX, "the index of a model's files").get("weight_map")
+    if os.path.lexists(checkpoint / INDEX):
+        named = read_object(checkpoint / INDEX, "the index of a model's files").get("weight_map")
         names = set(named.values()) if isinstance(named, dict) else set()
         missing = sorted(n for n in names if not is_own_file(str(n)) or not (checkpoint / str(n)).is_file())
         if missing or not names:
-            raise UserError(f"{checkpoint} is not whole: {_INDEX} names {missing[0] if missing else 'no file'}.")
+            raise UserError(f"{checkpoint} is not whole: {INDEX} names {missing[0] if missing else 'no file'}.")
     if os.path.lexists(checkpoint / DIGESTS):
         check_digests(checkpoint)

@@ -20,7 +20,7 @@ from weft.cluster.options import Device, RlOptions
 from weft.cluster.rays import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
@@ -32,7 +32,7 @@ from weft.report.trackers import check_installed
 from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.colocation import Turns, shares_devices, sleeping_parts
-from weft.rl.corrections import correct, old_is_current, require_comparable
+from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal
 from weft.rl.environments import environment_class
 from weft.rl.episodes import Episodes, load_environment
@@ -40,7 +40,6 @@ from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.failure import told
 from weft.rl.meter import Meter, Show
-from weft.rl.parity import parity_is_due, require_parity
 from weft.rl.placement import TIMED, settle
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from weft.cluster.devices import accelerator
+from weft.cluster.machine import accelerator
 from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
 from weft.config.paths import holds_weights
 from weft.config.rl_schema import RlConfig
 from weft.config.sources import looks_like_hub_dataset
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.planner.memory import cache_bytes
@@ -20,7 +20,7 @@ from weft.report.banner import print_dry_run
 from weft.report.tables import EngineRow, engine_table, show
 from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.environments import environment_class
-from weft.rl.reference_critic import apart
+from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards import Rewards
 from weft.rollout.types import Prompt
 from weft.terminal import byte_count, say
@@ -99,9 +99,9 @@ def _columns(prompt: Prompt) -> str:
 
 def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
     """What each engine takes of a rank, side by side."""
-    own = apart(config)
-    reference = None if "reference" in own else reference_engine(config, ranks, beside=policy, weights=False)
-    critic = None if "critic" in own else critic_engine(config, ranks, beside=policy, weights=False)
+    own = own_ranks(config)
+    reference = None if "reference" in own else reference_engine(config, ranks, shares_with=policy, weights=False)
+    critic = None if "critic" in own else critic_engine(config, ranks, shares_with=policy, weights=False)
     engines = {"policy": policy, "reference": reference, "critic": critic}
     rows = [
         EngineRow(name, e.memory.weights, e.memory.gradients, e.memory.optimizer, e.memory.gathered)

@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
-from weft.data.encode import read_encoding
+from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
-from weft.data.tokenizer import load_tokenizer
 from weft.engine.document import Document
 from weft.models import hf
 from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
-from weft.cluster.agree import done_by_first, largest
-from weft.cluster.consistency import require_agreement
-from weft.cluster.devices import accelerator
+from weft.cluster.consistency import done_by_first, largest, require_agreement
+from weft.cluster.machine import accelerator
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
@@ -48,8 +47,7 @@ from weft.run.identity import identity
 from weft.run.recorder import Recorder
 from weft.run.resume import Start, after_the_last, constants, find_start, take_up
 from weft.telemetry import flight
-from weft.telemetry.memory import own_peak_memory_gib
-from weft.telemetry.profiling import check_profile, profiled
+from weft.telemetry.profiling import check_profile, own_peak_memory_gib, profiled
 from weft.telemetry.summary import Phases, RunSummary
 from weft.terminal import say_all
 
@@ -215,5 +213,5 @@ def open_saver(
 def meet(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
     """What all ranks agree on after a step, in one reduction: memory, a signal to stop, a save by the clock, errors."""
     own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
-    memory, stop, overdue, failed = largest(own, engine.mesh.data_group, engine.device)
+    memory, stop, overdue, failed = largest(own, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

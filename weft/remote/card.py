@@ -15,11 +15,13 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.config.sources import looks_like_hub_dataset
+from weft.config.yaml12 import read_sections
+from weft.errors import UserError
 from weft.files import read_object
+from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.version import __version__
 
 CARD = "README.md"
-_ADAPTER = "adapter_config.json"
 _SECONDS = 5.0
 # Of a line of metrics.jsonl, what a card shows, beside all of eval/ and reward/.
 _SHOWN = ("loss", "reward", "lr", "tokens", "kl")
@@ -66,7 +68,7 @@ class Origin:
 def model_card(checkpoint: Path, name: str) -> str:
     """The text. name: of the repository, OWNER/NAME."""
     origin = Origin.of(checkpoint)
-    base, adapter = _base_model(checkpoint, origin), (checkpoint / _ADAPTER).is_file()
+    base, adapter = _base_model(checkpoint, origin), (checkpoint / ADAPTER).is_file()
     front = {key: value for key, value in _front_matter(origin, base, adapter).items() if value}
     return "\n".join(
         [
@@ -147,7 +149,7 @@ def _usage(name: str, base: str | None, adapter: bool) -> Iterator[str]:
 def _configuration(origin: Origin) -> Iterator[str]:
     if origin.config:
         text = yaml.safe_dump(_plain(origin.config), sort_keys=False, allow_unicode=True).rstrip()
-        fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+        fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
         yield from ("", "## Configuration", "", f"{fence}yaml", text, fence)
     if origin.versions:
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items() if version)
@@ -159,8 +161,8 @@ def _plain(value: Any) -> Any:
 
 
 def _base_model(checkpoint: Path, origin: Origin) -> str | None:
-    if (checkpoint / _ADAPTER).is_file():
-        named = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
+    if (checkpoint / ADAPTER).is_file():
+        named = read_object(checkpoint / ADAPTER, "the config of an adapter").get("base_model_name_or_path")
         if isinstance(named, str) and named:
             return named
     found = origin.get("model", "path")
@@ -198,9 +200,9 @@ def _license_in(card: Path) -> str | None:
     return None
 
 
-def _written_config(path: Path) -> Any:
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+def _written_config(path: Path) -> dict[str, dict[str, Any]]:
+    with suppress(UserError):
+        return read_sections(str(path))
     return {}
 
 

@@ -21,12 +21,11 @@ from weft.checkpoint.retention import commit, point_best, point_latest, step_fol
 from weft.cluster.scratch import scratch_folder
 from weft.config.urls import LocalCopy, url_problem
 from weft.errors import UserError
-from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, WRITER, Manifest, RemoteRun, name_of
+from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, TOKEN, WRITER, Manifest, RemoteRun, name_of
 from weft.remote.staging import locked, run_folder
 from weft.remote.store import BRIEF, Store, StoreError
 from weft.terminal import byte_count, say
 
-TOKEN = ".writer.json"
 _RECORDS = ("rollouts/", "evaluations/")
 
 
@@ -79,8 +78,7 @@ def go_on_with(url: str, staging: Path) -> LocalCopy:
 
 def _is_ours(remote: RemoteRun, folder: Path) -> bool:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        own = json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"]
-        return bool(own == remote.writer())
+        return own_token(folder) == remote.writer()
     return False
 
 

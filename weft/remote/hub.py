@@ -13,6 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from weft.errors import UserError, first_line
 
 T = TypeVar("T")
+_OFFLINE = "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
 # Names of the classes that httpx, which the hub's client stands on, raises where no answer came.
 _UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
 
@@ -31,7 +32,7 @@ class Repository:
         """Make the repository and its branch where they are missing. UserError, before anything is uploaded, where the
         hub is out of reach, there is no token, or it may not write there."""
         if constants.HF_HUB_OFFLINE:
-            raise self._refused("HF_HUB_OFFLINE is set, so the hub is not asked: unset it")
+            raise self._refused(_OFFLINE)
         if get_token() is None:
             raise self._refused("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
         self._asked(lambda api: api.create_repo(self.name, private=self.private or None, exist_ok=True))
@@ -84,7 +85,7 @@ def _reason(name: str, error: Exception) -> str:
 
 def _unanswered(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
+        return _OFFLINE
     if {cls.__name__ for cls in type(error).__mro__} & _UNANSWERED:
         return (
             f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}): try again where there is a "

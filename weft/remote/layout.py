@@ -13,7 +13,6 @@ removed first.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -23,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.retention import TRAINER_STATE, step_folder, superseded
+from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, step_folder, superseded
 from weft.errors import StorageError
+from weft.files import sha256
 from weft.remote.store import Store, StoreError
 
 CHECKPOINTS, COMPLETE, LATEST, BEST = "checkpoints", "complete.json", "checkpoints/latest", "checkpoints/best"
 ASIDE = "complete.aside.json"  # of a checkpoint that the run has gone back behind
-WRITER = "writer.json"
+WRITER, TOKEN = "writer.json", ".writer.json"  # there, and in the folder here of who writes
 CRITIC = "critic"
 _STEP = re.compile(r"(?:critic/)?checkpoints/(step-(\d{6,}))/(.+)")
 _AT_ONCE = 4  # files that are moved side by side
@@ -63,18 +63,12 @@ class Manifest:
     @property
     def resumable(self) -> bool:
         """Whether a run can go on from it."""
-        return f"{CHECKPOINTS}/{name_of(self.step)}/{TRAINER_STATE}/state.json" in self.files
+        return f"{CHECKPOINTS}/{name_of(self.step)}/{TRAINER_STATE}/{STATE_FILE}" in self.files
 
 
 def name_of(step: int) -> str:
     """step-000200."""
     return step_folder(Path(), step).name
-
-
-def sha256(path: Path) -> str:
-    """Of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class RemoteRun:

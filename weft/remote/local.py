@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from weft.config.paths import check_paths
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.urls import LocalCopy, is_url, map_paths
+from weft.config.urls import is_url, map_paths
 from weft.errors import UserError
 from weft.remote.enter import begin_run, go_on_with
 from weft.remote.staging import fetch, staging_folder
@@ -44,12 +44,9 @@ def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) 
         raise UserError("\n".join(problems))
     if run is None or dry_run or not is_url(config.run.dir):
         return changed
-    command = "rl" if isinstance(config, RlConfig) else "sft"
-    return replace(changed, run=replace(config.run, dir=_folder(config, run, command)))
-
-
-def _folder(config: SftConfig | RlConfig, run: Run, command: str) -> LocalCopy:
-    url, staging = str(config.run.dir), staging_folder(config.run.staging)
+    url, command = str(config.run.dir), "rl" if isinstance(config, RlConfig) else "sft"
     if run == "resumed":
-        return go_on_with(url, staging)
-    return begin_run(url, staging, overwrite=config.run.overwrite, command=command)
+        folder = go_on_with(url, staging)
+    else:
+        folder = begin_run(url, staging, overwrite=config.run.overwrite, command=command)
+    return replace(changed, run=replace(config.run, dir=folder))

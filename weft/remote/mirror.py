@@ -17,15 +17,16 @@ from pathlib import Path
 from weft.checkpoint.retention import best_step, step_folder, superseded, whole_steps
 from weft.config.schema import CheckpointConfig
 from weft.errors import StorageError
-from weft.remote.layout import ASIDE, BEST, CHECKPOINTS, CRITIC, LATEST, RemoteRun, TakenOverError, name_of, sha256
-from weft.remote.links import link_files
+from weft.files import link_files, sha256
+from weft.remote.layout import ASIDE, BEST, CHECKPOINTS, CRITIC, LATEST, TOKEN, RemoteRun, TakenOverError, name_of
+from weft.remote.store import StoreError
 from weft.terminal import say
 
 _POLL_SECONDS = 0.3
 _RECORDS_SECONDS, _RECORDS_SHARE = 30.0, 20.0  # between uploads of the other files; as a multiple of how long one took
 _LONGEST_PAUSE = 60.0
 _FINAL_ROUNDS = 2
-_LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", ".writer.json"}
+_LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", TOKEN}
 _PASSING = (".partial", ".live", ".new", ".draft", ".removing")
 
 
@@ -52,6 +53,21 @@ class Mirror:
         say(f"staging  {self.run}, uploaded to {self.remote.store.url} beside training (run.staging)", as_is=True)
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread.start()
+
+    def upload_config(self) -> None:
+        """Before a new run trains: config.yaml, by which `--resume` finds it. StorageError where that fails."""
+        if not self.fresh:
+            return
+        try:
+            self.remote.require_own()
+            self.remote.clear()
+            self.remote.store.put(self.run / "config.yaml", "config.yaml")
+            self.fresh = False
+        except StoreError as error:
+            raise StorageError(
+                f"run.dir: {self.remote.store.url} could be written, and cannot any more: {error}. Nothing has been "
+                "trained; start again once it can."
+            ) from error
 
     def take_news(self) -> list[str]:
         """What there is to say since it was last asked."""

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from weft.checkpoint.retention import best_step, step_folder, whole_steps
+from weft.checkpoint.retention import TRAINER_STATE, best_step, step_folder, whole_steps
 from weft.config.schema import CheckpointConfig
+from weft.files import link_files
 from weft.remote.card import CARD, model_card
 from weft.remote.hub import Repository
-from weft.remote.links import files_of_model, link_files
+from weft.sharding.digests import DIGESTS
 
 _POLL_SECONDS = 0.5
+# Of a checkpoint: what resuming takes, what is compared with, and what is trained beside the model.
+_OWN = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
 
 
 def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
@@ -128,6 +131,12 @@ class Pusher:
             again = repeated(checkpoint, self.repository)
             self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {again}")
         self._done = checkpoint
+
+
+def files_of_model(checkpoint: Path) -> list[Path]:
+    """The files that a user of the model needs: all but weft's own, relative to the folder."""
+    files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(path for path in files if path.parts[0] not in _OWN)
 
 
 def message_of(checkpoint: Path, run: Path | None = None) -> str:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from weft.checkpoint.retention import TRAINER_STATE
 from weft.config.sources import is_pattern
 from weft.config.urls import LocalCopy
 from weft.errors import UserError
@@ -30,7 +31,7 @@ from weft.terminal import byte_count, call_by, say
 
 DEFAULT = "~/.cache/weft/remote"
 # Of a checkpoint, what a model that is trained or run from it does not need.
-_NOT_OF_MODELS = ("trainer_state/", f"{CRITIC}/", COMPLETE)
+_NOT_OF_MODELS = (f"{TRAINER_STATE}/", f"{CRITIC}/", COMPLETE)
 
 
 def staging_folder(named: str | None) -> Path:

@@ -46,6 +46,8 @@ class Uploads(AbstractContextManager["Uploads"]):
         self._mirror = mirror_of(config, run, resume=resume) if first else None
 
     def __enter__(self) -> Uploads:
+        if self._mirror is not None:
+            self._mirror.upload_config()
         for thread in (self._mirror, self._pusher):
             if thread is not None:
                 thread.start()

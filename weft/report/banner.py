@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.checks import BUILT_IN
+from weft.config.mesh import AXES
 from weft.config.paths import holds_weights
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -38,6 +40,7 @@ from weft.report.tables import (
     show,
     unit_table,
 )
+from weft.sharding.cuts import Cut, whole_shape
 from weft.sharding.load import LoadReport
 from weft.terminal import byte_count, say
 from weft.versions import untested_versions
@@ -121,9 +124,7 @@ def print_model(
     built = engine.built
     for line in untested_versions():
         say(f"warning  {line}")
-    say(
-        f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_elements(engine.module):,} parameters"
-    )
+    say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters")
     say(f"layout   documents {built.layout}; {_attention(config, engine)}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
@@ -234,6 +235,11 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
 
 
+def _all_elements(engine: Engine) -> int:
+    cuts = engine.divided.cuts
+    return sum(math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters())
+
+
 def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -241,11 +247,12 @@ def _elements(module: nn.Module) -> int:
 def axis_rows(engine: Engine) -> list[AxisRow]:
     """The mesh's axes and which ranks they join."""
     mesh = engine.mesh
-    ranks = torch.arange(mesh.data_ranks).reshape(mesh.dp_replicate, mesh.dp_shard)
-    groups = {"dp_replicate": ranks.T.tolist(), "dp_shard": ranks.tolist()}
+    ranks = torch.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
+    groups = {name: ranks.movedim(place, -1).flatten(0, 1).tolist() for place, name in enumerate(AXES)}
     meaning = {
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
+        "tp": "heads, intermediate widths and vocabulary divided; the same documents",
     }
     return [
         AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
@@ -302,10 +309,13 @@ def _sharding(unit: Unit) -> str:
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
     sizes = engine.mesh.axes
-    return [_parameter_row(name, parameter, sizes) for name, parameter in engine.module.named_parameters()]
+    cuts = engine.divided.cuts
+    return [
+        _parameter_row(name, parameter, sizes, cuts.get(name)) for name, parameter in engine.module.named_parameters()
+    ]
 
 
-def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int]) -> ParameterRow:
+def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int], cut: Cut | None) -> ParameterRow:
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
@@ -317,9 +327,10 @@ def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int]) 
             if isinstance(placement, Shard) and (size > 1 or mesh[axis] == 1)
         )
         local = parameter.to_local()
-    return ParameterRow(
-        name, tuple(parameter.shape), tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size()
-    )
+    shape = tuple(parameter.shape)
+    if cut is not None:
+        shape, axes = cut.shape, (*axes, "tp") if cut.divides else axes
+    return ParameterRow(name, shape, tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from jinja2 import Environment
 
 from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
 from weft.cluster.options import ReportOptions
-from weft.config.yaml12 import read_file
+from weft.config.yaml12 import read_sections
 from weft.errors import UserError
 from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
 from weft.report.progress import duration
@@ -205,12 +205,10 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     try:
-        tree = read_file(str(path))
+        return read_sections(str(path))
     except UserError as error:
         notes.append(str(error))
         return {}
-    sections = {name: node.value for name, node in tree.value.items() if node.is_section}
-    return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
 
 
 def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:

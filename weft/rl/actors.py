@@ -13,9 +13,9 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.options import RlOptions
 from weft.cluster.rays import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.parallel.fsdp import DTYPES
-from weft.rl.reference_critic import Aside, Who, apart
+from weft.rl.reference_critic import Aside, Who, own_ranks
 from weft.rl.served_pool import SERVERS
 from weft.rl.trainer import Trainer
 from weft.rollout.servers import CALLS, HostedServer, server_variables
@@ -25,27 +25,27 @@ from weft.telemetry import flight
 
 @dataclass(frozen=True)
 class Places:
-    """What actors ask of the cluster. rooms: what is kept for each trainer rank, of which it takes `trainer`; engines:
-    what each engine takes, in the room of the rank in `beside`, or, where that is None, in one of its own. busy: actors
-    that compute at the same time."""
+    """What actors request from the cluster. rooms: resources reserved for each trainer rank, which uses `trainer` of
+    them. engines: resources of each engine. colocated_with: the trainer rank whose reservation each engine shares; None
+    where every engine has a reservation of its own. busy: actors that compute at the same time."""
 
     rooms: Sequence[Bundle]
     trainer: Bundle
     engines: Sequence[Bundle]
-    beside: Sequence[int] | None
+    colocated_with: Sequence[int] | None
     busy: int
 
 
 def places_of(config: RlConfig, world: int, gpu: bool) -> Places:
-    """Where `world` trainer ranks and the engines of a config, whose placement is settled, are."""
+    """Resources for `world` trainer ranks and the engines of a config whose placement is settled."""
     rollout = config.rollout
     count = 0 if rollout.engine == "embedded" else rollout.count
     serves, room = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     if count and config.cluster.placement == "colocated":
         # Ray gives one device to both by halves; a server is told its devices, which may be those of several ranks.
         half = Bundle(gpus=0.5) if gpu and not serves else None
-        beside = [number * rollout.tp if gpu else number % world for number in range(count)]
-        return Places([room] * world, half or room, [half or Bundle()] * count, beside, max(world, count))
+        ranks = [number * rollout.tp if gpu else number % world for number in range(count)]
+        return Places([room] * world, half or room, [half or Bundle()] * count, ranks, max(world, count))
     own = Bundle(gpus=float(rollout.tp)) if serves and gpu else room
     turns = not config.cluster.max_staleness  # then each has all cores
     return Places([room] * world, room, [own] * count, None, max(world, count) if turns else world + count)
@@ -53,8 +53,8 @@ def places_of(config: RlConfig, world: int, gpu: bool) -> Places:
 
 @dataclass(frozen=True)
 class Actors:
-    """trainers: the policy's ranks. asides: ranks of a reference's or a critic's own. engines: what generates, or has a
-    server that does; None with the embedded engine."""
+    """trainers: the policy's ranks. asides: ranks of a reference or a critic. engines: generate, or run a server that
+    does; None with the embedded engine."""
 
     trainers: ActorGroup
     asides: Mapping[Who, ActorGroup]
@@ -62,17 +62,18 @@ class Actors:
 
     @property
     def groups(self) -> dict[str, ActorGroup]:
-        """All of them, by the folder of RUN that has their evidence."""
+        """All groups, by the folder of RUN with their logs."""
         found: dict[str, ActorGroup] = {"": self.trainers, **{str(who): own for who, own in self.asides.items()}}
         return found if self.engines is None else {**found, "engines": self.engines}
 
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
-    """A process for each trainer rank, each rank beside them, and each engine of its own. fill: as Trainer has it."""
+    """Start a process for each trainer rank, each rank of a reference or critic, and each engine. fill: as in
+    Trainer."""
     alone, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
-    places, beside_ranks = places_of(config, options.world, gpu), apart(config)
-    busy = places.busy + sum(beside_ranks.values())
+    places, aside_ranks = places_of(config, options.world, gpu), own_ranks(config)
+    busy = places.busy + sum(aside_ranks.values())
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
     common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if alone else {})}
 
@@ -85,24 +86,24 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     def group(name: str, make: Callable[[int], Any], *more: Any, **options: Any) -> ActorGroup:
         return opened.enter_context(actor_group(name, make, *more, **{"timeout": config.train.timeout, **options}))
 
-    own = places.engines if places.beside is None else ()
+    own = places.engines if places.colocated_with is None else ()
     room = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     with ExitStack() as opened:
-        others = [room] * sum(beside_ranks.values())
+        others = [room] * sum(aside_ranks.values())
         opened.enter_context(ray_session(config.cluster.address, [*places.rooms, *others, *own]))
         make_trainer = partial(_make_trainer, config, options, fill)
         rooms = [places.trainer] * options.world
         trainers = group("trainer rank", make_trainer, rooms, ranks(options.world), rooms=places.rooms)
         asides = {
             who: group(f"{who} rank", partial(_make_aside, config, options, who, fill), [room] * world, ranks(world))
-            for who, world in beside_ranks.items()
+            for who, world in aside_ranks.items()
         }
         if not places.engines:
             yield Actors(trainers, asides, None)
             return
         make: Any = partial(HostedServer, config) if serves else partial(_make_engine, config, options)
         env = [common | (server_variables() if serves else {})] * len(places.engines)
-        beside = None if places.beside is None else (trainers, places.beside)
+        beside = None if places.colocated_with is None else (trainers, places.colocated_with)
         calls = CALLS if serves else 1
         limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
         engines = group("rollout engine", make, places.engines, env, beside=beside, **limits)

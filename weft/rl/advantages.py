@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.rl.kl import kl
+from weft.rl.corrections import Exact, kl
 from weft.rollout.types import Group, Sample, samples_of
 
-Exact = NDArray[np.float64]
 Estimates = Sequence[Sequence[float | Exact]]
 Estimator = Callable[[Sequence[Group], RlAlgorithm], Estimates]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.config.rewards import NEEDS_MATH_VERIFY
+from weft.config.rl_schema import NEEDS_MATH_VERIFY
 
 Completion = str | Sequence[Mapping[str, Any]]
 

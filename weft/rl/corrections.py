@@ -9,11 +9,14 @@ it kept. Plus the log of what they have of the whole distribution (`kept_logmass
 whole distribution, which is what a trainer computes. So rho is 1 where the engine computes what the trainer does, and
 ratios of current and old policy are those of whole distributions, too: that the kept tokens' share changes in training
 is left out, as everywhere. Without kept_logmass nothing can be said, and truncated samples are refused.
+
+Whether an engine samples from the model that is trained at all is the last part of what is proven of a weight sync.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,13 +24,15 @@ from numpy.typing import NDArray
 
 from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
-from weft.rl.kl import kl
 from weft.rollout.base import Sampling
+from weft.rollout.sync.protocol import SyncError
+from weft.rollout.sync.verify import check_parity
 from weft.rollout.types import Floats, Sample
 
 Exact = NDArray[np.float64]
+Estimator = Literal["k1", "k2", "k3"]
 
 
 def old_is_current(config: RlConfig) -> bool:
@@ -107,3 +112,43 @@ def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgori
         name = "clipped" if config.correction == "tis" else "masked"
         found[f"sampling/{name}"] = float((weights != ratios).mean())
     return found
+
+
+def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> Exact:
+    """KL(p || q) = E_p[d] estimated from tokens that were drawn from p, with d = log p - log q of each (Schulman 2020,
+    http://joschu.net/blog/kl-approx.html). clamp: how far from 0 it may be.
+
+        k1 = d                  unbiased, of high variance, often negative
+        k2 = d^2 / 2            biased, never negative
+        k3 = exp(-d) - 1 + d    unbiased, never negative
+
+    Those are values, for rewards and metrics. As a loss, whose gradient counts, they are something else: see
+    weft/objectives/policy.py.
+    """
+    if estimator == "k1":
+        found = difference
+    elif estimator == "k2":
+        found = np.square(difference) / 2
+    else:
+        found = np.expm1(-difference) + difference
+    return found if clamp is None else found.clip(-clamp, clamp)
+
+
+def parity_is_due(config: RlConfig, steps: int) -> bool:
+    """steps: rollout steps since the engines were started, this one with them."""
+    every = config.rollout.verify_every
+    return config.rollout.engine != "embedded" and (steps == 1 or (every > 0 and steps % every == 0))
+
+
+def require_parity(samples: Sequence[Sample], version: int, engine: str, dtypes: Sequence[str]) -> None:
+    """ActorError where logprobs that were sampled under this version are not those that the trainer, which still has
+    its weights, reads (`old`). dtypes: of engine and trainer, as in "bf16"."""
+    read = [
+        (comparable(sample)[sample.sampled], sample.old[sample.sampled])
+        for sample in samples
+        if sample.old is not None and sample.length and (sample.versions[sample.sampled] == version).all()
+    ]
+    try:
+        check_parity(engine, version, [own for own, _ in read], [old for _, old in read], dtypes)
+    except SyncError as error:
+        raise ActorError(str(error), "failed") from error

@@ -107,7 +107,7 @@ class TrainedSamples(_Samples):
         assert not trained or "advantages" in self._keys, "samples without advantages are not ready to be trained"
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
-        """What the losses read of each token: what all samples have."""
+        """Per-token arrays that the losses read, by their names there: those that every sample of the step has."""
         found = {_READ[key]: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
             found["rollout_logprob"] = [comparable(sample) for sample in samples]

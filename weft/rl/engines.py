@@ -33,9 +33,9 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
     own = config.reference
     if config.rl.kl == 0 or (config.lora.on and own.path is None and not config.lora.modules_to_save):
         return None
-    beside = _beside(policy_config(config), own)
-    fsdp = replace(beside.fsdp, param_dtype=own.param_dtype or beside.fsdp.param_dtype)
-    return replace(beside, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
+    base = _from_policy(policy_config(config), own)
+    fsdp = replace(base.fsdp, param_dtype=own.param_dtype or base.fsdp.param_dtype)
+    return replace(base, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
@@ -43,10 +43,10 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     if config.rl.advantage != "gae":
         return None
     own = config.critic
-    beside = _beside(policy_config(config), own)
+    base = _from_policy(policy_config(config), own)
     optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None)
-    model = replace(beside.model, recompute=config.model.recompute)
-    return replace(beside, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
+    model = replace(base.model, recompute=config.model.recompute)
+    return replace(base, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
 
 
 def reference_engine(
@@ -54,15 +54,15 @@ def reference_engine(
     ranks: Ranks,
     *,
     weights: bool = True,
-    beside: Engine | None = None,
+    shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
-    """That of reference_config, opened; collective. weights: False for its shape alone. beside: the policy's."""
+    """That of reference_config, opened; collective. weights: False for its shape alone. shares_with: the policy's."""
     wanted = reference_config(config)
     if wanted is None:
         return None
     with _named("reference"):
-        return Engine(wanted, ranks, weights=weights, beside=beside, progress=progress)
+        return Engine(wanted, ranks, weights=weights, shares_with=shares_with, progress=progress)
 
 
 def critic_engine(
@@ -71,16 +71,16 @@ def critic_engine(
     *,
     weights: bool = True,
     fill: bool = True,
-    beside: Engine | None = None,
+    shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
     """That of critic_config, opened; collective. weights: False for its shape alone. fill: False where a checkpoint is
-    going to fill it. beside: the policy's."""
+    going to fill it. shares_with: the policy's."""
     wanted = critic_config(config)
     if wanted is None:
         return None
     with _named("critic"):
-        return Engine(wanted, ranks, weights=weights, fill=fill, beside=beside, progress=progress)
+        return Engine(wanted, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
 
 
 def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
@@ -119,7 +119,7 @@ def _named(section: str) -> Iterator[None]:
         raise UserError(f"the {section} (keys {section}.*, others as the policy's): {error}") from error
 
 
-def _beside(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> EngineConfig:
+def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> EngineConfig:
     """The policy's engine, less what is its own affair, with what the section says."""
     model = ModelConfig(
         path=own.path or policy.model.path,

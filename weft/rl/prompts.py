@@ -18,7 +18,7 @@ from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.messages import read_messages
 from weft.data.opened import Data, Source, open_data
-from weft.data.order import Share, epoch_order
+from weft.data.order import Share, order_of
 from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError, first_line
@@ -352,16 +352,8 @@ class PromptStream:
     def _forever(self) -> Iterator[Prompt]:
         epoch = 1
         while True:
-            for place in self._epoch(epoch):
+            for place in order_of(self._shares, self._seed, epoch, self._shuffle):
                 visit = self._visits[place]
                 self._visits[place] += 1
                 yield replace(self._prompts[place], visit=visit)
             epoch += 1
-
-    def _epoch(self, epoch: int) -> list[int]:
-        chosen: list[int] = []
-        begin = 0
-        for number, share in enumerate(self._shares):
-            chosen += [begin + place for place in share.chosen(number, self._seed, epoch, self._shuffle)]
-            begin += share.documents
-        return [chosen[place] for place in epoch_order(len(chosen), self._seed, epoch, self._shuffle)]

@@ -18,8 +18,7 @@ from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import step_folder, whole_steps
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
-from weft.cluster.agree import largest
-from weft.cluster.consistency import require_agreement, versions
+from weft.cluster.consistency import largest, require_agreement, versions
 from weft.cluster.options import Device
 from weft.cluster.process import Ranks, join, leave
 from weft.config import to_dict
@@ -33,7 +32,7 @@ from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.engines import critic_engine, opening_lines, reference_engine
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
-from weft.telemetry.memory import own_peak_memory_gib
+from weft.telemetry.profiling import own_peak_memory_gib
 
 Who = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
@@ -58,8 +57,8 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
     return ranks
 
 
-def apart(config: RlConfig) -> dict[Who, int]:
-    """Ranks of those that have their own."""
+def own_ranks(config: RlConfig) -> dict[Who, int]:
+    """Number of ranks of a reference or critic that has ranks of its own."""
     wanted: dict[Who, int | None] = {
         "reference": config.reference.ranks if config.rl.kl > 0 else None,
         "critic": config.critic.ranks if config.rl.advantage == "gae" else None,
@@ -85,14 +84,14 @@ def steps_of_all(run: Path) -> list[int]:
 def checkpoints_of(config: RlConfig) -> CheckpointConfig:
     """One more is kept where two groups save by themselves: a step of which only one is whole is none."""
     own = config.checkpoint
-    return replace(own, keep=own.keep + 1) if own.keep is not None and CRITIC in apart(config) else own
+    return replace(own, keep=own.keep + 1) if own.keep is not None and CRITIC in own_ranks(config) else own
 
 
 def settle_step(engine: Engine, saver: Saver | None) -> float:
     """After a step: the largest peak memory of a rank, in GiB; raises where the saver of any rank has failed."""
     flight.at("record")
     failed = saver is not None and saver.failed
-    memory, any_failed = largest([own_peak_memory_gib(engine.device), failed], engine.mesh.data_group, engine.device)
+    memory, any_failed = largest([own_peak_memory_gib(engine.device), failed], engine.mesh.world_group, engine.device)
     if any_failed and saver is not None:
         saver.raise_failure()
     return memory

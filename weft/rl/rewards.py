@@ -12,8 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from weft.cluster.machine import cpu_cores
-from weft.config.rewards import reward_names
-from weft.config.rl_schema import RlAlgorithm
+from weft.config.rl_schema import RlAlgorithm, reward_names
 from weft.errors import UserError
 from weft.rl.builtin_rewards import INLINE, has_reference
 from weft.rl.reward_calls import GIVEN, Batch, Described, Named, Outcome, RewardFunction

@@ -23,12 +23,12 @@ from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
+from weft.cluster.consistency import check_shared
 from weft.cluster.options import Device
 from weft.cluster.process import leave
-from weft.cluster.shared import check_shared
 from weft.config.rl_schema import RlConfig
 from weft.data.chat_template import chosen_template
-from weft.data.tokenizer import load_tokenizer
+from weft.data.encode import load_tokenizer
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
@@ -47,9 +47,9 @@ from weft.rl.reference_critic import (
     CRITIC,
     Values,
     Who,
-    apart,
     checkpoints_of,
     critic_checkpoint,
+    own_ranks,
     readout,
     settle_step,
     start_rank,
@@ -89,10 +89,10 @@ class Trainer:
         self.config = config
         self.ranks = start_rank(config, device)
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
-        others = apart(config)
+        others = own_ranks(config)
         here = "reference" not in others
-        self.reference = reference_engine(config, self.ranks, beside=self.engine) if here else None
-        critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, beside=self.engine)
+        self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if here else None
+        critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
         self.critic, self.values = critic, None if critic is None else Values(critic, config)
         rng.seed_rank(config.train.seed, self.ranks.rank)
         self.tokenizer = load_tokenizer(config.model.path)

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.export import manifest_of
-from weft.engine.engine import Engine, whole
+from weft.engine.engine import Engine
 from weft.engine.sleep import Emptied
 from weft.engine.startup import implementation
 from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
+from weft.parallel.mesh import whole
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
@@ -111,8 +112,8 @@ class EmbeddedEngine:
 
     def _tied(self) -> dict[str, str]:
         tied, lora = hf.tied_parameters(self.engine.built.module.hf_model), self.engine.lora
-        apart = set() if lora is None else {target.weight for target in lora.targets}
-        return {name: owner for name, owner in tied.items() if not {name, owner} & apart}
+        untied = set() if lora is None else {target.weight for target in lora.targets}
+        return {name: owner for name, owner in tied.items() if not {name, owner} & untied}
 
     def _add_adapters(self, state: Mapping[str, Tensor]) -> None:
         """W + s B A of what is adapted, rounded once to the copy's dtype; collective. state: of the copy, or empty."""

@@ -116,7 +116,7 @@ class _Model:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
         positions_PT = torch.arange(longest, device=self.device).expand(len(prompts), -1)
-        return torch.from_numpy(ids).to(self.device), positions_PT, Bounds((longest,) * len(prompts), apart=True)
+        return torch.from_numpy(ids).to(self.device), positions_PT, Bounds((longest,) * len(prompts), padded=True)
 
 
 class CachedRows:
@@ -150,7 +150,7 @@ class CachedRows:
         self._reserve(rows, self._longest)
         self._past_R = torch.from_numpy(self.lengths.copy()).to(device)
         self._even = bool((self.lengths == self.lengths[0]).all())
-        bounds = Bounds((1,) * rows, apart=True, past=self._past_R, even=self._even)
+        bounds = Bounds((1,) * rows, padded=True, past=self._past_R, even=self._even)
         ids_R1 = torch.tensor(tokens, device=device)[:, None]
         self._states.hold = self._hold_token
         hidden_R1H = self._model.hidden(ids_R1, self._past_R[:, None], bounds, self._states)

@@ -141,8 +141,8 @@ class Filled:
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
-        apart = hf.runtime_names(self.model, manifest)  # what comes under a tied name was trained apart
-        for name in set(apart.values()) & hf.tied_parameters(self.model).keys():
+        sent = hf.runtime_names(self.model, manifest)  # what comes under a tied name was trained untied
+        for name in set(sent.values()) & hf.tied_parameters(self.model).keys():
             hf.untie(self.model, name)
         self.pieces: list[Piece] = layout_of(self.model, manifest)
         check_manifest(manifest, {piece.disk: piece.shape for piece in self.pieces})
@@ -175,10 +175,10 @@ class Filled:
     def _untie_adapted(self) -> dict[str, str]:
         """Tied names of which an adapter changes one end alone, untied -> whose weights they begin with."""
         tied = hf.tied_parameters(self.model)
-        apart = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
-        for name in apart:
+        untied = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
+        for name in untied:
             hf.untie(self.model, name)
-        return {name: tied[name] for name in apart}
+        return {name: tied[name] for name in untied}
 
     def take_weights(self, part: Part) -> None:
         """Every tensor to its place."""

@@ -18,8 +18,8 @@ from typing import TextIO
 import torch.distributed as dist
 
 from weft.checkpoint.retention import sweep
+from weft.cluster.consistency import LOCK, check_shared
 from weft.cluster.process import Ranks
-from weft.cluster.shared import LOCK, check_shared
 from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import RunConfig, SftConfig

@@ -64,7 +64,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
-    """The adapters that a config asks for, new ones or those at lora.path; None for none."""
+    """The adapters of a config, new or at lora.path; None where it has none."""
     if not config.on:
         return None
     found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
@@ -88,7 +88,7 @@ def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
 
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
-    """Trained parameter of the adapted model -> name in the file. names: of all of them, in the model's order."""
+    """Parameter name in the adapted model -> name in the file. names: all trained parameters, in the model's order."""
     ours = list(names)
     wrapped: dict[str, list[str]] = {}  # module -> adapters of its parameters, in the order in which peft wraps them
     for name in filter(is_adapters, ours):
@@ -106,7 +106,7 @@ def _stored(name: str, wrapped: Mapping[str, Sequence[str]]) -> str:
 
 
 def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
-    """The same for a model that has its adapters."""
+    """file_names() of a model with its adapters attached."""
     return file_names(name for name, _ in module.named_parameters() if plan.trains(name))
 
 
@@ -114,7 +114,7 @@ def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
 
 
 def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
-    """adapter_config.json. base: model.path; module: the model, with its adapters."""
+    """The content of adapter_config.json. base: model.path. module: the model with its adapters."""
     modules = [name for name, child in module.named_modules() if not isinstance(child, LowRank)]
     parameters = [name for name, _ in module.named_parameters() if not is_adapters(name)]
     wrapped = _as_parameters(plan, module.hf_model)
@@ -140,14 +140,14 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
 
 
 def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The last parts of the names, where these mean the chosen ones and no others, as users write them; else all."""
+    """The names' last parts, if these match the chosen names and no others of `every`; else the whole names."""
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in every if name.rpartition(".")[2] in leaves}
     return leaves if meant == set(chosen) else sorted(chosen)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. UserError where it is missing, or of a kind of adapter that weft does not know."""
+    """adapter_config.json. UserError where it is missing, or describes adapters that weft does not support."""
     found = read_object(folder / CONFIG, "the config of an adapter")
     if found.get("peft_type") != "LORA":
         raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
@@ -161,7 +161,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
-    """The adapters of a folder, found by the names of its tensors. UserError where they do not fit the model."""
+    """The adapters in a folder, from the names of its tensors. UserError where they do not fit the model."""
     config = read_config(folder)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
@@ -226,9 +226,9 @@ def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[in
 
 @torch.no_grad()
 def fill_adapters(module: nn.Module, plan: LoraPlan, seed: int) -> None:
-    """Give this rank's shards of the adapters their first values: those of plan.path, or drawn from the seed.
+    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed.
 
-    What is trained whole keeps the base's values where there is no plan.path.
+    Modules that are trained whole keep the base's values where there is no plan.path.
     """
     parameters = dict(module.named_parameters())
     if plan.path is None:

@@ -1,6 +1,6 @@
-"""Boxes: which part of a whole tensor somebody holds. All reading and writing of shards is overlaps of boxes.
+"""Boxes: the part of a whole tensor that a rank or a file holds. Shards are read and written as overlaps of boxes.
 
-A box is exact for every mesh: what one mesh wrote, another reads by overlapping its own boxes with those on disk.
+What one mesh wrote, another reads by overlapping its own boxes with those on disk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A range in every dimension of a whole tensor; of a scalar, one with no dimensions."""
+    """A range in every dimension of a whole tensor; without dimensions for a scalar."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor of this shape."""
+        """The box of a whole tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -37,13 +37,13 @@ class Box:
         return math.prod(self.size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that holds `outer`, which contains it."""
+        """The slices that cut this box out of a tensor that holds the larger box `outer`."""
         starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share; None where that is no element."""
+    """The intersection of two boxes of one tensor; None where it is empty."""
     start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
     end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
     size = tuple(y - x for x, y in zip(start, end, strict=True))
@@ -51,7 +51,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
-    """The box that this rank holds of a tensor, and its elements; a plain tensor is held whole."""
+    """(box that this rank holds, its elements); a plain tensor is held whole."""
     local = local_values(tensor)
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape)), local
@@ -66,7 +66,7 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """The elements that this rank holds; RuntimeError where their storage has been given up for a while."""
+    """The elements on this rank. RuntimeError where they are asleep."""
     local = (_local(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if local.numel() and not local.untyped_storage().nbytes():
         raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
@@ -75,28 +75,32 @@ def local_values(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of a tensor.
+    """This rank's part of a tensor.
 
-    places: (own place, size) of every group of ranks that hold the same box; groups: those groups, where they can
-    send it to one another (a plain tensor is simply there on every rank).
+    replicas: (this rank's index, size) of each group of ranks that hold the same box. groups: process groups of the
+    first of them, for broadcasts; none for a plain tensor, which every rank has.
     """
 
     box: Box
     values: Tensor
-    places: tuple[tuple[int, int], ...] = ()
+    replicas: tuple[tuple[int, int], ...] = ()
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     def read(self, box: Box) -> Tensor:
-        """The elements of a box within its own."""
+        """The elements of a box inside this shard's."""
         return self.values[box.within(self.box)]
 
     def is_mine(self, number: int) -> bool:
-        """Whether this rank reads or writes the box for all that hold it; `number` spreads tensors over them."""
-        return all(place == number % size for place, size in self.places)
+        """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
+        return all(index == number % size for index, size in self.replicas)
+
+    def is_read_here(self, number: int) -> bool:
+        """Whether this rank reads it from a file, and sends it to those of `groups`."""
+        return all(index == number % size for index, size in self.replicas[: len(self.groups)])
 
 
 class Readable(Protocol):
-    """What an export needs of a shard, wherever its elements are."""
+    """The interface of a shard that an export reads, wherever its elements are."""
 
     @property
     def box(self) -> Box: ...
@@ -118,5 +122,5 @@ def shard_of(tensor: Tensor) -> Shard:
         for axis, placement in enumerate(tensor.placements)
         if isinstance(placement, Replicate) and mesh.size(axis) > 1
     ]
-    places = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
-    return Shard(box, values, places, tuple(mesh.get_group(axis) for axis in copied))
+    replicas = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
+    return Shard(box, values, replicas, tuple(mesh.get_group(axis) for axis in copied))

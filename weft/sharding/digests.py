@@ -1,7 +1,7 @@
-"""Digests of what was written, taken from memory: what the commit of a checkpoint compares with what lies on the disk.
+"""Digests of written tensors, computed in memory; the commit of a checkpoint compares them with the disk.
 
-They stay beside the weights in digests.json: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, one for each
-box that was written at once, of its bytes in row-major order.
+digests.json lies next to the weights: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, one entry for each box
+written, of its bytes in row-major order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True, slots=True)
 class BoxDigest:
-    """Of a box of a tensor of a file."""
+    """The digest of a box of a tensor in a file."""
 
     file: str
     tensor: str
@@ -37,7 +37,7 @@ class BoxDigest:
 
     @staticmethod
     def of(file: str, tensor: str, box: Box, values: Tensor) -> BoxDigest:
-        """values: of the box, on the CPU, in the file's dtype and order of dimensions."""
+        """values: the box's elements on the CPU, in the file's dtype and order of dimensions."""
         return BoxDigest(file, tensor, box.start, box.size, sha256(values))
 
     @property
@@ -52,8 +52,8 @@ def sha256(values: Tensor) -> str:
 
 
 def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], writer: int) -> None:
-    """Read what a rank has written into the files of a folder of a checkpoint, and compare. StorageError that names
-    file, tensor and writer."""
+    """Read what a rank has written into a checkpoint's folder and compare. StorageError that names file, tensor and
+    writer."""
     for name, of_file in groupby(digests, key=lambda digest: digest.file):
         with TensorFile.open(checkpoint / folder / name) as file:
             for digest in of_file:
@@ -62,8 +62,8 @@ def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], wri
 
 
 def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
-    """Compare this rank's share of a folder's weights with its digests.json, every tensor of every file; the bytes that
-    were compared. UserError, naming file and tensor, where they differ, or digests.json is not what is written here."""
+    """Compare this rank's share of a folder's weights with digests.json; returns the bytes compared. UserError, naming
+    file and tensor, where they differ, or where digests.json is malformed."""
     compared = 0
     for name, tensors in sorted(_read_digests(folder).items()):
         with TensorFile.open(folder / name) as file:
@@ -104,7 +104,7 @@ def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
 
 
 def not_as_written(what: str, writer: int) -> StorageError:
-    """The error where a digest differs."""
+    """The error for a digest that differs."""
     return StorageError(
         f"{what}, written by rank {writer}, has other bytes on the disk than were written (checkpoint.verify): the "
         "file system lost or changed them"
@@ -112,7 +112,7 @@ def not_as_written(what: str, writer: int) -> StorageError:
 
 
 def write_digests(folder: Path, digests: Iterable[BoxDigest]) -> None:
-    """digests.json of a folder, from those of all ranks."""
+    """Write digests.json of a folder from the digests of all ranks."""
     files: dict[str, dict[str, list[Any]]] = {}
     for digest in digests:
         boxes = files.setdefault(digest.file, {}).setdefault(digest.tensor, [])

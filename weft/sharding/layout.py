@@ -1,8 +1,8 @@
-"""Where every tensor of a checkpoint lies in the model: the one map that loading, export and weight sync share.
+"""Where every tensor of a checkpoint lies in the model: the map that loading, export and weight sync share.
 
-transformers stores some families otherwise than it runs them (experts one by one, gate beside up, transposed). Its
-conversion rules are run once, on stand-ins that note which box of which parameter each result is. After that no tensor
-needs a rule: a checkpoint's tensor is a box of a parameter with its dimensions in another order.
+transformers stores some families otherwise than it runs them (single experts, fused projections, transposes). Its
+conversion rules run once, on stand-ins that record which box of which parameter each result is. After that no rule is
+needed: a checkpoint's tensor is a box of a parameter with permuted dimensions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from weft.sharding.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A checkpoint's tensor `disk` is the box `box` of the model's tensor `runtime`.
+    """The checkpoint's tensor `disk` is the box `box` of the model's tensor `runtime`.
 
-    dims[i]: the runtime dimension of the checkpoint tensor's dimension i; others have size 1 in the box.
+    dims[i]: the runtime dimension of the checkpoint tensor's dimension i; all other dimensions have size 1 in the box.
     """
 
     disk: str
@@ -34,24 +34,24 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """Shape of the checkpoint's tensor."""
         return tuple(self.box.size[dim] for dim in self.dims)
 
     def disk_box(self, box: Box) -> Box:
-        """The part of the checkpoint's tensor that holds `box`, a part of the piece's box."""
+        """The part of the checkpoint's tensor that corresponds to `box`, a part of the piece's box."""
         return Box(
             tuple(box.start[dim] - self.box.start[dim] for dim in self.dims), tuple(box.size[dim] for dim in self.dims)
         )
 
     def to_disk(self, values: Tensor) -> Tensor:
-        """Elements of a part of the box, as the checkpoint lays them out; a view."""
+        """Elements of a part of the box in the checkpoint's order of dimensions; a view."""
         if self.dims == tuple(range(values.ndim)):
             return values
         dropped = [dim for dim in range(values.ndim) if dim not in self.dims]
         return values.permute(*self.dims, *dropped).reshape([values.shape[dim] for dim in self.dims])
 
     def to_runtime(self, values: Tensor, box: Box) -> Tensor:
-        """Elements of `disk_box(box)` as the model lays out `box`; a view."""
+        """Elements of disk_box(box) in the model's order of dimensions; a view."""
         if self.dims == tuple(range(len(box.size))):
             return values
         dropped = [dim for dim in range(len(box.size)) if dim not in self.dims]
@@ -62,10 +62,10 @@ class Piece:
 
 
 def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece]:
-    """The pieces of every parameter and persistent buffer of a model, tied ones under their owner's name.
+    """The pieces of every parameter and persistent buffer, tied ones under their owner's name.
 
-    names: of the source's tensors, which tell which of the rules its files need; None for transformers' default layout.
-    Call it before the model is sharded: transformers finds its rules by class, and sharding renames classes.
+    names: of the source's tensors, which select the rules that its files need; None for transformers' default layout.
+    Call it before the model is sharded, because rules are found by class, and sharding renames classes.
     """
     if names is not None:
         hf.choose_rules(model, names)
@@ -98,7 +98,7 @@ def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], pieces
 
 
 class UnsupportedRule(Exception):
-    """A conversion that is more than another order of the same elements."""
+    """A conversion rule that does more than reorder elements."""
 
 
 class _Traced:

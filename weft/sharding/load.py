@@ -1,7 +1,7 @@
-"""Weights into a sharded model: every rank reads the boxes that it holds, and nothing else.
+"""Loading weights into a sharded model: every rank reads only the boxes that it holds.
 
-The plan is made from names and shapes alone, before anything large is read, so that a tensor that nothing fills, that
-nothing wants, or that has another shape is an error at once.
+The plan is made from names and shapes alone, before anything large is read, so that missing, unexpected and misshapen
+tensors are errors at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from weft.models import hf
 from weft.models.lora import is_adapters
 from weft.models.train_module import TrainModule
 from weft.sharding.boxes import Box, local_box, overlap, shard_of
+from weft.sharding.cuts import Cuts, shards_of
 from weft.sharding.layout import Piece, layout_of
 from weft.sharding.source import Source
 from weft.telemetry import flight
@@ -33,10 +34,8 @@ _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """fills: for each tensor of the model, its pieces and the name of each in the files. left_out: names of no use.
-
-    fresh: tensors of the model that the files may lack, and do; somebody else gives them their first values.
-    """
+    """fills: tensor of the model -> its pieces, each with its name in the files. left_out: names in the files that are
+    not used. fresh: tensors of the model that the files lack and that are initialised elsewhere."""
 
     source: Source
     fills: dict[str, list[tuple[Piece, str]]]
@@ -46,7 +45,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """bytes_read: what this rank asked the disk for."""
+    """bytes_read: requested from the disk by this rank."""
 
     tensors: int
     bytes_read: int
@@ -58,20 +57,20 @@ def plan_load(
     model: PreTrainedModel,
     source: Source,
     ignore: Sequence[str],
-    apart: Sequence[str] = (),
+    untied: Sequence[str] = (),
     may_lack: Collection[str] = (),
 ) -> tuple[list[Piece], LoadPlan]:
-    """The layout of a source and how to fill the model (on meta, not yet sharded) from it.
+    """The layout of a source and the plan for filling the model (on meta, not yet sharded) from it.
 
-    ignore: globs of tensors in the files that may be left out. Tied weights that differ in the files are untied, and so
-    are those whose tied names are in `apart`; what the files hold once for both fills both. may_lack: tensors of the
-    model that need not be in the files.
-    UserError, naming the first few, where tensors are missing, unwanted or of another shape.
+    ignore: globs of tensors in the files that may be left out. untied: tied names to untie; tied weights that differ in
+    the files are untied too. Both ends are filled from one tensor where the files hold only one. may_lack: tensors of
+    the model that the files may lack. UserError, naming the first few, where tensors are missing, unexpected or
+    misshapen.
     """
     for name, owner in hf.tied_parameters(model).items():
         if name in source.names and owner in source.names and _differ(source, name, owner):
             hf.untie(model, name)
-    owners = {name: owner for name, owner in hf.tied_parameters(model).items() if name in apart}
+    owners = {name: owner for name, owner in hf.tied_parameters(model).items() if name in untied}
     for name in owners:
         hf.untie(model, name)
     names = source.names
@@ -144,11 +143,11 @@ def _differ(source: Source, a: str, b: str) -> bool:
     return bool(differs)
 
 
-def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
-    """Fill every parameter but adapters' and fresh ones, and every persistent buffer, of a sharded module in place;
+def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progress | None = None) -> LoadReport:
+    """Fill the parameters and persistent buffers of a sharded module in place, except adapters and fresh tensors;
     collective where shards are replicated.
 
-    Of replicas of one shard one reads, a different one for each tensor in turn, and sends it to the others.
+    Each tensor is read by one of its replicas, in turn, and broadcast to the others.
     """
     began, before = time.perf_counter(), plan.source.bytes_read
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
@@ -162,26 +161,26 @@ def load_weights(module: nn.Module, plan: LoadPlan, progress: Progress | None = 
     done = 0
     for number, name in enumerate(order):
         flight.beat()
-        shard = shard_of(targets[name])
-        # What nobody sends, buffers among it, every rank reads.
-        if not shard.groups or shard.is_mine(number):
-            _fill(shard.values, shard.box, plan.fills[name], plan.source)
-        for group in shard.groups:
-            dist.broadcast(shard.values, group=group, group_src=number % dist.get_world_size(group))
-        done += shard.values.nbytes
+        own = shard_of(targets[name])
+        if own.is_read_here(number):
+            for shard in shards_of(targets[name], cuts.get(name)):
+                _fill(shard.values, shard.box, plan.fills[name], plan.source)
+        for group in own.groups:
+            dist.broadcast(own.values, group=group, group_src=number % dist.get_world_size(group))
+        done += own.values.nbytes
         if progress is not None:
             progress(done, total)
     return LoadReport(len(order), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
 
 
 @torch.no_grad()
-def fill_random(module: TrainModule, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
     """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
     config = deepcopy(config)  # the model's own names its kernel
     drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
     for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
-        shard = shard_of(tensor)
-        shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(tensor.shape)))])
+        for shard in shards_of(tensor, cuts.get(name)):
+            shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(drawn[name].shape)))])
 
 
 @torch.no_grad()
@@ -198,7 +197,7 @@ def _fill(local: Tensor, box: Box, pieces: list[tuple[Piece, str]], source: Sour
 
 
 def read_whole(plan: LoadPlan, name: str) -> Tensor:
-    """A whole tensor of the model, by its own name, in the dtype of the files; in fp32 where they have it quantised."""
+    """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 where they are quantised."""
     pieces = plan.fills[name]
     shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
     out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints read as what they stand for, box by box: block-wise FP8 (DeepSeek) and MXFP4 (gpt_oss)."""
+"""Quantised checkpoints, dequantised box by box while reading: block-wise FP8 (DeepSeek) and MXFP4 (gpt_oss)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def decoder_of(
     dtypes: Mapping[str, torch.dtype],
     path: str,
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
-    """(name -> how to read it, names in the files that are part of another tensor). UserError for other methods."""
+    """(name -> decoder, names in the files that are part of another tensor). UserError for other methods."""
     method = None if config is None else str(config.get("quant_method"))
     if config is None:
         return {}, frozenset()

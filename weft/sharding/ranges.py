@@ -1,13 +1,12 @@
 """Files that several ranks write together, with one writer for each block.
 
-Clients of a network file system cache whole pages, and do not see one another's: where two of them change bytes of one
-page, what is written back last may restore what was read before the other's bytes came. So a rank writes into a file
-the blocks that it holds whole. What it holds of others, at its seams with other ranks, it leaves in a file of its own;
-when all ranks have done so, one rank for each file puts these bytes in their places. A file of one rank is never open
-while another writes it, so that what a file system promises from close to open is enough.
+Clients of a network file system cache whole pages and do not see each other's: where two change bytes of one page, the
+later write-back may undo the earlier. So a rank writes only blocks that it holds whole into the shared file. Its bytes
+of other blocks, at seams with other ranks, go to a file of its own; once all ranks are done, one rank per shared file
+copies them into place. No file is open on one rank while another writes it, so close-to-open consistency suffices.
 
-Shards of the first dimension are long ranges with two seams each. Of a box in other dimensions, whose rows are shorter
-than a block, all goes through the file of seams: as right, and written twice.
+Shards of the first dimension are long ranges with two seams each. Boxes in other dimensions, with rows shorter than a
+block, go through the seam file entirely, and are written twice.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _RECORD = struct.Struct("<QQ")  # first byte in the file, length
 
 
 class RangeWriter:
-    """One rank's boxes of the files of a folder, which are there with the right size.
+    """Writes one rank's boxes into existing files of the right size.
 
-    seams: where it leaves what others have to put in its place; None where no other rank writes these files.
+    seams: the rank's seam file; None where no other rank writes these files.
     """
 
     def __init__(self, folder: Path, seams: Path | None) -> None:
@@ -43,12 +42,12 @@ class RangeWriter:
 
     @property
     def handed(self) -> int:
-        """Bytes that it has left for others."""
+        """Bytes written to the seam file."""
         return 0 if self._seams is None else self._seams.bytes
 
     def write(self, file: str, entry: Entry, part: Box, box: Box, values: Tensor) -> None:
-        """Write a box of a tensor. part: all that this rank holds of the tensor, and is going to write. `values` is on
-        the CPU and has the box's shape and the file's dtype."""
+        """Write a box of a tensor. part: all that this rank holds of the tensor and will write. values: on the CPU, of
+        the box's shape and the file's dtype."""
         assert tuple(values.shape) == box.size and values.dtype == entry.dtype, (file, values.shape, values.dtype)
         values = values.contiguous()
         view, place = bytes_of(values).data, 0
@@ -124,9 +123,9 @@ class _SeamWriter:
 
 
 def join_seams(folder: Path, file: str, seams: Iterable[Path]) -> int:
-    """Put what all ranks have left of one file in its place, and wait for the disk; the bytes.
+    """Copy the seam bytes of all ranks into one file and fsync it; returns the bytes.
 
-    One rank calls it, when every rank's file of seams is whole.
+    Called by one rank, once every rank's seam file is complete.
     """
     joined = 0
     with RangeFile(folder / file) as opened:

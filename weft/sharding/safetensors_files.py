@@ -1,7 +1,7 @@
 """safetensors files, read and written box by box (format: github.com/huggingface/safetensors, "Format").
 
-A file is 8 bytes of header length, a JSON header, then the tensors end to end, row-major. So any box of a tensor is a
-few byte ranges: ranks that share a file system fill one file together (ranges.py), and read no more than they hold.
+A file is 8 bytes of header length, a JSON header, then the tensors end to end, row-major. So a box of a tensor is a few
+byte ranges: ranks that share a file system fill one file together (ranges.py), and read only what they hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file; begin and end are bytes from the file's start."""
+    """A tensor in a file; begin and end are byte offsets from the file's start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file that is to be written. header: its bytes before the tensors; entries: in the order in which they lie."""
+    """A file to be written. header: the bytes before the tensors. entries: in file order."""
 
     header: bytes
     entries: dict[str, Entry]
@@ -65,7 +65,7 @@ class TensorFile:
     """One safetensors file, open for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Reads and checks the header; UserError, naming the file, where it is missing, cut short or no such file."""
+        """Read and check the header. UserError, naming the file, where it is missing, truncated or malformed."""
         self.path, self.bytes_read = regular_file(path, "a safetensors file"), 0
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -79,11 +79,11 @@ class TensorFile:
 
     @staticmethod
     def open(path: Path) -> TensorFile:
-        """The file for reading."""
+        """The underlying file, for reading."""
         return TensorFile(path)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor, on the CPU in the file's dtype; the bytes asked for are counted in `bytes_read`."""
+        """A box of a tensor, on the CPU in the file's dtype; adds to `bytes_read`."""
         entry = self.entries[name]
         box = box or Box.whole(entry.shape)
         # Beyond the tensor lie other tensors' bytes, and before the first one the header's.
@@ -118,19 +118,19 @@ class TensorFile:
 
 
 class RangeFile:
-    """A file that is there, open for writing alone, so that no client of a network file system reads its pages."""
+    """An existing file, opened write-only, so that clients of a network file system read none of its pages."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """All of these bytes, from this byte of the file on."""
+        """Write all bytes at this offset."""
         while view:
             done = os.pwrite(self._descriptor, view, offset)
             view, offset = view[done:], offset + done
 
     def fsync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the writes are on disk."""
         os.fsync(self._descriptor)
 
     def __enter__(self) -> RangeFile:
@@ -143,7 +143,7 @@ class RangeFile:
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
-    """The file of these tensors (meta ones will do)."""
+    """The layout of a file with these tensors, which may be on meta."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     # Wide elements first, so that every tensor is aligned to its element.
@@ -159,15 +159,15 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
 
 
 def create(path: Path, layout: Layout) -> None:
-    """A file of the right size with its header, and nothing in it yet."""
+    """Create a file of the right size with its header."""
     with path.open("wb") as stream:
         stream.write(layout.header)
         stream.truncate(layout.size)
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Those of a contiguous tensor on the CPU, in place, for as long as it lives. After Tensor.numpy() nobody could
-    shrink its storage, which sleeping does."""
+    """The bytes of a contiguous CPU tensor, in place, valid as long as the tensor. Tensor.numpy() would prevent its
+    storage from being resized, which sleeping does."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))

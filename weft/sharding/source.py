@@ -1,4 +1,4 @@
-"""A directory of safetensors as named tensors of which any box can be read, whatever files they are spread over."""
+"""A directory of safetensors files as named tensors, of which any box can be read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.sharding.boxes import Box
 from weft.sharding.quantised import decoder_of
 from weft.sharding.safetensors_files import TensorFile
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 # Files of older formats that hold weights; reading them means unpickling them.
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 class Decoder(Protocol):
-    """Reads a quantised tensor as the real one: its shape, and the elements of any box in floating point."""
+    """Reads a quantised tensor as floating point: its shape and any box."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,7 +36,8 @@ class Decoder(Protocol):
 
 @dataclass
 class Source:
-    """files: tensor name -> the file that holds it. decoders: names of quantised tensors -> how to read them."""
+    """files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder. hidden: tensors that
+    decoders use."""
 
     folder: Path
     files: dict[str, TensorFile]
@@ -45,35 +46,35 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor under the name that the model's rules know."""
+        """Names of all tensors, quantised ones under their plain name."""
         return sorted({*self.files} - self.hidden | {*self.decoders})
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the tensors that are stored as they are."""
+        """Dtypes of the tensors that are not quantised."""
         return {name: self.files[name].entries[name].dtype for name in self.names if name not in self.decoders}
 
     @property
     def bytes_read(self) -> int:
-        """Bytes asked for so far."""
+        """Bytes requested so far."""
         return sum(file.bytes_read for file in set(self.files.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the real tensor."""
+        """Shape, after decoding."""
         return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape
 
     def place(self, name: str) -> tuple[str, int]:
-        """(file, first byte): the order in which disks read fastest."""
+        """(file, first byte), a sort key for sequential reading."""
         if name not in self.files:
             return (self.decoders[name].__class__.__name__, 0)
         return (self.files[name].path.name, self.files[name].entries[name].begin)
 
     def raw(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor as it is stored."""
+        """A box of a stored tensor, not decoded."""
         return self.files[name].read(name, box)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of the real tensor, on the CPU."""
+        """A box of a tensor, decoded, on the CPU."""
         box = box or Box.whole(self.shape(name))
         return self.decoders[name].read(self, box) if name in self.decoders else self.raw(name, box)
 
@@ -84,7 +85,7 @@ class Source:
 
 
 def open_source(path: str) -> Source:
-    """The weights of model.path. UserError, saying what to do, where they are missing, incomplete or pickled."""
+    """The weights of model.path. UserError where they are missing, incomplete or pickled."""
     folder = fetch(path)
     files: dict[str, TensorFile] = {}
     for name in _file_names(folder):
@@ -102,7 +103,7 @@ def open_source(path: str) -> Source:
 
 
 def fetch(path: str) -> Path:
-    """The directory itself, or that of a hub repository, downloaded where the cache lacks it."""
+    """The directory itself, or the snapshot of a hub repository, downloaded where the cache lacks it."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -137,12 +138,12 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _has_index(folder: Path) -> bool:
-    return os.path.lexists(folder / _INDEX)  # also where it is something that cannot be read, which is an error
+    return os.path.lexists(folder / INDEX)  # also where it is something that cannot be read, which is an error
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor -> file; every file is one of the folder's own."""
-    index = folder / _INDEX
+    index = folder / INDEX
     found = read_object(index, "the index of a model's files").get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise UserError(
@@ -161,7 +162,7 @@ def _check_index(folder: Path, files: Mapping[str, TensorFile]) -> None:
     for name, file in _weight_map(folder).items():
         if name not in files or files[name].path.name != file:
             raise UserError(
-                f"model.path: {folder / _INDEX} says that {name} is in {file}, but it is not: the files do not belong "
+                f"model.path: {folder / INDEX} says that {name} is in {file}, but it is not: the files do not belong "
                 "together. Fetch them again."
             )
 

@@ -1,7 +1,7 @@
-"""The tensor walker: a sharded model as (HuggingFace name, whole tensor), bucket by bucket, for whoever takes weights.
+"""The tensor walker: yields a sharded model as (HuggingFace name, whole tensor), in buckets.
 
-Tensors are cast before they are gathered, so that the wire carries the receiver's dtype. While one bucket is consumed
-the next is gathered: of two, each has half the bytes that the caller allows. A tensor that exceeds them travels alone.
+Tensors are cast before they are gathered, so that the receiver's dtype is sent. The next bucket is gathered while one
+is consumed; each has half of the bytes allowed. A larger tensor is gathered alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def walk(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
-    Collective: all ranks of the mesh walk together, and each gets every tensor. A yielded tensor may be a view of
-    memory that is reused: copy it before the next one is taken. bucket_bytes: what is in flight at once; a single
-    tensor that cannot be cut may exceed it, and is gathered alone.
+    Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
+    reused memory: copy it before taking the next. bucket_bytes: bytes in flight; only a single tensor that cannot be
+    split may exceed them.
     """
     state = module.state_dict(keep_vars=True)
     parts = [part for group in _by_runtime(pieces) for part in _cut(state, group, manifest, bucket_bytes // 2)]
@@ -47,7 +47,8 @@ def walk(
 
 
 def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The stream as it is; RuntimeError where a tensor is missing, comes twice, or is not what was promised."""
+    """The stream unchanged. RuntimeError where a tensor is missing, repeated, or has another shape or dtype than in the
+    manifest."""
     missing = dict.fromkeys(manifest)
     for name, tensor in stream:
         if name not in manifest:
@@ -67,7 +68,7 @@ def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Rows of a tensor of the model that are gathered as one, with the pieces that lie in them."""
+    """Rows of a tensor of the model that are gathered together, with the pieces inside them."""
 
     runtime: str
     box: Box
@@ -89,7 +90,7 @@ def _by_runtime(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _cut(
     state: Mapping[str, Tensor], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
 ) -> Iterator[_Part]:
-    """A tensor whole, or, where it is larger than `limit`, in ranges of rows that no piece straddles (experts)."""
+    """A tensor whole, or, where it is larger than `limit`, in ranges of rows that split no piece (experts)."""
     shape = tuple(state[pieces[0].runtime].shape)
     dtype = max((manifest[piece.disk].dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     whole = _Part(pieces[0].runtime, Box.whole(shape), tuple(pieces), dtype)
@@ -118,7 +119,7 @@ def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
 
 
 class _Gather:
-    """The parts of a bucket on their way: one all-gather for each mesh axis that shards some of them."""
+    """The parts of a bucket in flight: one all-gather for each mesh axis that shards some of them."""
 
     def __init__(self, state: Mapping[str, Tensor], bucket: list[_Part], manifest: Mapping[str, Tensor]) -> None:
         self.state, self.bucket, self.manifest = state, bucket, manifest
@@ -166,7 +167,7 @@ class _Lane:
         self.mesh, self.axis, self.parts = mesh, axis, list[_Part]()
 
     def start(self, state: Mapping[str, Tensor]) -> None:
-        """Cast what this rank holds and send it on its way."""
+        """Cast this rank's shares and start the all-gather."""
         size = self.mesh.size(self.axis)
         self.places = [self._places(state, place) for place in range(size)]
         self.length = max(end for _, end in self.places)
@@ -186,7 +187,7 @@ class _Lane:
         self.sent: Tensor | None = sent
 
     def take(self, state: Mapping[str, Tensor], part: _Part) -> Tensor:
-        """A part, put together from every rank's boxes."""
+        """A part, assembled from every rank's shares."""
         if self.sent is not None:
             self.work.wait()
             self.sent = None
@@ -202,11 +203,12 @@ class _Lane:
         return out
 
     def _is_in_order(self, part: _Part) -> bool:
-        """Whether what arrived is the part as it lies: alone, in whole rows, with nothing between the ranks' shares."""
+        """Whether the gathered bytes are the part itself: nothing else was gathered, it is sharded by rows, and there
+        is no padding between the ranks' shares."""
         return len(self.parts) == 1 and self.rows and self.gathered.numel() == part.bytes
 
     def _places(self, state: Mapping[str, Tensor], place: int) -> tuple[dict[_Part, int], int]:
-        """(first byte of each part in what the rank at `place` sends, their length)."""
+        """(first byte of each part in what the rank at `place` sends, total length)."""
         starts, end = {}, 0
         for part in self.parts:
             share = overlap(part.box, self._box(state[part.runtime], place))
@@ -215,7 +217,7 @@ class _Lane:
         return starts, end
 
     def _box(self, tensor: Tensor, place: int) -> Box:
-        """The box that the rank at `place` of the axis holds."""
+        """The box of the rank at `place` of the axis."""
         assert isinstance(tensor, DTensor)
         coordinate = list(self.mesh.get_coordinate() or ())
         coordinate[self.axis] = place

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import zlib
 from collections import deque
@@ -26,6 +27,9 @@ _LINE = 4096
 _TRAIL = 32
 _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
+# Of a collective, in torch's flight recorder; and the functions that read it.
+_KEYS = ("collective_seq_id", "profiling_name", "state", "input_sizes", "input_dtypes", "timeout_ms")
+_GROUPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 # Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
 PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
 ENDLESS = "idle"  # it is not up to this process when it ends
@@ -290,6 +294,25 @@ def furthest_behind(records: Mapping[int, Record]) -> list[int]:
     progress = {rank: (record.step, record.changes) for rank, record in records.items()}
     behind = [rank for rank, reached in progress.items() if reached == min(progress.values())]
     return behind if len(behind) < len(records) else []
+
+
+def last_collectives(count: int = 16) -> list[dict[str, Any]]:
+    """The last ones of gloo and of NCCL, from torch's own flight recorder (nothing is counted by weft), the oldest
+    first; empty without a process group or a recorder."""
+    c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    found: list[dict[str, Any]] = []
+    for name in _GROUPS:
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+        except Exception:  # whatever is wrong with it, the failure that is being reported matters more
+            continue
+        for entry in entries[-count:]:
+            group = entry.get("process_group") or [""]
+            found.append({"group": group[-1], **{key: entry[key] for key in _KEYS if key in entry}})
+    return found
 
 
 # The one of this process. What it is doing is a fact of the process, as its pid is.

@@ -2,19 +2,26 @@
 
 RUN/profile/rank-0-step-3.json.gz opens in https://ui.perfetto.dev; rank-0-step-3.memory.pickle, made on CUDA where
 profile.memory is set, in https://pytorch.org/memory_viz. Imports torch where a step is traced.
+
+Beside them: the peak memory of this process.
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.config.schema import ProfileConfig
 from weft.errors import UserError
 from weft.telemetry import flight
+
+if TYPE_CHECKING:
+    import torch
 
 FOLDER = "profile"
 # Allocations and frees that a memory snapshot keeps.
@@ -83,3 +90,24 @@ def _ranges() -> Iterator[None]:
     finally:
         leave()
         flight.own.listeners.remove(enter)
+
+
+def own_peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held at once, in GiB (2^30 bytes): of the accelerator, or resident on the
+    host for CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.max_memory_allocated(device)) / (1 << 30)
+    return _peak_resident_bytes() / (1 << 30)
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Unlike ru_maxrss, VmHWM does not survive exec: it has no share of the launcher that started this process.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""What the parity harness needs of adapters: random ones, on disk for peft to load, under the names that it uses."""
+"""Adapters for the parity harness: random ones, written for peft to load, and names as in their files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.verification.observed import Observed, Tensors
 
 @torch.no_grad()
 def stir(engine: Engine) -> None:
-    """Give new adapters random values: where B is 0, A has no gradient, and nothing of A could be seen to be wrong."""
+    """Give new adapters random values: where B is 0, A has no gradient, and errors in A would be invisible."""
     if engine.lora is None or engine.lora.path is not None:
         return
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
@@ -35,7 +35,7 @@ def stir(engine: Engine) -> None:
 
 @contextmanager
 def written(engine: Engine) -> Iterator[str | None]:
-    """A folder with the engine's adapter as it is now, for the body; None where it has none. Collective."""
+    """Inside: a folder with the engine's current adapter; None where it has none. Collective."""
     if engine.lora is None:
         yield None
         return
@@ -56,13 +56,13 @@ def _names(engine: Engine) -> dict[str, str]:
 
 
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
-    """Tensors by the names of the reference."""
+    """The tensors under the reference's names."""
     names = _names(engine)
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def optimizer_by_files(engine: Engine) -> OptimizerConfig:
-    """The engine's optimizer, its groups by the names of the reference: patterns are written for weft's."""
+    """The engine's optimizer config, with parameter groups by the reference's names."""
     config = engine.config.optimizer
     if engine.lora is None:
         return config
@@ -78,7 +78,7 @@ def _is_named(patterns: Iterable[str], name: str) -> bool:
 
 
 def renamed(engine: Engine, seen: Observed) -> Observed:
-    """What was observed, by those names."""
+    """The observations under the reference's names."""
     return replace(
         seen,
         gradients=[as_in_files(engine, gradients) for gradients in seen.gradients],

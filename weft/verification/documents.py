@@ -1,4 +1,4 @@
-"""Documents that are awkward on purpose, for checks that need no data of the user's."""
+"""Synthetic documents with edge cases, for checks without user data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LENGTHS = (37, 1, 23, 30, 2, 61, 16, 17, 5)
 
 
 def awkward_steps(vocabulary: int, seed: int = 0, scale: float = 1.0) -> list[list[Document]]:
-    """Three steps: many documents with one that trains nothing; a single one (ranks without any); three uneven ones.
+    """Three steps: many documents, one of them untrained; a single one, so that ranks are empty; three uneven ones.
 
-    scale stretches the lengths, for models with long windows.
+    scale: factor on the lengths, for models with long windows.
     """
     source = random.Random(seed)
     many = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]

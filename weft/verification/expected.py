@@ -1,4 +1,4 @@
-"""The reference's side of the parity harness: what one plain process computes, with its own rounding noise."""
+"""The reference's side of the parity harness: the results of one plain process, with its own rounding noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.verification.routing import Recorder, Routes
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """Of one step's documents at the initial weights. others: the same by other ways of summing, the noise."""
+    """The gradient of one step at the initial weights. others: by other orders of summation, to measure noise."""
 
     loss: float
     norm: float
@@ -30,8 +30,8 @@ class ExpectedGradient:
 
 @dataclass
 class Expected:
-    """readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient norm) of each trained
-    step. start, weights: before and after; others: after, by other ways of summing. routes: of experts, if any."""
+    """readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient norm) of each step.
+    start, weights: before and after. others: after, by other orders of summation. routes: of experts, if any."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     steps: list[ExpectedGradient] = field(default_factory=list)
@@ -46,9 +46,9 @@ class Expected:
 class Trainer:
     """Trains fresh references from the weights at `path`. layers: name of the list of decoder layers.
 
-    freeze: patterns of parameters that are not trained. balance: factor of the experts' auxiliary loss. whole_step:
-    whether that is of all documents as one. adapter: a folder for peft to load; then it is what is trained.
-    pads: whether padding changes no more than rounding. It is another rotary table where that depends on the longest.
+    freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
+    over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
+    rounding; not so where rotary tables depend on the longest document.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Trainer:
     pads: bool = True
 
     def reference(self) -> reference.Reference:
-        """A fresh one."""
+        """A fresh reference."""
         if self.adapter is not None:
             return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step)
         return reference.Reference(self.path, self.device, self.freeze, self.balance, self.whole_step)
@@ -71,7 +71,7 @@ class Trainer:
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
-        """(weights before, weights after, (loss, norm) of each step)."""
+        """(weights before, weights after, (loss, gradient norm) of each step)."""
         plain, c = self.reference(), self.config
         start = _on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
@@ -88,7 +88,7 @@ class Trainer:
 
 
 def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """Compute everything that an engine will be compared with."""
+    """Compute all values that an engine will be compared with."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()

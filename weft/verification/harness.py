@@ -33,7 +33,7 @@ SCALAR = 1e-5
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison. value <= tolerance passes; noise is the reference's own; note names where the worst was."""
+    """One comparison; passes where value <= tolerance. noise: the reference's own. note: where the worst value was."""
 
     name: str
     value: float
@@ -48,7 +48,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """figures in the order of the checks; worst: the five parameters whose gradients differ most; remarks in words."""
+    """figures: in the order of the checks. worst: the five parameters whose gradients differ most. remarks: in
+    words."""
 
     figures: list[Figure]
     worst: list[Figure] = field(default_factory=list)
@@ -64,10 +65,10 @@ class Verdict:
 
 
 def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float]) -> Verdict | None:
-    """Compare the engine, whose weights are those at `path`, with the reference; the verdict is on rank 0.
+    """Compare the engine, with the weights at `path`, with the reference; the verdict is on rank 0.
 
-    steps: the documents of each optimizer step; lrs: their learning rates. Trains the engine. The reference comes
-    first, because the engine follows its routes through experts.
+    steps: documents of each optimizer step. lrs: their learning rates. Trains the engine. The reference runs first,
+    because the engine follows its routes through experts.
     """
     if engine.config.model.compile and engine.built.flops.expert:
         raise UserError(
@@ -98,7 +99,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
 
 
 def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
-    """Compare everything. state: the narrowest dtype of the optimizer's."""
+    """All comparisons. state: the narrowest dtype of the optimizer's state."""
     figures, worst = _gradient_figures(seen, expected.steps)
     figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer, state)]
     if seen.routing is None:
@@ -151,7 +152,7 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
 
 
 def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
-    """The parameters that differ most, each by its worst figure."""
+    """The parameters with the largest differences, each by its worst figure."""
     by_name: dict[str, Figure] = {}
     for figure in sorted(parameters, key=_excess):
         by_name[figure.name] = figure
@@ -168,7 +169,7 @@ def _gradient_noise(step: ExpectedGradient) -> dict[str, float]:
 
 
 def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, float]) -> list[Figure]:
-    """A figure for each parameter; one that only one side has a gradient for differs by infinity, unless it is zero."""
+    """A figure per parameter. Where only one side has a gradient, the difference is infinite, unless that is zero."""
     largest = max(float(g.abs().max()) for g in expected.values())
     out = []
     for name in sorted(gradients.keys() | expected.keys()):
@@ -202,9 +203,9 @@ def compare_weights(
     name: str, weights: Tensors, after: Tensors, start: Tensors, others: Sequence[Tensors], optimizer: str,
     state: torch.dtype = torch.float32,
 ) -> Figure:  # fmt: skip
-    """Of weights against the reference's, `after`, which began at `start`. others: the reference's by other ways.
-    state: of the optimizer; where it is narrow one element of a parameter may round the other way, which in a small
-    one is much of all that moved."""
+    """A figure for the engine's weights against the reference's, `after`, which began at `start`. others: the
+    reference's by other orders of summation. state: dtype of the optimizer's state; where it is narrow, one element may
+    round differently, which in a small parameter is a large share of all movement."""
     if optimizer == "sgd":
         value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
         return Figure(name, value, _widened(SGD, max(noises)), max(noises), "all together")
@@ -249,14 +250,14 @@ def _excess(figure: Figure) -> float:
 
 
 def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
-    """The figure closest to, or furthest beyond, its tolerance, under a common name."""
+    """The figure with the largest value / tolerance, under a common name."""
     worst = max(figures, key=_excess)
     return Figure(name, worst.value, worst.tolerance, worst.noise, worst.name)
 
 
 def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     """In the engine's own dtype: loss and worst gradient in words, because they are rounding, and a figure for what
-    rounding cannot touch: documents do not see each other through the kernels of this dtype either; collective."""
+    rounding cannot touch, isolation of documents in the kernels of this dtype; collective."""
     stir(engine)
     loss, gradients, _ = one_gradient(engine, step, None)
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)

@@ -1,4 +1,4 @@
-"""The engine's side of the parity harness: run every check on the mesh, and bring the results whole to every rank."""
+"""The engine's side of the parity harness: runs every check on the mesh and gathers whole results on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Sequence[reference.Document]
 
 @dataclass
 class Observed:
-    """What the engine computed, whole. routing: experts chosen otherwise than in the reference; None if dense."""
+    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Observed:
 
 
 def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes) -> Observed:
-    """Run every check's engine side, following the reference's routes where there are any; collective."""
+    """Run the engine's side of every check, following the reference's routes where there are any; collective."""
     seen, facts = Observed(), engine.built.flops
     if not routes:
         _observe(engine, steps, lrs, seen, None)
@@ -74,7 +74,7 @@ def _observe(
 
 
 def to_documents(engine: Engine, step: Step) -> tuple[dict[int, Document], list[DocumentMeta]]:
-    """The step as weft's Documents, by index, and their metadata."""
+    """(Documents by index, their metadata) of a step."""
     documents = {
         index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32))
         for index, (ids, mask) in enumerate(step)
@@ -83,7 +83,7 @@ def to_documents(engine: Engine, step: Step) -> tuple[dict[int, Document], list[
 
 
 def one_gradient(engine: Engine, step: Step, budget: int | None) -> tuple[float, Tensors, float]:
-    """(loss, whole gradients on the CPU, their norm), with the gradient dropped afterwards."""
+    """(loss, whole gradients on the CPU, their norm); the gradient is dropped afterwards."""
     documents, metas = to_documents(engine, step)
     metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
@@ -102,7 +102,7 @@ def _readouts(engine: Engine, step: Step, budget: int | None) -> dict[int, Tenso
 
 
 def neighbours(engine: Engine, step: Step) -> float:
-    """Change the longest document: the largest move of any other document's logprobs."""
+    """The largest change of any other document's logprobs when the longest document changes."""
     before = _readouts(engine, step, None)
     longest = max(range(len(step)), key=lambda i: len(step[i][0]))
     ids, mask = step[longest]

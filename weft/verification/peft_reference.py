@@ -1,5 +1,5 @@
-"""The reference for adapters: peft's own model, one plain process. Of weft it imports the plain
-reference and a class of errors."""
+"""The reference for adapters: peft's own model in one plain process. Imports only the plain reference and an error
+class of weft."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weft.verification.reference import Reference
 
 
 class PeftReference(Reference):
-    """A plain model with the adapter of a folder, in fp32, its base too unless another dtype is given.
+    """A plain model with the adapter of a folder, all in fp32 unless another dtype is given for the base.
 
-    Names are those of the adapter's file without its prefix; of the frozen base, its own.
+    Names are those in the adapter's file without its prefix; for the frozen base, its own.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class PeftReference(Reference):
         self.model = PeftModel.from_pretrained(self.plain.to(base), adapter, is_trainable=True).eval().to(device)
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of every parameter but what peft keeps of modules that are trained whole."""
+        """A copy of named()."""
         return {name: parameter.detach().clone() for name, parameter in self.named()}
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter but what peft keeps of modules that are trained whole."""
+        """Every parameter, except peft's copies of modules that are trained whole."""
         return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
 
 

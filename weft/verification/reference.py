@@ -20,9 +20,9 @@ Batch = tuple[list[list[int]], list[list[float]], Tensor | None]  # ids, loss ma
 
 
 class Reference:
-    """A plain model in one process. Tensors come back by transformers' parameter names. freeze: patterns of names.
+    """A plain model in one process; tensors are keyed by transformers' parameter names. freeze: patterns of names.
 
-    balance: factor of transformers' own auxiliary loss, of each document, weighted by its tokens, or of the whole step.
+    balance: factor of transformers' own auxiliary loss, per document, weighted by its tokens, or of the whole step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """log p of each token given those before it, and the entropy of that distribution; [T], entry 0 is 0."""
+        """(log p of each token given those before it, entropy of that distribution), [T] each; entry 0 is 0."""
         logprob = self.logits(ids).log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], device=self.device)
         chosen = logprob.gather(1, targets[:, None])[:, 0]
@@ -63,7 +63,7 @@ class Reference:
         return loss, self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
-        """The same, as right-padded batches of `size` with a mask: the reference's own rounding noise."""
+        """The same from right-padded batches of `size` with a mask: the reference's own rounding noise."""
         batches: list[Batch] = []
         for start in range(0, len(documents), size):
             batch = documents[start : start + size]
@@ -123,14 +123,14 @@ class Reference:
     def start(
         self, optimizer: torch.optim.Optimizer, clip: float | None = 1.0, state: torch.dtype = torch.float32
     ) -> None:
-        """Begin training. optimizer: over the model, its groups with a `factor` of the rate (reference_optimizer.py).
+        """Begin training. optimizer: over the model, with a `factor` on the rate per group (reference_optimizer.py).
 
-        clip: the largest gradient norm. state: after each step the optimizer's is rounded to it.
+        clip: the largest gradient norm. state: dtype to which the optimizer's state is rounded after each step.
         """
         self.optimizer, self.clip, self.state = optimizer, clip, state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
-        """One optimizer step: (loss, gradient norm before clipping); padded: see padded_gradients, loss is 0 then."""
+        """One optimizer step: (loss, gradient norm before clipping). padded: as in padded_gradients; loss is 0 then."""
         assert self.optimizer is not None
         loss, gradients = (0.0, self.padded_gradients(documents)) if padded else self.gradients(documents)
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()

@@ -1,4 +1,4 @@
-"""The reference's optimizer: torch's own over plain parameters, with a group for each. Imports nothing of weft."""
+"""The reference's optimizer: torch's own over plain parameters, one group per parameter. Imports nothing of weft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Optimizer:
     """AdamW, SGD or the class at an import path; decay falls on matrices and embeddings only.
 
-    groups: (patterns of names, factor of the learning rate, decay or None); the first that names a parameter counts.
+    groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
     """
 
     name: str = "adamw"
@@ -28,7 +28,7 @@ class Optimizer:
     groups: Sequence[tuple[Sequence[str], float, float | None]] = ()
 
     def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """A fresh one. named: parameters by name; one that is tied comes under each of its names."""
+        """A fresh optimizer. named: (name, parameter); a tied parameter comes under each name."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in named:
             names.setdefault(parameter, []).append(name)
@@ -50,7 +50,7 @@ class Optimizer:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Matrices and embeddings; not biases, norms, 1-d convolutions or A_log, whatever their shape."""
+    """Whether it decays: matrices and embeddings, but no biases, norms, 1-d convolutions or A_log of any shape."""
     last, module = name.split(".")[-1], name.split(".")[-2:][0]
     if parameter.ndim < 2 or "bias" in last or last == "A_log":
         return False

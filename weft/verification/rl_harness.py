@@ -1,9 +1,9 @@
 """The update of `weft rl` on any mesh against plain PyTorch in one process (rl_reference.py), by DESIGN's measure.
 
-The rollouts are the same on both sides. Compared are what trainers read of them (old and reference logprobs, values),
-loss and every parameter's gradient of the first update in one cut and in many micro-batches, and losses, norms and
-weights along two updates of each rollout step; of the critic, too. Logprobs of the rollout are then disturbed, and old
-ones where the update does not read them itself, so that there is something to correct and to clip.
+Both sides use the same rollouts. Compared are: what trainers read of them (old and reference logprobs, values); loss
+and every parameter's gradient of the first update, in one cut and in many micro-batches; losses, norms and weights
+along two updates of each rollout step; the same of the critic. The rollout's logprobs are disturbed, and old ones where
+the update does not read them itself, so that there is something to correct and to clip.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ Rollouts = Sequence[Sequence[Group]]
 
 @dataclass
 class Learner:
-    """What one side found of policy or critic. first: loss, its terms' size, norm, gradients; micro: gradients of the
-    same in many micro-batches; curve: (loss, its terms' size, gradient norm) of each update; weights: afterwards."""
+    """One side's results for policy or critic. first: loss, size of its terms, norm and gradients. micro: the same
+    gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights: after
+    all."""
 
     first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
     micro: Tensors = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Learner:
 
 @dataclass
 class Side:
-    """What one side found. reads: of each rollout step, arrays by name, sample by sample, of the drawn tokens."""
+    """One side's results. reads: per rollout step, arrays by name, sample by sample, of the drawn tokens."""
 
     reads: list[dict[str, list[Floats]]] = field(default_factory=list)
     policy: Learner = field(default_factory=Learner)
@@ -75,8 +76,10 @@ class Side:
 
 
 def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
-    """Compare what a trainer computes of these rollouts, or of awkward ones that its engine samples, with the plain
-    side; the verdict is on rank 0. lr: of every update. Trains it. Collective."""
+    """Compare a trainer with the plain side on these rollouts, or on synthetic ones that its engine samples.
+
+    The verdict is on rank 0. lr: of every update. Trains it. Collective.
+    """
     config = trainer.config
     _require_known(config)
     stir(trainer.engine)
@@ -147,10 +150,10 @@ def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
     dist.all_gather_object(parts, trainer.read("policy", samples))
     flight.at(flight.ENDLESS)
     pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
-    return Figure("the engine samples what the trainer reads", max(_apart(*pair) for pair in pairs), SCALAR)
+    return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
 
 
-def _apart(ours: Floats, theirs: Floats) -> float:
+def _difference(ours: Floats, theirs: Floats) -> float:
     """The largest difference, relative to the largest value where that is above 1."""
     return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
 
@@ -344,7 +347,7 @@ def _read_figures(seen: Side, plain: Side) -> list[Figure]:
     figures = []
     for name in plain.reads[0]:
         pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)
-        figures.append(Figure(names[name], max(_apart(*pair) for pair in pairs), SCALAR))
+        figures.append(Figure(names[name], max(_difference(*pair) for pair in pairs), SCALAR))
     return figures
 
 

@@ -1,7 +1,7 @@
-"""The update of reinforcement learning in one plain process: what a policy and a critic learn from the same rollouts.
+"""The update of reinforcement learning in one plain process, for policy and critic.
 
-Of weft it imports the plain reference alone. Formulas and their sources are in docs/algorithms.md. A row is a sample:
-its tokens, which of them the policy drew (G), its group, its reward, and what the engine said of the drawn tokens.
+Imports only the plain reference of weft. Formulas and their sources are in docs/algorithms.md. A row is a sample: its
+tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 @dataclass
 class Row:
-    """reward: None where the sample counts nowhere; trained: whether its tokens are. What is [G] has an entry for each
-    drawn token; old, reference and values are read, correction and those below are worked out of them."""
+    """reward: None where the sample is not counted. trained: whether its tokens are. Arrays are [G], one entry per
+    drawn token; old, reference and values are read from models, correction and those below are derived from them."""
 
     ids: list[int]
     drawn: list[int]
@@ -45,8 +45,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is learnt. rl: the keys of weft's section of that name; longest: what sequence_sum divides by. follow: makes
-    a mixture of experts take a row's routes."""
+    """What is learnt. rl: the keys of weft's section. longest: the divisor of sequence_sum. follow: makes experts
+    follow a row's routes."""
 
     rl: Any
     temperature: float
@@ -55,14 +55,14 @@ class Rule:
     follow: Callable[[Row], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
 
     def weights(self, row: Row) -> float:
-        """Of each of the row's tokens in the sums of a step."""
+        """The weight of each of the row's tokens in the step's sums."""
         return {"token_mean": 1.0, "sequence_mean": 1 / max(1, len(row.drawn)), "sequence_sum": 1 / self.longest}[
             self.rl.aggregation
         ]
 
 
 def read(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs of the drawn tokens, and entropies of their distributions."""
+    """(logprobs of the drawn tokens, entropies of their distributions)."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
     everything = (logits / temperature).log_softmax(-1)[[place - 1 for place in row.drawn]]
     chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
@@ -78,7 +78,7 @@ def _device(model: Any) -> torch.device:
 
 
 def correct(rows: Sequence[Row], rl: Any) -> None:
-    """Set the factors of the difference between old policy and rollout."""
+    """Set each row's correction for the difference between old policy and rollout."""
     for row in rows:
         if rl.old_logprobs == "rollout":
             row.old = row.rollout
@@ -96,7 +96,7 @@ def correct(rows: Sequence[Row], rl: Any) -> None:
 
 
 def compare(rows: Sequence[Row], rl: Any) -> None:
-    """Set advantages, and returns where there is a critic, of the rows that have a reward."""
+    """Set advantages, and returns for a critic, of the rows that have a reward."""
     known = [row for row in rows if row.reward is not None]
     if rl.advantage == "gae":
         found = [_generalised(row, rl) for row in known]
@@ -252,24 +252,24 @@ def _policy_loss(logprob: Tensor, row: Row, rl: Any) -> Tensor:
 
 
 class PlainPolicy(_Policy):
-    """A plain model that learns from rows."""
+    """A plain model, trained on rows."""
 
 
 class PeftPolicy(_Policy, PeftReference):
-    """The same with an adapter."""
+    """A plain model with an adapter, trained on rows."""
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """Without it."""
+        """Inside: the model without its adapter."""
         with self.model.disable_adapter():
             yield
 
 
 class PlainCritic(_Update):
-    """transformers' classifier of one label, whose head is read at every token: V before each is drawn."""
+    """transformers' classifier with one label, read at every token: V before the token is drawn."""
 
     def __init__(self, path: str, weights: dict[str, Tensor], device: str = "cpu") -> None:
-        """weights: what it begins with, by its parameters' names."""
+        """weights: initial values, by parameter name."""
         self.plain = transformers.AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
@@ -284,7 +284,7 @@ class PlainCritic(_Update):
 
     @torch.no_grad()
     def look(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Its values now."""
+        """The current values."""
         return [self.values(row).cpu() for row in rows]
 
     def losses(self, row: Row) -> Tensor:

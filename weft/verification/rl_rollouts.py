@@ -1,4 +1,4 @@
-"""Rollouts that are awkward on purpose, sampled by the embedded engine, for checks that need no data of the user's."""
+"""Synthetic rollouts with edge cases, sampled by the embedded engine, for checks without user data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ NOISE = 0.25  # of what is added to logprobs and values, so that there is someth
 
 
 def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
-    """Groups of three rollout steps, sampled from the weights as they are now by the first rank, the same on all;
-    collective."""
+    """Groups of three rollout steps, sampled by the first rank from the current weights, equal on all; collective."""
     trainer.embedded.wake(here=trainer.ranks.is_first)
     shared: list[list[list[Group]]] = [[]]
     if trainer.ranks.is_first:
@@ -59,8 +58,8 @@ def _sampled(
 
 
 def recorded_rollouts(folder: str) -> list[list[Group]]:
-    """The first groups of the first rollout steps of RUN/rollouts, as they were sampled and rewarded. UserError where
-    there are none."""
+    """The first groups of the first rollout steps in RUN/rollouts, with their rewards. UserError where there are
+    none."""
     steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
     for sample in samples_of(group for step in steps for group in step):
         sample.forget_readings()
@@ -68,7 +67,7 @@ def recorded_rollouts(folder: str) -> list[list[Group]]:
 
 
 def disturb(groups: Sequence[Group]) -> None:
-    """As if an environment had written some tokens, and the engine's weights were a little off."""
+    """Mark some tokens as written by an environment, and add small noise to the engine's logprobs."""
     for sample in samples_of(groups):
         drawn = np.flatnonzero(sample.sampled)
         sample.sampled[drawn[_BETWEEN - 1 : -1 : _BETWEEN]] = False
@@ -76,7 +75,7 @@ def disturb(groups: Sequence[Group]) -> None:
 
 
 def noise(sample: Sample, name: str) -> np.ndarray:
-    """[T] the same for the same sample and array, wherever it is asked for."""
+    """[T], a function of sample and array name only."""
     seed = [sample.prompt.index, sample.number, *name.encode()]
     drawn: np.ndarray = np.random.default_rng(seed).standard_normal(len(sample)).astype(np.float32)
     return NOISE * drawn

@@ -1,8 +1,8 @@
 """Routes of mixture-of-experts models: recorded in the reference, replayed in the engine, differences counted.
 
-Two scores that tie within rounding send a token to another expert in one run than in the other, and everything after it
-differs for a reason that is no error. So the engine follows the reference's routes, and where it would have chosen
-otherwise by itself, the k-th and the next score must be a tie.
+Where two scores tie within rounding, the two runs may choose different experts, and everything after that differs
+although nothing is wrong. So the engine follows the reference's routes. Where it would have chosen otherwise, the k-th
+and the next score must be a tie.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Routes = dict[tuple[int, Tokens], dict[int, Tensor]]
 
 @dataclass
 class Differences:
-    """choices: (token, layer) pairs routed. differing: of those, other experts than the reference's. wrong: of those,
-    how many are not ties."""
+    """choices: (token, layer) pairs routed. differing: of those, with other experts than the reference. wrong: of
+    those, not ties."""
 
     choices: int = 0
     differing: int = 0
     wrong: int = 0
 
     def summed(self) -> Differences:
-        """Over all ranks, each of which has its own documents; collective."""
+        """Summed over all ranks, which have different documents; collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong))
         return Differences(*(sum(column) for column in zip(*gathered, strict=True)))
@@ -50,7 +50,7 @@ class _Place:
 
 
 class Recorder:
-    """Records the routes of a plain model that is given one document at a time."""
+    """Records the routes of a plain model, one document at a time."""
 
     def __init__(self, experts: int, chosen: int) -> None:
         self.experts, self.chosen, self.stage = experts, chosen, 0
@@ -89,7 +89,7 @@ def _held(piece: tuple[int, ...], document: tuple[int, ...]) -> int:
 
 
 class Replay:
-    """Makes a TrainModule follow recorded routes, and counts where it would not have by itself."""
+    """Makes a TrainModule follow recorded routes, and counts where it would have chosen otherwise."""
 
     def __init__(self, routes: Routes, experts: int, chosen: int) -> None:
         self.routes, self.experts, self.chosen, self.stage = routes, experts, chosen, 0
@@ -98,7 +98,7 @@ class Replay:
 
     @contextmanager
     def steering(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Steer every forward inside, recomputation included."""
+        """Steer every forward inside, recomputed ones too."""
         place = _Place()
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -117,7 +117,7 @@ class Replay:
     def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
         """Which known documents a row holds, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
-        if len(rows) == 1 and not bounds.apart:
+        if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
         else:
             pieces = [tuple(row.tolist()) for row in rows]

@@ -1,4 +1,4 @@
-"""The verdict as a table: what was compared, by how much it differs, what is allowed, and the reference's own noise."""
+"""The verdict as a table: comparison, difference, tolerance, and the reference's own noise."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from weft.verification.plants import Plant
 def print_verdict(
     verdict: Verdict, config: SftConfig | RlConfig, ranks: Ranks, subject: str, plant: Plant | None
 ) -> None:
-    """Print the verdict on standard output; plain text where that is not a terminal."""
+    """Print the verdict to standard output, as plain text where that is no terminal."""
     console = Console(width=None if Console().is_terminal else 120)
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")
-    console.print(f"mesh     dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} on {ranks.device.type}")
+    tp = f" x tp {sizes.tp}" if sizes.tp > 1 else ""
+    console.print(f"mesh     dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard}{tp} on {ranks.device.type}")
     what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
     what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
     console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")

@@ -1,4 +1,4 @@
-"""The few architectures that the general rules do not cover: one small file each, found by model_type."""
+"""Architectures that need more than the general rules: one small file each, found by model_type."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
 
 
 def family_of(model_type: str) -> Family:
-    """What is special about this architecture; nothing for most."""
+    """The exceptions of this architecture; the defaults for most."""
     return FAMILIES.get(model_type, Family())

@@ -1,4 +1,4 @@
-"""What the general rules do not say of an architecture."""
+"""The exceptions that an architecture can have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """layout: how documents must be laid out, where it is known not to be `packed`. attention: HuggingFace's
-    implementation name where the family does not use the attention interface."""
+    """layout: the layout of documents, where `packed` is known to be wrong. attention: HuggingFace's implementation
+    name, where the family does not use the attention interface."""
 
-    layout: Literal["packed", "apart"] = "packed"
+    layout: Literal["packed", "padded"] = "packed"
     attention: str | None = None

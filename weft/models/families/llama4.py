@@ -1,4 +1,4 @@
-"""llama4: chunked attention counts chunks from the document's start, and so does its temperature tuning."""
+"""llama4: chunked attention and temperature tuning count from the start of the document, not of the row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 
 def by_document(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Bounds | None]:
-    """Split bounds at chunk borders, and undo HuggingFace's temperature of the row position for the document's."""
+    """Split bounds at chunk borders, and replace HuggingFace's temperature by position in the row with that in the
+    document."""
     bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
-    if bounds is None or bounds.apart:
+    if bounds is None or bounds.padded:
         return query, bounds
     config: Any = module.config
     if config.attn_temperature_tuning and not module.use_rope:

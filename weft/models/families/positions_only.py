@@ -17,9 +17,9 @@ def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, An
         return query, None
     length = query.shape[2]
     if length == 1:  # where generation goes on, or documents of one token, to which the same applies
-        return query, Bounds((1,) * len(positions), apart=True, past=positions[:, 0])
+        return query, Bounds((1,) * len(positions), padded=True, past=positions[:, 0])
     if positions.shape[0] > 1:
-        return query, Bounds((length,) * positions.shape[0], apart=True)
+        return query, Bounds((length,) * positions.shape[0], padded=True)
     starts = [*(positions[0] == 0).nonzero().flatten().tolist(), length]
     lengths = tuple(end - start for start, end in pairwise(starts))
     return query, Bounds.packed(lengths, query.device)

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.checkpoint.adapters import plan_adapter, shards_of
+from weft.checkpoint.adapters import adapter_shards, plan_adapter
 from weft.checkpoint.export import manifest_of, plan_export, save_planned
 from weft.engine.engine import Engine
 from weft.rollout.sync.protocol import Entry
 from weft.sharding.boxes import Box, local_values, overlap, shard_of
+from weft.sharding.cuts import module_shards
 from weft.sharding.layout import Piece
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.walker import checked, walk
@@ -191,9 +192,9 @@ def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[P
     Collective; for ranks and engines that share a file system.
     """
     if content.kind == "adapter":
-        save_planned(engine, plan_adapter(engine), shards_of(engine), folder)
+        save_planned(engine, plan_adapter(engine), adapter_shards(engine), folder)
     else:
-        shards = {name: shard_of(tensor) for name, tensor in engine.module.state_dict(keep_vars=True).items()}
+        shards = module_shards(engine.module, engine.divided.cuts)
         save_planned(engine, plan_export(engine, content.dtype), shards, folder)
     entries = content.entries
     for path in sorted(folder.glob("*.safetensors")):

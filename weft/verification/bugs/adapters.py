@@ -17,16 +17,16 @@ BASE = "tests/test_lora.py: without its adapter a model is its base"
 
 
 @bug(
-    "B21", "weft.checkpoint.adapters:shards_of",
+    "B21", "weft.checkpoint.adapters:adapter_shards",
     "a saved adapter holds the first rank's slice, and zeros",
     caught_by=LOGPROB, seen="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
 )  # fmt: skip
-def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) -> dict[str, Shard]:
-    shards: dict[str, Shard] = original(engine)
+def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) -> dict[str, list[Shard]]:
+    shards: dict[str, list[Shard]] = original(engine)
     if dist.get_rank() == 0:
         return shards
     plant.hit()
-    return {name: replace(shard, values=torch.zeros_like(shard.values)) for name, shard in shards.items()}
+    return {name: [replace(s, values=torch.zeros_like(s.values)) for s in own] for name, own in shards.items()}
 
 
 @bug(

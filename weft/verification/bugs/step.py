@@ -110,13 +110,13 @@ def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, me
 
 
 @bug(
-    "B16", "weft.engine.engine:Engine._forward",
+    "B16", "weft.engine.executor:Executor.forward",
     "the last rank's loss is dropped; every collective still takes place",
     caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
 def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> Terms:
     terms: Terms = original(self, row, *rest)
-    if self.ranks.rank == self.ranks.world - 1 and row.weights_N.count_nonzero():
+    if dist.get_rank() == dist.get_world_size() - 1 and row.weights_N.count_nonzero():
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum * 0.0)
     return terms
@@ -159,7 +159,7 @@ def short_step_full_count(plant: Plant, original: Original, self: Any, plan: Any
 
 
 def _one_document(bounds: Bounds, tokens: int, device: torch.device) -> Bounds:
-    return Bounds.packed((tokens,), device) if not bounds.apart and len(bounds.lengths) > 1 else bounds
+    return Bounds.packed((tokens,), device) if not bounds.padded and len(bounds.lengths) > 1 else bounds
 
 
 @bug(
@@ -197,7 +197,7 @@ def kernel_leaks(
 )  # fmt: skip
 def state_mixer_packed(plant: Plant, original: Original, config: Any) -> Any:
     findings = original(config)
-    if findings.layout == "apart":
+    if findings.layout == "padded":
         plant.hit()
     return replace(findings, layout="packed")
 
@@ -210,7 +210,7 @@ def state_mixer_packed(plant: Plant, original: Original, config: Any) -> Any:
 def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> Tensor:
     positions: Tensor = original(documents, *rest)
     layout: Layout = rest[-1]
-    if layout == "apart" or len(documents) < 2:
+    if layout == "padded" or len(documents) < 2:
         return positions
     plant.hit()
     return torch.arange(positions.numel()).view(positions.shape)
@@ -288,7 +288,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
     "B9", "weft.engine.rows:build_row",
     "padding behind documents is trained",
     caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
-    needs="rows with padding: a family laid out apart, or step.shapes=fixed",
+    needs="rows with padding: a padded family, or step.shapes=fixed",
 )  # fmt: skip
 def padding_trained(
     plant: Plant, original: Original, indices: Sequence[int], documents: Mapping[int, Document], **options: Any

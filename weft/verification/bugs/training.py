@@ -19,15 +19,23 @@ from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NORM, RUN_LOSSES, R
 
 
 @bug(
-    "B10", "weft.engine.engine:parallelize",
+    "B10", "weft.engine.stages:parallelize",
     "master weights, and with them the optimizer's state, are bf16",
     caught_by="weft.engine.contract.check_contract", seen="areal-project/AReaL#1292",
 )  # fmt: skip
 def bf16_masters(
-    plant: Plant, original: Original, module: Any, mesh: Any, model: Any, fsdp: Any, precision: Any, device: Any
+    plant: Plant,
+    original: Original,
+    module: Any,
+    mesh: Any,
+    config: Any,
+    model: Any,
+    fsdp: Any,
+    precision: Any,
+    *rest: Any,
 ) -> Any:
     plant.hit()
-    return original(module, mesh, model, fsdp, replace(precision, master=torch.bfloat16), device)
+    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *rest)
 
 
 @bug(

@@ -1,0 +1,80 @@
+"""The stages of an engine, run one by one on one rank: what each promises the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.cases import saved_model
+from tests.pool import run
+from weft.cluster.process import join
+from weft.config.schema import FsdpConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.engine.config import EngineConfig
+from weft.engine.stages import build, build_optimizer_and_ema, check_memory, cut, describe, fill_weights
+from weft.parallel.mesh import own_part, whole
+
+FROZEN = "model.embed_tokens"
+
+
+def stages(path: str) -> dict[str, Any]:
+    """What was there after each stage."""
+    config = EngineConfig(
+        model=ModelConfig(path=path, freeze=(FROZEN,)),
+        fsdp=FsdpConfig(param_dtype="bf16"),
+        step=StepConfig(max_tokens_per_device=128),
+        optimizer=OptimizerConfig(state_dtype="bf16", ema_decay=0.5),
+    )
+    seen: dict[str, Any] = {}
+    frame = describe(config, join("cpu"))
+    seen["dtypes"] = frame.precision.master, frame.precision.compute, frame.moments, frame.state_dtypes
+
+    built = build(frame)
+    module = built.module
+    parameters = dict(module.named_parameters())
+    seen["built"] = (
+        {p.device.type for p in parameters.values()},
+        any(isinstance(p, DTensor) for p in parameters.values()),
+    )
+    seen["frozen"] = [name for name, p in parameters.items() if not p.requires_grad]
+
+    made = cut(frame, built)
+    parameters = dict(module.named_parameters())
+    seen["cut"] = {p.device.type for p in parameters.values()}, all(isinstance(p, DTensor) for p in parameters.values())
+    elements = sum(p.numel() for p in parameters.values())
+    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    seen["memory"] = made.memory.weights - 4 * elements, made.memory.optimizer - 2 * 2 * trained
+    check_memory(frame, built, made, fill=True)
+
+    report = fill_weights(frame, built, made)
+    assert report is not None
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    filled = {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    seen["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
+    seen["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
+
+    optimizer, ema = build_optimizer_and_ema(frame, module)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    kept = [v for state in optimizer.state.values() for v in state.values() if own_part(v).ndim]
+    seen["moments"] = {v.dtype for v in kept}, sum(v.numel() for v in kept) - 2 * trained
+    assert ema is not None
+    seen["average"] = {v.dtype for v in ema.shards.values()}, sum(v.numel() for v in ema.shards.values()) - trained
+    return seen
+
+
+def test_each_stage_keeps_what_it_promises() -> None:
+    (seen,) = run(1, stages, saved_model("llama"))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert seen["dtypes"] == (fp32, bf16, (bf16, bf16), frozenset({bf16}))
+    assert seen["built"] == ({"meta"}, False)
+    assert len(seen["frozen"]) == 1 and FROZEN in seen["frozen"][0]
+    assert seen["cut"] == ({"meta"}, True)
+    assert seen["memory"] == (0, 0)
+    assert seen["filled"] == (True, [])
+    assert seen["storage"][0] == {torch.device("cpu")} and seen["storage"][1] > 0
+    assert seen["moments"] == ({bf16}, 0)
+    assert seen["average"] == ({fp32}, 0)

@@ -1,0 +1,210 @@
+"""Tensor parallelism: gradients and steps of plain transformers, whatever of a model is divided, and what is refused.
+
+Pairs of family and mesh are chosen so that each way of dividing is met: heads of keys and values that are repeated
+(qwen3, gpt_oss and phi3 on 4), fused projections (phi3, gpt2, falcon), norms over all heads (olmo2), MLA and shared
+experts (deepseek_v3), sinks and biases of experts (gpt_oss), tied and odd vocabularies, several data ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.pool import run
+from tests.zoo import tiny_config
+from weft.engine import division_check
+from weft.engine.division_check import check_division
+from weft.engine.engine import Engine
+from weft.engine.startup import examine
+from weft.errors import UserError
+from weft.models import hf
+from weft.parallel import tensor
+from weft.parallel.mesh import Mesh
+from weft.sharding.boxes import Box
+from weft.sharding.cuts import Cut, even, repeated
+
+CASES = [
+    ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp4"),
+    ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("cohere2", "tp2"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"),
+    ("gpt2", "tp2"), ("falcon", "tp2"), ("stablelm", "tp2"), ("llama4_text", "tp2"), ("lfm2", "tp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mesh"), CASES, ids="-".join)
+def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize("sections", [
+    {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
+    {"fsdp": {"reduce": "scatter", "cpu_offload": True}},
+    {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
+], ids=["recompute and last", "scatter and offload", "balanced experts"])  # fmt: skip
+def test_with_other_knobs(sections: dict[str, Any]) -> None:
+    verdict = run(4, parity, saved_model("qwen3_moe"), "2xtp2", sections)[0]
+    assert verdict.passed, describe(verdict)
+
+
+def test_an_odd_vocabulary() -> None:
+    verdict = run(2, parity, saved_model("llama_tied", vocab_size=131), "tp2", {})[0]
+    assert verdict.passed, describe(verdict)
+
+
+# ---------------------------------------------------------------- bugs that others had, planted
+
+
+PARTIAL, COMPLETE = tensor._partial, Engine._complete_gradients
+
+
+def sum_again(engine: Engine) -> None:
+    COMPLETE(engine)
+    engine._complete = False
+
+
+def copies_left_out(cuts: dict[str, Cut], *rest: Any) -> dict[str, Any]:
+    return {name: groups for name, groups in PARTIAL(cuts, *rest).items() if not cuts[name].divides}
+
+
+# name -> family, mesh, (module or class, what in it is replaced, by what).
+PLANTS: dict[str, tuple[str, str, tuple[Any, str, Any]]] = {
+    # NVIDIA-NeMo/RL#3716, Megatron-LM#7452: no sum over tp behind a norm of heads; routers, too.
+    "norms of heads are not summed": ("qwen3", "tp2", (tensor, "_partial", lambda *_: {})),
+    "repeated heads are not summed": ("gpt_oss", "tp4", (tensor, "_partial", copies_left_out)),
+    # transformers' own hooks sum what has been accumulated with every micro-batch.
+    "gradients are summed again": ("qwen3", "tp2", (Engine, "_complete_gradients", sum_again)),
+    # NVIDIA-NeMo/RL#3788: a norm that counts what several ranks have.
+    "the norm counts copies": ("llama", "tp2", ("weft.optim.optimizer", "split", lambda p, values, cut: [(1, values)])),
+    # Megatron-LM#7452: a part of the vocabulary is taken for all of it.
+    "the loss of a part": ("llama", "tp2", ("weft.ops.head", "_Running.joined", lambda running, ranks: running)),
+    "the gradient of a part": ("llama", "tp2", (tensor, "_SumGradient.backward", lambda ctx, grad: (grad, None))),
+    "biases of every rank": ("gpt2", "tp2", (tensor, "_share_bias", lambda *_: None)),
+    "biases of experts of every rank": ("gpt_oss", "tp2", (tensor, "_share_bias", lambda *_: None)),
+    "experts balanced once per rank": ("qwen3_moe", "tp2", (Mesh, "tp_size", 1)),
+}
+KNOBS: dict[str, dict[str, Any]] = {
+    "experts balanced once per rank": {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
+}
+
+
+def with_a_bug(path: str, mesh: str, name: str) -> bool:
+    """Whether the verdict is that all agrees."""
+    where, what, wrong = PLANTS[name][2]
+    owner = where if not isinstance(where, str) else import_module(where)
+    *path_to, last = what.split(".")
+    for part in path_to:
+        owner = getattr(owner, part)
+    wrong = staticmethod(wrong) if last == "backward" else wrong
+    started = mock.patch("weft.engine.stages.check_division")  # which would refuse most of them
+    with started, mock.patch.object(owner, last, wrong):
+        verdict = parity(path, mesh, KNOBS.get(name, {}))
+    return verdict is None or verdict.passed
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_bug_is_seen(name: str) -> None:
+    family, mesh, _ = PLANTS[name]
+    assert not run(world_of(mesh), with_a_bug, saved_model(family), mesh, name)[0]
+
+
+# ---------------------------------------------------------------- before it starts: a small copy, divided over threads
+
+DIVIDED = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm",
+    "cohere2", "lfm2", "qwen3_next", "falcon", "jamba", "llama4_text", "olmo2", "gpt2", "phi", "phi3_longrope",
+    "granite", "mixtral", "glm4_moe",
+)  # fmt: skip
+
+
+def divided(family: str, tp: int = 2) -> float:
+    config = hf.without_noise(tiny_config(family))
+    return check_division(config, examine(config), tp)
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_a_small_copy_of_each_family_is_divided(family: str) -> None:
+    assert divided(family) < 5e-5
+
+
+def test_heads_that_are_repeated_are_checked() -> None:
+    assert divided("qwen3", 4) < 5e-5
+
+
+WRONG: dict[str, tuple[str, Any, str, Any]] = {
+    "no sum of outputs": ("llama", tensor._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
+    "no sum of gradients": ("llama", tensor._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
+    "copies are not summed": ("qwen3", division_check, "sum_partial_gradients", lambda *_: None),
+    "biases of every rank": ("gpt_oss", tensor, "_share_bias", lambda *_: None),
+    "norms over a part of the heads": ("olmo2", tensor, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_divided_wrongly_is_refused(name: str) -> None:
+    family, owner, what, wrong = WRONG[name]
+    with mock.patch.object(owner, what, wrong), pytest.raises(UserError, match="cannot divide model_type"):
+        divided(family)
+
+
+def test_a_family_whose_heads_are_mixed_is_refused() -> None:
+    """Differential attention subtracts heads from one another, those of other ranks among them."""
+    config = hf.without_noise(transformers.DiffLlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, architectures=["DiffLlamaForCausalLM"],
+    ))  # fmt: skip
+    with pytest.raises(UserError, match="cannot divide model_type 'diffllama'.*log-probabilities differ"):
+        check_division(config, examine(config), 2)
+
+
+# ---------------------------------------------------------------- what is refused, and how things are dealt
+
+
+def refused(path: str, mesh: str) -> str:
+    try:
+        open_engine(path, mesh)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("family", "changes", "mesh", "words"), [
+    ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, "tp4",
+     ("mesh.tp=4 does not divide the 6 heads of model.layers.0.self_attn.q_proj", "one of 1, 2, 3, 6")),
+    ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}, "tp4",
+     ("3 heads of keys and values", "one of 1, 3")),
+    ("mamba2", {}, "tp2", ("weft does not know how", "set mesh.tp=1")),
+], ids=["heads", "heads of keys", "a mixer that nobody knows"])  # fmt: skip
+def test_what_does_not_divide_is_refused_by_name(
+    family: str, changes: dict[str, Any], mesh: str, words: tuple[str, ...]
+) -> None:
+    said = run(world_of(mesh), refused, saved_model(family, **changes), mesh)
+    assert len(set(said)) == 1
+    assert all(part in said[0] for part in words), said[0]
+
+
+def test_things_are_dealt_in_order_and_few_are_repeated() -> None:
+    assert even(5, 2) == [(0, 2), (2, 3)]
+    assert even(8, 4) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert repeated(2, 4) == [(0, 1), (0, 1), (1, 1), (1, 1)]
+
+
+def test_a_cut_of_a_fused_projection_has_a_box_for_each_part() -> None:
+    """Of [8, 3], queries 0-3 and keys 4-7, each rank has half of both; FSDP2 holds rows 1 and 2 of its part."""
+    ranges = (((0, 2), (4, 2)), ((2, 2), (6, 2)))
+    ranks: Any = None
+    cut = Cut((8, 3), 0, ranges, (1, 1), 1, ranks)
+    assert cut.local_shape() == (4, 3)
+    assert cut.boxes(Box((1, 0), (2, 3))) == [
+        (Box((3, 0), (1, 3)), Box((1, 0), (1, 3)), 1),
+        (Box((6, 0), (1, 3)), Box((2, 0), (1, 3)), 1),
+    ]
+    whole: Tensor = torch.arange(24.0).view(8, 3)
+    assert torch.equal(cut.take(whole), whole[[2, 3, 6, 7]])

@@ -1,0 +1,119 @@
+"""Before a model is divided over tp: a small random copy of its architecture is, over threads of one process that stand
+for ranks, and readouts and the gradient of every parameter are compared with those of the whole copy."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from threading import BrokenBarrierError
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
+from weft.errors import UserError, first_line
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import InThreads, Meeting
+from weft.parallel.mesh import Axis
+from weft.parallel.tensor import sum_partial_gradients, tensor_parallel
+
+# Relative to the largest. What is divided wrongly moves gradients by a share of themselves; rounding moves those of
+# small copies by 1e-6 to 2e-5.
+GRADIENT_TOLERANCE = 5e-4
+READOUT_TOLERANCE = 1e-4
+
+
+def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> float:
+    """The largest difference of a gradient, relative to its parameter's largest. UserError, naming the family and what
+    differs, where one is too large, or the copy cannot be divided."""
+    small = small_copy(config, "per_document")
+    whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
+    documents = documents_of(text_vocabulary(whole))
+    expected, gradients = _run(whole, documents, findings)
+    try:
+        found, joined = _divided(small, documents, findings, ranks)
+    except UserError:
+        raise
+    except Exception as error:  # shapes that do not fit any more, somewhere in the family's code
+        raise _refusal(config, f"its code does not run with parts of its heads ({first_line(error)})") from error
+    off = float((found - expected).abs().max() / expected.abs().max())
+    if not off <= READOUT_TOLERANCE:
+        raise _refusal(config, f"log-probabilities differ by {off:.1e}")
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    share = {name: _difference(joined[name], g, largest) for name, g in gradients.items()}
+    worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
+    if not share[worst] <= GRADIENT_TOLERANCE:
+        raise _refusal(config, f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
+    return share[worst]
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(
+        f"mesh.tp: weft cannot divide model_type {config.get_text_config().model_type!r}: on a small copy, {reason}. "
+        "Set mesh.tp=1."
+    )
+
+
+def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
+    return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * largest)
+
+
+def _ranks(text: Any, tp: int) -> int:
+    """Into how many the copy is divided: as tp is, where its heads allow that, else in two."""
+    heads = int(getattr(text, "num_attention_heads", None) or tp)
+    return tp if tp <= 4 and heads % tp == 0 else 2
+
+
+def _run(module: TrainModule, documents: list[Tensor], findings: Findings) -> tuple[Tensor, dict[str, Tensor]]:
+    """(log-probabilities and entropies of a row, gradient of each parameter by its first name)."""
+    hidden = hidden_of(module, documents, findings.layout, bounds_of(findings.layout, findings.uses_bounds))
+    chosen = torch.cat([h[:-1] for h in hidden])
+    targets = torch.cat([ids[1:] for ids in documents])
+    got = module.head(chosen, targets, ["logprob", "entropy"])
+    weights = torch.linspace(0.5, 1.5, len(targets))
+    (got["logprob"] * weights + 0.3 * got["entropy"] * weights.flip(0)).sum().backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
+
+
+def _divided(
+    small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of `ranks` threads; gradients whole."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    meetings = {size: [Meeting(size) for _ in range(ranks // size)] for size in sizes}
+
+    def one(place: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def neighbours(size: int) -> InThreads:
+            return InThreads(meetings[size][place // size], place % size)
+
+        try:
+            return _of_rank(small, documents, findings, Axis(place, ranks, neighbours(ranks), neighbours))
+        except BaseException:
+            for meeting in chain.from_iterable(meetings.values()):
+                meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = [pool.submit(one, place) for place in range(ranks)]
+    errors = [error for result in results if (error := result.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
+    return results[0].result()
+
+
+def _of_rank(
+    small: PreTrainedModel, documents: list[Tensor], findings: Findings, axis: Axis
+) -> tuple[Tensor, dict[str, Tensor]]:
+    module = TrainModule(copy.deepcopy(small))
+    whole = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    divided = tensor_parallel(module, axis, small.config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(divided.cuts[name].take(whole[name]))
+    readouts, gradients = _run(module, documents, findings)
+    sum_partial_gradients(module, divided)
+    return readouts, {name: divided.cuts[name].join(gradient) for name, gradient in gradients.items()}

@@ -1,0 +1,148 @@
+"""Forwards and backwards of an engine's model, a row at a time. Nothing else calls them.
+
+N predictions of a row, E experts, C tokens whose logits an objective asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.build import BuiltModel
+from weft.engine.config import EngineConfig
+from weft.engine.metrics import Sums
+from weft.engine.replay import Replay
+from weft.engine.row import Row
+from weft.engine.rows import Rows
+from weft.objectives.balance import Balance
+from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
+from weft.ops.exact import numerics
+from weft.ops.head import Direction
+from weft.parallel.fsdp import fsdp_modules, reduction
+from weft.parallel.mesh import Mesh
+from weft.telemetry import flight
+from weft.telemetry.timing import waiting
+
+WRONG = "_wrong"  # metric: how many rows had another gradient than Objective.upstream said
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors that all rows of a step share. normaliser: divides the objective's loss sum. balance: multiplies the sum
+    of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance."""
+
+    normaliser: float
+    balance: float
+    scale: float
+    shares_E: Tensor | None
+
+
+class Executor:
+    """Runs one engine's model."""
+
+    def __init__(self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
+        self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
+        experts = built.flops.experts if built.flops.expert else 0
+        self.replay = Replay(self.module, experts, self.top_k, config.model.compile)
+
+    def read(
+        self,
+        row: Row,
+        what: frozenset[str],
+        direction: Direction | None = None,
+        balance: Balance | None = None,
+        chosen_NC: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
+        bounds = row.bounds if self.uses_bounds else None
+        return self.module(
+            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
+            chosen_NC,
+        )  # fmt: skip
+
+    def forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:
+        """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
+        balance = self._balance(row, shares_E) if self.balance else None
+        chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
+        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC)
+        balance_sum = readouts.pop("balance", None)
+        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays)
+        return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
+
+    def forward_backward(
+        self, row: Row, objective: Objective, factors: Factors, sums: Sums, *, micro: int, last: bool, routed: bool
+    ) -> Tensor:
+        """Add the gradient of one row to the parameters' gradients and its metrics to `sums`; returns the loss sum.
+
+        micro: the micro-batch, from 0. last: of the step. routed: count where the router would have chosen otherwise.
+        """
+        upstream_N = objective.upstream(row.weights_N)
+        direction = None if upstream_N is None else Direction(upstream_N)
+        flight.at("forward", micro + 1)
+        with (
+            reduction(self.module, self.config.fsdp.reduce, last=last),
+            self.replay.following(row) as seen_routes,
+            numerics(self.config.exact),
+        ):
+            terms = self.forward(row, objective, direction, factors.shares_E)
+            flight.at("backward", micro + 1)
+            loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
+            if terms.balance_sum is not None:
+                # Routers are whole on every rank of tp, and their gradients are summed over them.
+                factor = factors.balance / self.mesh.tp_size
+                loss, seen = loss + terms.balance_sum * factor, seen + terms.balance_sum.detach()
+                sums.add("aux_loss", terms.balance_sum, row.real_tokens)
+            (loss * factors.scale).backward()
+        for flag in () if direction is None else direction.wrong:
+            sums.add(WRONG, flag, 1.0)
+        if routed:
+            sums.add("routing/differing", *seen_routes.share(self.device))
+        for name, (total, weight) in terms.metrics.items():
+            sums.add(name, total, weight)
+        return seen
+
+    @contextmanager
+    def without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:
+        """No gradients inside, and evaluation mode where `evaluating`. Units are resharded at the end."""
+        was_training = self.module.training
+        self.module.train(was_training and not evaluating)
+        try:
+            with torch.no_grad(), numerics(self.config.exact):
+                yield
+        finally:
+            self.module.train(was_training)
+            for unit in fsdp_modules(self.module):
+                unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+
+    def expert_shares(self, rows: Rows, tokens: int) -> Tensor | None:
+        """[E]: how many of a token's choices fall on each expert, averaged over the step's tokens; collective.
+
+        None unless model.router_aux_loss=step. Costs a forward of every row, on the random numbers (dropout of
+        adapters) that the forward with gradients will draw.
+        """
+        if not self.balance or self.config.model.router_aux_loss != "step":
+            return None
+        counts = []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self.without_gradients(evaluating=False), torch.random.fork_rng(devices):
+            for micro, sources in enumerate(rows.sources):
+                flight.at("count", micro + 1, sources)
+                row = rows[micro].to(self.device)
+                row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])  # nothing for the head
+                balance = replace(self._balance(row), counting=True)
+                with self.replay.following(row):
+                    counts.append(self.read(row, frozenset(), balance=balance)["choices"].double())
+        total_E = torch.stack(counts).sum(0)
+        with waiting():
+            dist.all_reduce(total_E, group=self.mesh.data_group)
+        return (total_E / tokens).float()
+
+    def _balance(self, row: Row, shares_E: Tensor | None = None) -> Balance:
+        assert row.owner_M is not None
+        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E)

@@ -1,0 +1,60 @@
+"""Step plans for one model: what its documents cost, which of their tokens it reads, and which rows they may share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+from weft.config.schema import StepConfig
+from weft.engine.build import BuiltModel
+from weft.engine.document import Document, metas
+from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
+from weft.errors import UserError
+from weft.models.facts import position_limit, rope_is_dynamic
+from weft.models.flops import document_flops
+from weft.parallel.mesh import Mesh
+
+
+class StepPlanner:
+    """Plans the steps of one model on one mesh, for Engine's methods of the same names."""
+
+    def __init__(self, step: StepConfig, mesh: Mesh, built: BuiltModel) -> None:
+        self.step, self.mesh, self.layout = step, mesh, built.layout
+        text = built.config.get_text_config()
+        self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
+        self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
+        self.cost = cache(partial(document_flops, built.flops))  # of a length; a step has many of the same
+
+    def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
+        """The metadata of each; measured documents are not built for it."""
+        return metas(documents, self._unread, self.cost)
+
+    def _unread(self, length: int) -> int:
+        """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
+        limit = self._position_limit
+        return unread_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
+
+    def plan(self, metadata: Sequence[DocumentMeta], budget: int | None) -> StepPlan:
+        """See Engine.plan."""
+        return plan_step(
+            metadata,
+            ranks=self.mesh.data_ranks,
+            budget=budget or self.step.max_tokens_per_device,
+            layout=self.layout,
+            shapes=self.step.shapes,
+            alone_above=self._alone_above(metadata),
+        )
+
+    def _alone_above(self, metadata: Sequence[DocumentMeta]) -> int | None:
+        """The length above which a document needs a row, and a rotary table, of its own."""
+        limit = self._position_limit
+        if limit is not None and self._dynamic and max(meta.read for meta in metadata) > limit:
+            raise UserError(
+                f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
+                f"one result: set data.max_length={limit} with data.long_documents=truncate or drop."
+            )
+        return limit
+
+    def needs(self, plan: StepPlan) -> list[int]:
+        """See Engine.needs."""
+        return sorted(index for row in plan.of_rank(self.mesh.data_rank) for index in row)

@@ -1,0 +1,240 @@
+"""An Engine's construction in stages: describe, build on meta, cut, fill, optimizer. `assemble` runs them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from weft.cluster.machine import keep_freed_memory
+from weft.cluster.process import Ranks
+from weft.config.checks import BUILT_IN
+from weft.config.mesh import resolve_mesh
+from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
+from weft.engine.config import EngineConfig
+from weft.engine.division_check import check_division
+from weft.engine.value_head import fill_value_head
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.captured import check_readouts
+from weft.models.freeze import freeze
+from weft.models.lora import freeze_base
+from weft.objectives.readouts import Wanted, needs_logits
+from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.groups import check_groups
+from weft.optim.loss_scale import LossScale
+from weft.optim.optimizer import Ema, build_optimizer, moments
+from weft.parallel.inputs import InputCasts
+from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
+from weft.parallel.tensor import TensorParallel
+from weft.parallel.units import Unit
+from weft.planner.memory import Needs, Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
+from weft.sharding.adapter_files import fill_adapters
+from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is known before the model. storage: the device of shards between their uses.
+
+    rule: the optimizer that the config names by import path, tried; None for weft's own. moments: dtypes of the
+    optimizer's tensors of each parameter's shape. state_dtypes: of all its tensors.
+    """
+
+    config: EngineConfig
+    ranks: Ranks
+    mesh: Mesh
+    storage: torch.device
+    precision: Precision
+    rule: ForeignRule | None
+    moments: tuple[torch.dtype, ...]
+    state_dtypes: frozenset[torch.dtype]
+
+    @property
+    def trained(self) -> bool:
+        return self.config.purpose == "train"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What sharding gives. divided: what tp has cut. memory: bytes that a rank needs. room: bytes that it has on the
+    storage device."""
+
+    units: list[Unit]
+    divided: TensorParallel
+    memory: Needs
+    room: int
+    input_casts: InputCasts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the stages return together. loaded: None where no file was read. optimizer: None where nothing is
+    trained."""
+
+    frame: Frame
+    built: BuiltModel
+    cut: Cut
+    loss_scale: LossScale | None
+    loaded: LoadReport | None = None
+    optimizer: torch.optim.Optimizer | OnShards | None = None
+    ema: Ema | None = None
+
+
+def assemble(
+    config: EngineConfig,
+    ranks: Ranks,
+    *,
+    weights: bool,
+    fill: bool,
+    progress: Progress | None,
+    mesh: Mesh | None,
+    readouts: Collection[str],
+) -> Parts:
+    """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
+    set_deterministic(config.deterministic)
+    frame = describe(config, ranks, mesh)
+    built = build(frame, weights=weights, readouts=readouts)
+    made = cut(frame, built)
+    parts = Parts(frame, built, made, new_loss_scale(frame))
+    if not weights:
+        return parts
+    check_memory(frame, built, made, fill=fill)
+    parts = replace(parts, loaded=fill_weights(frame, built, made, progress, fill=fill))
+    if not frame.trained:
+        return parts
+    optimizer, ema = build_optimizer_and_ema(frame, built.module)
+    return replace(parts, optimizer=optimizer, ema=ema)
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Set torch's switch for the whole process; cuBLAS needs a fixed workspace too."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+
+
+def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Frame:
+    """Mesh, dtypes and devices. mesh: another engine's, which is used where it has the same sizes."""
+    sizes = resolve_mesh(config.mesh, ranks.world)
+    wanted = sizes.dp_replicate, sizes.dp_shard, sizes.tp
+    if mesh is None or mesh.sizes != wanted:
+        mesh = build_mesh(*wanted, ranks.mesh_device)
+    storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device
+    precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
+    rule = None
+    if config.purpose == "inference":
+        precision = replace(precision, master=precision.compute, frozen=precision.compute)
+    elif config.optimizer.name not in BUILT_IN:
+        rule = find_rule(
+            config.optimizer,
+            sharded=sizes.dp_shard * sizes.tp > 1,
+            dtype=precision.master,
+            device=storage if ranks.assumed is None else torch.device("cpu"),
+        )
+    kept = moments(config.optimizer, precision.master, rule)
+    state_dtypes = frozenset(kept) if rule is None else rule.dtypes
+    return Frame(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
+
+
+def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
+    """The model on the meta device, with untrained parameters frozen. weights: False opens no file of weights.
+
+    UserError where the model lacks one of the readouts, or the config's auxiliary loss or parameter groups do not fit
+    it.
+    """
+    config = frame.config
+    built = build_model(
+        config.model,
+        config.lora,
+        dtype=frame.precision.master,
+        compute=frame.precision.compute,
+        device=frame.ranks.device,
+        weights=weights,
+        values=config.value_head is not None,
+    )
+    module = built.module
+    module.head.temperature = config.temperature
+    if config.exact:
+        make_exact(module)
+    module.train(frame.trained).requires_grad_(frame.trained)
+    if frame.trained:
+        if built.lora is None:
+            freeze(module, config.model.freeze)
+        else:
+            freeze_base(module, built.lora)
+        check_groups(module, config.optimizer)
+    if frame.mesh.tp is not None and needs_logits(readouts):
+        raise UserError(
+            "train.objective: single logits cannot be read with mesh.tp above 1 in this version: set mesh.tp=1."
+        )
+    check_readouts(module, len(module.head.weight), Wanted.of(readouts), compiled=config.model.compile)
+    return replace(built, balance=balance_coefficient(config.model, built.config, module))
+
+
+def cut(frame: Frame, built: BuiltModel) -> Cut:
+    """Shard the model over the mesh, in place; parameters stay on meta."""
+    config, module, ranks = frame.config, built.module, frame.ranks
+    if frame.mesh.tp is not None:
+        check_division(built.config, built.findings, frame.mesh.tp.size)
+    units, divided = parallelize(
+        module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
+    )
+    state = Trained(frame.moments, config.optimizer.ema_decay is not None) if frame.trained else None
+    memory = memory_needs(module, units, frame.precision, state)
+    room = capacity(frame.storage, local_ranks(ranks.world), ranks.assumed)
+    return Cut(
+        units, divided, memory, room, InputCasts(module, config.fsdp.cast_forward_inputs, frame.precision.compute)
+    )
+
+
+def check_memory(frame: Frame, built: BuiltModel, made: Cut, *, fill: bool) -> None:
+    """UserError where a rank has too little memory for its shards, or for drawing initial weights."""
+    check_fits(made.memory, made.room, frame.mesh, frame.config.fsdp, frame.config.optimizer)
+    if built.load is None and fill:
+        check_draws(built.module, capacity(torch.device("cpu"), local_ranks(frame.ranks.world)))
+
+
+def fill_weights(
+    frame: Frame, built: BuiltModel, made: Cut, progress: Progress | None = None, *, fill: bool = True
+) -> LoadReport | None:
+    """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
+
+    Buffers, new adapters and a new value head are filled all the same. None where nothing was read.
+    """
+    config, module, plan, lora = frame.config, built.module, built.load, built.lora
+    report, cuts = None, made.divided.cuts
+    materialize(module, frame.storage)
+    if plan is None and fill:
+        fill_random(module, cuts, built.config, frame.precision.master, config.seed)
+    elif plan is not None:
+        # A frozen base is in no checkpoint: it is always read.
+        report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
+        plan.source.close()
+    hf.rebuild_buffers(module.hf_model)
+    move_buffers(module, frame.ranks.device)
+    if lora is not None:
+        fill_adapters(module, lora, config.seed)
+    if config.value_head is not None:
+        fill_value_head(module, None if plan is None else plan.fresh, config.value_head, config.seed)
+    return report
+
+
+def build_optimizer_and_ema(frame: Frame, module: nn.Module) -> tuple[torch.optim.Optimizer | OnShards, Ema | None]:
+    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
+    config = frame.config.optimizer
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, frame.rule)
+    ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
+    if frame.ranks.device.type == "cpu":
+        keep_freed_memory()  # not before: what loading frees should go back
+    return optimizer, ema
+
+
+def new_loss_scale(frame: Frame) -> LossScale | None:
+    """None but for training in fp16."""
+    fsdp, fp16 = frame.config.fsdp, frame.precision.compute == torch.float16
+    return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and frame.trained else None

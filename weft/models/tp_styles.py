@@ -1,0 +1,233 @@
+"""How each parameter of a model may be divided for tensor parallelism: a fact of the family, whatever the mesh.
+
+A style is read off the module tree: the linear layers that enter attention or an MLP are divided by their outputs
+(heads, intermediate width), those that leave it by their inputs. A matrix that no rule knows is an error by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.train_module import TrainModule, ValueHead
+
+QUERY = ("q_proj", "q_b_proj")
+GATES = ("gate_proj", "g_proj")  # of what each head gives
+KEY_VALUE = ("k_proj", "v_proj")
+LATENT = ("kv_b_proj",)  # MLA: keys and values of every head from one latent
+FUSED = ("qkv_proj", "c_attn")  # queries, keys and values, one after the other
+MIXED = ("query_key_value",)  # head by head, or group by group: its queries, then its key and its value
+GATE_UP = ("gate_proj", "up_proj", "c_fc", "fc1", "dense_h_to_4h", "w1", "w3")
+FUSED_GATE_UP = ("gate_up_proj",)
+OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2")
+# What every rank of the axis computes with whole: low-rank entries of MLA, routers, gates of shared experts; mixers
+# that have no heads to divide, or run a state through them; what a layer adds of its own to the tokens' embeddings.
+WHOLE = (
+    "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate",
+    "conv", "mamba", "linear_attn", "per_layer_input_gate", "per_layer_projection",
+)  # fmt: skip
+# Intermediate widths are dealt in so many columns, because grouped products want rows aligned to 16 bytes.
+_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many things, each `width` wide, one after the other along the divided dimension. heads: they cannot be dealt
+    unevenly; of those of keys and values (repeat), a rank may hold one that another holds, too."""
+
+    count: int
+    width: int = 1
+    heads: bool = False
+    repeat: bool = False
+
+
+@dataclass(frozen=True)
+class Style:
+    """dim: along which the parameter is divided, part by part; None: every rank has it whole."""
+
+    dim: int | None = None
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Styles:
+    """of: parameter -> style. regions: modules that compute with divided weights, whose outputs are to be summed.
+    biased: modules whose biases would be summed with them. joined: norms over all heads together, with the style of
+    what they norm."""
+
+    of: dict[str, Style] = field(default_factory=dict)
+    regions: list[str] = field(default_factory=list)
+    biased: list[str] = field(default_factory=list)
+    joined: dict[str, Style] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
+
+
+def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
+    """Of every parameter. UserError, by name, where a family has matrices that no rule knows."""
+    found = Styles()
+    of = found.of
+    embedding = module.get_submodule(module.facts.embedding)
+    vocabulary = Style(0, (Part(len(embedding.weight)),))
+    of[f"{module.facts.embedding}.weight"] = vocabulary
+    if not isinstance(module.head, ValueHead):
+        of |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
+    for (name, layer), own in zip(module.layers, hf.layer_configs(config), strict=True):
+        _of_layer(name, layer, own, found)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in of and parameter.ndim > 1 and not _is_whole(name, module):
+            raise UserError(
+                f"mesh.tp: weft does not know how {name} {list(parameter.shape)} of {module.facts.model_type} can be "
+                "divided: set mesh.tp=1."
+            )
+        of.setdefault(name, Style())
+    return found
+
+
+def _is_whole(name: str, module: TrainModule) -> bool:
+    """Whether a matrix may stay whole: those that are known, and whatever lies outside of the layers."""
+    inside = name.removeprefix(f"{module.facts.layers}.")
+    return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
+
+
+def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, found: Styles) -> None:
+    for child_name, child in layer.named_children():
+        own = dict(_of_block(f"{name}.{child_name}", child, config, found))
+        if any(style.dim is not None for style in own.values()):
+            found.regions.append(f"{name}.{child_name}")
+            found.of.update(own)
+
+
+def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: Styles) -> Iterator[tuple[str, Style]]:
+    for path, module in block.named_modules(prefix=name):
+        leaves = {leaf for leaf, _ in module.named_children()}
+        if leaves & {*QUERY, *FUSED, *MIXED} and leaves & {*OUT}:
+            yield from _of_attention(path, module, config, found)
+        elif leaves & {*GATE_UP, *FUSED_GATE_UP} and leaves & {*OUT}:
+            yield from _of_mlp(path, module, found)
+        elif getattr(getattr(module, "down_proj", None), "ndim", 0) == 3:
+            yield from _of_experts(path, module, found)
+
+
+def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, found: Styles) -> Iterator[tuple[str, Style]]:
+    heads = int(config.num_attention_heads)
+    pairs = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads)
+    found.attention.append(name)
+    for leaf, child in module.named_children():
+        path = f"{name}.{leaf}"
+        if leaf in (*QUERY, *GATES, *LATENT):
+            yield from _outputs(path, child, (_heads(path, child, heads),))
+        elif leaf in KEY_VALUE:
+            yield from _outputs(path, child, (_heads(path, child, pairs, repeat=True),))
+        elif leaf in FUSED:
+            width = int(module.head_dim)
+            count = _exactly(path, hf.linear_widths(child)[1], width) - heads
+            keys = Part(_exactly(path, count, 2), width, heads=True, repeat=True)
+            yield from _outputs(path, child, (Part(heads, width, heads=True), keys, keys))
+        elif leaf in MIXED:
+            yield from _outputs(path, child, _mixed(path, child, heads, pairs, config))
+        elif leaf in OUT:
+            width = _exactly(path, hf.linear_widths(child)[0], heads)
+            yield from _inputs(path, child, Part(heads, width, heads=True), found)
+        elif "norm" in leaf:
+            yield from _of_norm(path, leaf, child, module, (heads, pairs), found)
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if tuple(parameter.shape) == (heads,):  # sinks
+            yield f"{name}.{leaf}", Style(0, (Part(heads, heads=True),))
+
+
+def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: PretrainedConfig) -> tuple[Part, ...]:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        width = _width(name, linear, heads + 2)
+        key = Part(1, width, heads=True, repeat=True)
+        return Part(heads, width, heads=True), key, key
+    return (_heads(name, linear, pairs),)
+
+
+def _of_norm(
+    path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], found: Styles
+) -> Iterator[tuple[str, Style]]:
+    """A norm of queries or keys: of each head, with one weight (whole) or a weight of its own, or of all together."""
+    projection = getattr(attention, f"{leaf[0]}_proj", None)
+    weight = getattr(norm, "weight", None)
+    if projection is None or weight is None:
+        return
+    outputs, count = hf.linear_widths(projection)[1], counts[leaf[0] == "k"]
+    part = Part(count, outputs // count, heads=True, repeat=leaf[0] == "k")
+    if weight.ndim == 2 and weight.numel() == outputs:
+        yield f"{path}.weight", Style(0, (Part(count, 1, heads=True, repeat=part.repeat),))
+    elif tuple(weight.shape) == (outputs,) and count > 1:
+        found.joined[path] = Style(0, (part,))
+
+
+def _of_mlp(name: str, module: nn.Module, found: Styles) -> Iterator[tuple[str, Style]]:
+    for leaf, child in module.named_children():
+        path = f"{name}.{leaf}"
+        if leaf in GATE_UP:
+            yield from _outputs(path, child, (_columns(hf.linear_widths(child)[1]),))
+        elif leaf in FUSED_GATE_UP:
+            yield from _outputs(path, child, (_columns(_exactly(path, hf.linear_widths(child)[1], 2)),) * 2)
+        elif leaf in OUT:
+            yield from _inputs(path, child, _columns(hf.linear_widths(child)[0]), found)
+
+
+def _of_experts(name: str, experts: nn.Module, found: Styles) -> Iterator[tuple[str, Style]]:
+    """All experts' weights are one tensor, [experts, out, in], or [experts, in, out] where it is transposed."""
+    transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
+    for leaf, parameter in experts.named_parameters(recurse=False):
+        if leaf.startswith("down_proj"):
+            if parameter.ndim == 3:
+                dim = 1 if transposed else 2
+                yield f"{name}.{leaf}", Style(dim, (_columns(parameter.shape[dim]),))
+            else:
+                found.biased.append(name)
+                yield f"{name}.{leaf}", Style()
+            continue
+        dim = 2 if transposed and parameter.ndim == 3 else 1
+        width = parameter.shape[dim]
+        if leaf.startswith("gate_up_proj") and not getattr(experts, "is_concatenated", True):
+            yield f"{name}.{leaf}", Style(dim, (_columns(width // 2, 2),))  # gate and up take turns
+        else:
+            halves = 2 if leaf.startswith("gate_up_proj") else 1
+            yield f"{name}.{leaf}", Style(dim, (_columns(width // halves),) * halves)
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Of experts that do not say it: [experts, in, 2 x width] and [experts, width, out]."""
+    return bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
+
+
+def _columns(width: int, each: int = 1) -> Part:
+    """An intermediate width of so many columns, each `each` elements wide."""
+    unit = _COLUMNS if width % _COLUMNS == 0 else 1
+    return Part(width // unit, unit * each)
+
+
+def _outputs(name: str, linear: nn.Module, parts: tuple[Part, ...]) -> Iterator[tuple[str, Style]]:
+    yield f"{name}.weight", Style(1 if hf.is_transposed(linear) else 0, parts)
+    if getattr(linear, "bias", None) is not None:
+        yield f"{name}.bias", Style(0, parts)
+
+
+def _inputs(name: str, linear: nn.Module, part: Part, found: Styles) -> Iterator[tuple[str, Style]]:
+    yield f"{name}.weight", Style(0 if hf.is_transposed(linear) else 1, (part,))
+    if getattr(linear, "bias", None) is not None:
+        found.biased.append(name)
+
+
+def _heads(name: str, linear: nn.Module, count: int, *, repeat: bool = False) -> Part:
+    return Part(count, _width(name, linear, count), heads=True, repeat=repeat)
+
+
+def _width(name: str, linear: nn.Module, count: int) -> int:
+    return _exactly(name, hf.linear_widths(linear)[1], count)
+
+
+def _exactly(name: str, total: int, count: int) -> int:
+    if total % count:
+        raise UserError(f"mesh.tp: {name} is {total} wide, which is no multiple of {count}: set mesh.tp=1.")
+    return total // count

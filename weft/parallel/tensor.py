@@ -1,0 +1,273 @@
+"""Tensor parallelism: each rank of the axis computes with its part of heads, intermediate width and vocabulary.
+
+The parts are plain tensors, cut before FSDP2 shards them, so that layers run as they are written. Around a block that
+computes with parts stand two operations: its input's gradient is summed over the ranks, and so is its output. Gradients
+of weights that every rank has whole, but uses for its part alone (norms of heads, routers), are sums that the engine
+completes once per step, whatever has been accumulated by then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.tp_styles import Part, Style, Styles, find_styles
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import Communicator
+from weft.ops.head import VocabularyShard
+from weft.parallel.mesh import Axis, own_part
+from weft.sharding.cuts import Cut, Range, even, repeated, scaled, split
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """cuts: of every parameter, by each of its names. partial: parameters whose gradients are sums of parts, with the
+    ranks that have these, by their number."""
+
+    cuts: dict[str, Cut]
+    partial: dict[str, dict[int, Communicator]]
+
+
+def tensor_parallel(module: TrainModule, axis: Axis | None, config: PretrainedConfig) -> TensorParallel:
+    """Cut a model, and make it compute with its parts, which have no values yet. UserError where sizes do not divide.
+    axis: None where there is nothing to do."""
+    if axis is None:
+        return TensorParallel({}, {})
+    styles = find_styles(module, config.get_text_config())
+    cuts = {
+        name: _cut(name, tuple(parameter.shape), styles.of[name], axis)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    _replace_parameters(module, cuts)
+    _hook(module, styles, cuts, axis)
+    return TensorParallel(cuts, _partial(cuts, styles, axis))
+
+
+def _partial(cuts: dict[str, Cut], styles: Styles, axis: Axis) -> dict[str, dict[int, Communicator]]:
+    """What several ranks have of a block that is divided: each uses it for its own heads or columns."""
+    inside = tuple(f"{region}." for region in styles.regions)
+    numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
+    groups = {copies: axis.neighbours(copies) for copies in numbers}
+    return {
+        name: {copies: groups[copies] for copies in cut.copies if copies > 1}
+        for name, cut in cuts.items()
+        if max(cut.copies) > 1 and name.startswith(inside)
+    }
+
+
+def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
+    if style.dim is None:
+        whole = ((0, shape[0]),) if shape else ((0, 1),)
+        return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)
+    ranges: list[tuple[Range, ...]] = [()] * axis.size
+    offset, copies = 0, list[int]()
+    for part in style.parts:
+        dealt, same = _dealt(name, part, axis.size)
+        copies.append(same)
+        placed = scaled(dealt, part.width, offset)
+        ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
+        offset += part.count * part.width
+    return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
+
+
+def _dealt(name: str, part: Part, ranks: int) -> tuple[list[Range], int]:
+    """What each rank has of a part, and how many have the same."""
+    if part.repeat and part.count < ranks and ranks % part.count == 0:
+        return repeated(part.count, ranks), ranks // part.count
+    if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
+        return even(part.count, ranks), 1
+    what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
+    sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
+    raise UserError(
+        f"mesh.tp={ranks} does not divide the {part.count} {what} of {name}: set mesh.tp to one of "
+        f"{', '.join(['1', *sizes])}."
+    )
+
+
+def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
+    """A part in the place of each whole one; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if not cuts[name].divides:
+            continue
+        if id(parameter) not in made:
+            part = torch.empty(cuts[name].local_shape(), dtype=parameter.dtype, device=parameter.device)
+            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        holder: Any = module.get_submodule(owner)
+        setattr(holder, leaf, made[id(parameter)])
+        if leaf == "weight" and hf.is_transposed(holder):
+            holder.nf = holder.weight.shape[1]  # what Conv1D gives its outputs' shape by
+
+
+def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis) -> None:
+    for name in styles.regions:
+        region = module.get_submodule(name)
+        region.register_forward_pre_hook(_enter(axis.ranks), with_kwargs=True)
+        region.register_forward_hook(_leave(axis.ranks))
+    for name in styles.biased:
+        _share_bias(module.get_submodule(name), axis.size)
+    for name, style in styles.joined.items():
+        norm = module.get_submodule(name)
+        width = sum(part.count * part.width for part in style.parts)
+        joined = _cut(name, (width,), style, axis)
+        norm.register_forward_pre_hook(lambda _, args, joined=joined: (_Join.apply(args[0], joined), *args[1:]))
+        norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
+    for name in styles.attention:
+        _count_own_heads(module.get_submodule(name), axis.size)
+    _divide_vocabulary(module, cuts, axis)
+
+
+def _enter(ranks: Communicator) -> Callable[..., Any]:
+    """The hidden states are the first argument, or go by that name."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        if args:
+            return (_SumGradient.apply(args[0], ranks), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": _SumGradient.apply(kwargs["hidden_states"], ranks)}
+
+    return hook
+
+
+def _leave(ranks: Communicator) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_Sum.apply(output[0], ranks), *output[1:])
+        return _Sum.apply(output, ranks)
+
+    return hook
+
+
+class _SumGradient(torch.autograd.Function):
+    """The input of divided layers: each rank's gradient is of its part alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.ranks), None
+
+
+class _Sum(torch.autograd.Function):
+    """The output of divided layers: the sum of the ranks' parts. Its gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        return _summed(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    """[..., own features] -> [..., all of them], for what must see every head at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _of_last(cut, x).join(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        cut: Cut = ctx.cut
+        own = _of_last(cut, grad).take(_summed(grad, cut.ranks))
+        return own / cut.copies[0], None  # where several ranks have the same, their gradients are added up again
+
+
+def _part_of_last(x: Tensor, cut: Cut) -> Tensor:
+    return _of_last(cut, x).take(x)
+
+
+def _of_last(cut: Cut, x: Tensor) -> Cut:
+    """A vector's cut, of the last dimension of activations like `x`."""
+    return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
+
+
+def _summed(x: Tensor, ranks: Communicator) -> Tensor:
+    out = x.contiguous().clone()
+    ranks.sum_(out)
+    return out
+
+
+def _share_bias(module: nn.Module, ranks: int) -> None:
+    """A bias that every rank adds counts once: what is too much is taken off. Of experts, each by its weight."""
+    share = 1.0 / ranks - 1.0
+
+    def linear(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + share * module.bias
+
+    def experts(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        _, chosen, weights = args
+        weight_ME = output.new_zeros(len(chosen), len(module.down_proj_bias))
+        weight_ME = weight_ME.scatter_add(1, chosen, weights.to(output.dtype))
+        return output + share * (weight_ME @ module.down_proj_bias).view_as(output)
+
+    module.register_forward_hook(linear if hasattr(module, "bias") else experts)
+
+
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")
+
+
+def _count_own_heads(attention: Any, ranks: int) -> None:
+    """The code of some families counts heads, not all of it on its inputs; what it sees are those of this rank."""
+    attention.config = copy.copy(getattr(attention, "config", None))
+    for owner in (attention, attention.config):
+        for name in _COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                setattr(owner, name, max(1, count // ranks))
+
+
+def _divide_vocabulary(module: TrainModule, cuts: dict[str, Cut], axis: Axis) -> None:
+    """Rows of other ranks give zeros in the embedding, whose outputs are summed; the head is told where it begins."""
+    embedding: Any = module.get_submodule(module.facts.embedding)
+    cut = cuts[f"{module.facts.embedding}.weight"]
+    ((first, count),) = cut.ranges[cut.place]
+    padding = embedding.padding_idx
+    if padding is not None:
+        embedding.padding_idx = padding - first if first <= padding < first + count else None
+    elsewhere: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        own = args[0] - first
+        elsewhere.append((own < 0) | (own >= count))
+        return (own.clamp(0, count - 1),)
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return _Sum.apply(output.masked_fill(elsewhere.pop()[..., None], 0.0), axis.ranks)
+
+    embedding.register_forward_pre_hook(enter)
+    embedding.register_forward_hook(leave)
+    head = f"{module.facts.head}.weight"
+    if cuts[head].divides:
+        shard = VocabularyShard(cuts[head].ranges[axis.place][0][0], axis.ranks)
+        module.head.divide(shard, lambda hidden: _SumGradient.apply(hidden, axis.ranks))
+
+
+@torch.no_grad()
+def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
+    """Complete the gradients that are sums of the ranks' parts; once per step, collective over the axis."""
+    cuts, partial = divided.cuts, divided.partial
+    together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if name in partial and parameter.grad is not None:
+            for copies, part in split(parameter, own_part(parameter.grad), cuts[name]):
+                if copies > 1:
+                    together.setdefault((partial[name][copies], part.dtype), []).append(part)
+    for (ranks, _), own_parts in together.items():
+        flat = torch.cat([part.reshape(-1) for part in own_parts])
+        ranks.sum_(flat)
+        for part, total in zip(own_parts, flat.split([part.numel() for part in own_parts]), strict=True):
+            part.copy_(total.view_as(part))

@@ -1,0 +1,143 @@
+"""How tensor parallelism divides tensors: which part of a whole tensor a rank of the axis computes with.
+
+A rank's part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole one, laid end
+to end: a fused projection is cut part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.ops.communicator import Communicator
+from weft.sharding.boxes import Box, Shard, shard_of
+
+Range = tuple[int, int]  # first, how many
+
+
+@dataclass(frozen=True)
+class Cut:
+    """shape: of the whole tensor. dim: along which it is divided. ranges: of each rank of the axis, what it holds
+    along `dim`, in this order. copies: of each of these ranges, how many neighbours hold the same; all, of a tensor
+    that is not divided. place: this rank's on the axis."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[Range, ...], ...]
+    copies: tuple[int, ...]
+    place: int
+    ranks: Communicator
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return len(self.ranges)
+
+    @property
+    def divides(self) -> bool:
+        """Whether some rank lacks some of it."""
+        return any(copies < self.size for copies in self.copies)
+
+    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+        """Of the part of a rank, by default this one."""
+        ranges = self.ranges[self.place if place is None else place]
+        return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
+
+    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
+        """(box of the whole tensor, box of the part, ranks that have the same) of what lies in `held`, a box of this
+        rank's part."""
+        if not self.shape:
+            return [(held, held, self.size)]
+        found, offset, dim = [], 0, self.dim
+        for (first, size), copies in zip(self.ranges[self.place], self.copies, strict=True):
+            start = max(held.start[dim], offset)
+            count = min(held.end[dim], offset + size) - start
+            if count > 0:
+                local = _along(held, dim, start, count)
+                found.append((_along(held, dim, first + start - offset, count), local, copies))
+            offset += size
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        if not self.divides:
+            return whole
+        return torch.cat([whole.narrow(self.dim, first, size) for first, size in self.ranges[self.place]], self.dim)
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole tensor from all ranks' parts; collective over the axis. RuntimeError where they do not fill it."""
+        if not self.divides:
+            return part
+        shapes = [self.local_shape(place) for place in range(self.size)]
+        longest = max(shape[self.dim] for shape in shapes)
+        sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
+        sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+        out, filled = part.new_empty(self.shape), part.new_zeros(self.shape[self.dim], dtype=torch.bool)
+        for place, values in enumerate(self.ranks.gather(sent)):
+            offset = 0
+            for first, size in self.ranges[place]:
+                out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
+                filled[first : first + size] = True
+                offset += size
+        if not filled.all():
+            raise RuntimeError(f"ranks hold {int(filled.sum())} of {len(filled)} along dim {self.dim}")
+        return out
+
+
+Cuts = Mapping[str, Cut]
+
+
+def shards_of(tensor: Tensor, cut: Cut | None) -> list[Shard]:
+    """What this rank holds of a model's tensor, box by box of the whole one; at least one, which may be empty. cut:
+    None without tensor parallelism."""
+    shard = shard_of(tensor)
+    if cut is None:
+        return [shard]
+    found = [
+        Shard(box, shard.values[part.within(shard.box)], (*shard.replicas, (cut.place % copies, copies)), shard.groups)
+        for box, part, copies in cut.boxes(shard.box)
+    ]
+    nothing = Box((0,) * len(cut.shape), shard.box.size)
+    return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
+
+
+def split(parameter: Tensor, values: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
+    """(ranks of the axis that have the same, elements) of each box that a rank holds of a parameter, as `shards_of` has
+    them. values: of the shape of the rank's shard: its gradient, or what an optimizer keeps."""
+    held = shard_of(parameter).box
+    return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.size, values)]
+
+
+def module_shards(module: nn.Module, cuts: Cuts) -> dict[str, list[Shard]]:
+    """By the names of the state dict, tied ones under each of theirs."""
+    return {name: shards_of(t, cuts.get(name)) for name, t in module.state_dict(keep_vars=True).items()}
+
+
+def whole_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
+    """The shape of the model's tensor, however it is divided."""
+    return cuts[name].shape if name in cuts else tuple(tensor.shape)
+
+
+def even(count: int, ranks: int) -> list[Range]:
+    """`count` things dealt to ranks in order, as evenly as they go."""
+    ends = [count * (rank + 1) // ranks for rank in range(ranks)]
+    return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def repeated(count: int, ranks: int) -> list[Range]:
+    """Fewer things than ranks: each is given to so many neighbours."""
+    return [(rank * count // ranks, 1) for rank in range(ranks)]
+
+
+def scaled(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
+    """Ranges of things that are `width` wide each and begin at `offset`."""
+    return [(offset + first * width, size * width) for first, size in ranges]
+
+
+def _along(box: Box, dim: int, start: int, size: int) -> Box:
+    starts, sizes = list(box.start), list(box.size)
+    starts[dim], sizes[dim] = start, size
+    return Box(tuple(starts), tuple(sizes))
