@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.cluster.options import Device
 from weft.cluster.process import join
+from weft.config.mesh import AXES
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -34,6 +36,10 @@ MESHES: dict[str, dict[str, int]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
     "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
     "tp2": {"dp_shard": 1, "tp": 2}, "tp4": {"dp_shard": 1, "tp": 4}, "2xtp2": {"dp_shard": 2, "tp": 2},
+    "cp2": {"dp_shard": 1, "cp": 2, "ulysses": 1}, "cp2u2": {"dp_shard": 1, "cp": 2, "ulysses": 2},
+    "cp3": {"dp_shard": 1, "cp": 3, "ulysses": 1}, "cp4u2": {"dp_shard": 1, "cp": 4, "ulysses": 2},
+    "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
+    "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
 }  # fmt: skip
 # As weft/versions.py calls them in torch.distributed, for those who watch them.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -44,10 +50,8 @@ _expected: dict[str, Expected] = {}
 
 def world_of(mesh: str) -> int:
     """Ranks of a mesh named as in MESHES."""
-    size = 1
-    for part in mesh.replace("tp", "").split("x"):
-        size *= int(part)
-    return size
+    axes = MESHES[mesh]
+    return math.prod(axes.get(axis, 1) for axis in AXES)
 
 
 @cache

@@ -278,7 +278,7 @@ def placements(path: str, mesh: str) -> dict[str, Any]:
     tensors = dict(engine.module.named_parameters())
     assert all(isinstance(tensor, DTensor) for tensor in tensors.values())
     return {
-        "rank": engine.mesh.data_rank,
+        "rank": engine.mesh.loss_rank,
         "axes": {tensor.device_mesh.mesh_dim_names for tensor in tensors.values()},
         "placements": {tensor.placements for tensor in tensors.values()},
         "local": {name: tensor.to_local().detach().clone() for name, tensor in tensors.items()},

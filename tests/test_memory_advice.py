@@ -91,9 +91,10 @@ class FakeMesh:
     dp_replicate: int
     dp_shard: int
     dp: FakeDeviceMesh
+    cp_size: int = 1
 
     @property
-    def data_ranks(self) -> int:
+    def loss_ranks(self) -> int:
         return self.dp_replicate * self.dp_shard
 
 

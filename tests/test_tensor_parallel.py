@@ -38,7 +38,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "mesh"), CASES, ids="-".join)
+@pytest.mark.parametrize(("family", "mesh"), CASES, ids=map(" ".join, CASES))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
     assert verdict.passed, describe(verdict)

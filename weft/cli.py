@@ -254,7 +254,8 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
     arguments.config = files_and_keys[1:]
     config = _load(arguments, SftConfig)
-    ranks = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh)).data_ranks
+    sizes = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh))
+    ranks = sizes.dp_replicate * sizes.shards
     options = _options(PreviewOptions, arguments, world=ranks)
 
     def body() -> None:
@@ -451,7 +452,7 @@ def _fit_to_machine(
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
         say(note)
-    sizes = resolve_mesh(mesh, mesh.dp_replicate * mesh.dp_shard * mesh.tp)
+    sizes = resolve_mesh(mesh, fewest_ranks(mesh))
     arguments.nproc = sizes.world
     overrides = [f"mesh.{axis}={getattr(sizes, axis)}" for axis in AXES]
     return replace(config, mesh=mesh), [*words, *overrides]

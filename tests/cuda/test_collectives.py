@@ -13,6 +13,7 @@ from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
 from weft.cluster.machine import free_port
 from weft.cluster.process import Ranks
+from weft.config.mesh import MeshSizes
 from weft.engine.contract import check_contract
 from weft.parallel.mesh import build_mesh
 from weft.rollout.sync.protocol import broadcast, join_group, open_store
@@ -24,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8
 
 
 def group_of(device: torch.device) -> dist.ProcessGroup:
-    found = build_mesh(1, 1, device.type).dp.get_group()
+    found = build_mesh(MeshSizes(1, 1), device.type).dp.get_group()
     assert found is not None
     return found
 

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("engine/executor.py", "Executor.without_gradients", "self.module.train(was_training)\n", "pass\n", "tests/test_engine.py tests/test_eval.py tests/test_lora.py"),
     Mutant("engine/engine.py", "Engine.gradient_norm", " / self._scale", "", "tests/test_knobs_fp16.py"),
     Mutant("engine/engine.py", "Engine.readout", "torch.tensor([0, *lengths])", "torch.tensor([1, *lengths])", "tests/test_engine.py tests/test_policy_parity.py"),
-    Mutant("engine/executor.py", "Executor.expert_shares", "dist.all_reduce(total_E, group=self.mesh.data_group)", "pass", "tests/test_balance.py"),
+    Mutant("engine/executor.py", "Executor.expert_shares", "dist.all_reduce(total_E, group=self.mesh.loss_group)", "pass", "tests/test_balance.py"),
     Mutant("engine/document.py", "Chosen.source", "self._indices[index]", "index", "tests/test_ahead.py tests/test_data.py"),
     Mutant("engine/document.py", "metas", "cost(length - own)", "cost(length)", "tests/test_ahead.py tests/test_data.py"),
     Mutant("objectives/cross_entropy.py", "CrossEntropy.normaliser", "plan.totals.weight", "plan.totals.loss_tokens", "tests/test_objective.py tests/test_engine.py"),

@@ -167,6 +167,8 @@ AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as 
 RANGES: dict[str, tuple[Test, str]] = {
     "mesh.dp_replicate": AXIS,
     "mesh.dp_shard": AXIS,
+    "mesh.cp": AT_LEAST_1,
+    "mesh.ulysses": AT_LEAST_1,
     "mesh.tp": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),

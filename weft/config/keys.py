@@ -10,7 +10,6 @@ from typing import Any
 
 # Sections and keys of the design that enter the schema with their feature.
 NOT_YET = (
-    "mesh.cp",
     "mesh.ep",
     "mesh.pp",
 )

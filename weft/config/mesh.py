@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.schema import MeshConfig
 from weft.errors import UserError
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +18,23 @@ class MeshSizes:
 
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
     tp: int = 1
 
     @property
     def world(self) -> int:
         """Ranks of the whole mesh."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
-    def data_ranks(self) -> int:
-        """Ranks that hold different documents."""
-        return self.dp_replicate * self.dp_shard
+    def all(self) -> tuple[int, int, int, int]:
+        """In the order of AXES."""
+        return self.dp_replicate, self.dp_shard, self.cp, self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        return self.dp_shard * self.cp
 
 
 def fewest_ranks(mesh: MeshConfig) -> int:
@@ -59,11 +65,12 @@ def check_reshard(config: Any, sizes: MeshSizes) -> None:
 
 
 def _check_group(what: str, group: str | int, others: tuple[str, str], sizes: MeshSizes) -> None:
-    if isinstance(group, bool | str) or (1 < group < sizes.dp_shard and sizes.dp_shard % group == 0):
+    if isinstance(group, bool | str) or (1 < group < sizes.shards and sizes.shards % group == 0):
         return
-    divisors = [str(n) for n in range(2, sizes.dp_shard) if sizes.dp_shard % n == 0]
+    divisors = [str(n) for n in range(2, sizes.shards) if sizes.shards % n == 0]
     choices = ", ".join([*others, *divisors])
-    raise UserError(f"{what} is {group}, but with mesh.dp_shard = {sizes.dp_shard} it must be one of {choices}.")
+    over = "mesh.dp_shard" if sizes.cp == 1 else "mesh.dp_shard x mesh.cp"
+    raise UserError(f"{what} is {group}, but with {over} = {sizes.shards} it must be one of {choices}.")
 
 
 def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:
@@ -93,7 +100,7 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
-    sizes = {axis: size for axis, size in sizes.items() if size != 1 or axis != "tp"}
+    sizes = {axis: size for axis, size in sizes.items() if size != 1 or axis.startswith("dp")}
     product = " x ".join(f"mesh.{axis}" for axis in sizes)
     values = " x ".join(str(size) for size in sizes.values())
     if -1 in sizes.values():

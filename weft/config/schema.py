@@ -79,6 +79,16 @@ class MeshConfig:
         "-1: as many as the ranks allow.",
         -1,
     )
+    cp: int = key(
+        "Ranks that share documents which are longer than step.max_tokens_per_device (context parallelism): up to cp "
+        "times as long. Shorter ones are not cut. These ranks shard parameters like those of dp_shard.",
+        1,
+    )
+    ulysses: int | None = key(
+        "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
+        "A divisor of cp and of the attention heads. null: what sends the fewest bytes.",
+        None,
+    )
     tp: int = key(
         "Ranks that share the work on each layer (tensor parallelism): heads, intermediate widths and the vocabulary "
         "are divided over them, and they hold the same documents.",

@@ -4,10 +4,11 @@ for ranks, and readouts and the gradient of every parameter are compared with th
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import InThreads, Meeting
+from weft.ops.communicator import Communicator, InThreads, Meeting
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import sum_partial_gradients, tensor_parallel
 
+T = TypeVar("T")
+Groups = Callable[[tuple[int, ...], int], Communicator]  # members and own place -> what joins them
 # Relative to the largest. What is divided wrongly moves gradients by a share of themselves; rounding moves those of
 # small copies by 1e-6 to 2e-5.
 GRADIENT_TOLERANCE = 5e-4
@@ -43,7 +46,7 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> flo
     if not off <= READOUT_TOLERANCE:
         raise _refusal(config, f"log-probabilities differ by {off:.1e}")
     largest = max(float(g.abs().max()) for g in gradients.values())
-    share = {name: _difference(joined[name], g, largest) for name, g in gradients.items()}
+    share = {name: difference(joined[name], g, largest) for name, g in gradients.items()}
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
     if not share[worst] <= GRADIENT_TOLERANCE:
         raise _refusal(config, f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
@@ -57,7 +60,8 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
+def difference(found: Tensor, expected: Tensor, largest: float) -> float:
+    """Relative to the parameter's largest gradient, or to a thousandth of the model's."""
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * largest)
 
 
@@ -83,18 +87,41 @@ def _divided(
     small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of `ranks` threads; gradients whole."""
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    meetings = {size: [Meeting(size) for _ in range(ranks // size)] for size in sizes}
 
-    def one(place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        def neighbours(size: int) -> InThreads:
-            return InThreads(meetings[size][place // size], place % size)
+    def one(place: int, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+        def neighbours(size: int) -> Communicator:
+            first = place // size * size
+            return groups(tuple(range(first, first + size)), place)
 
+        return _of_rank(small, documents, findings, Axis(place, ranks, neighbours(ranks), neighbours))
+
+    return in_threads(ranks, one)[0]
+
+
+def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
+    """What `run` gives in threads that stand for ranks, called with each one's place and what makes groups of them.
+
+    An error of one ends the others; it is raised.
+    """
+    meetings: dict[tuple[int, ...], Meeting] = {}
+    lock = threading.Lock()
+
+    def groups(members: tuple[int, ...], place: int) -> InThreads:
+        with lock:
+            if failed:
+                raise BrokenBarrierError
+            return InThreads(meetings.setdefault(members, Meeting(len(members))), members.index(place))
+
+    failed: list[BaseException] = []
+
+    def one(place: int) -> T:
         try:
-            return _of_rank(small, documents, findings, Axis(place, ranks, neighbours(ranks), neighbours))
-        except BaseException:
-            for meeting in chain.from_iterable(meetings.values()):
-                meeting.barrier.abort()
+            return run(place, groups)
+        except BaseException as error:
+            with lock:
+                failed.append(error)
+                for meeting in meetings.values():
+                    meeting.barrier.abort()
             raise
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -102,7 +129,7 @@ def _divided(
     errors = [error for result in results if (error := result.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
-    return results[0].result()
+    return [result.result() for result in results]
 
 
 def _of_rank(

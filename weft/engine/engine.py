@@ -82,10 +82,11 @@ class Engine:
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
         self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
-        self._planner = StepPlanner(config.step, self.mesh, built)
+        self._context = cut.context
+        self._planner = StepPlanner(config.step, self.mesh, built, cut.context)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
-        self._rows = RowBuilder(self.mesh.data_rank, built.layout, bool(self.balance), on_device, replay)
+        self._rows = RowBuilder(self.mesh.loss_rank, cut.context, built.layout, bool(self.balance), on_device, replay)
 
     # ------------------------------------------------------------ plan
 
@@ -189,7 +190,7 @@ class Engine:
                 chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
                 found = self._executor.read(row, objective.readouts, chosen_NC=chosen_NC)
                 exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
-                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays)
+                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays, row.shared)
                 for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
                     sums.add(name, total, weight)
         return sums
@@ -215,9 +216,22 @@ class Engine:
                 places = firsts[row.document_N.cpu()] + row.token_N.cpu()
                 for name, values in found.items():
                     joined = torch.zeros(sum(lengths)).index_copy(0, places, values.float().cpu())
-                    for index, own in zip(row.documents, joined.split(lengths), strict=True):
+                    by_document = dict(zip(row.documents, joined.split(lengths), strict=True))
+                    for index, own in self._join_parts(plan, micro, by_document).items():
                         out.setdefault(index, {})[name] = own
         return dict(sorted(out.items()))
+
+    def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
+        """[T] of each document of this rank, where other ranks have parts of some: their values in place of zeros."""
+        shared = plan.shared(micro, self.mesh.loss_rank)
+        if not shared or self._context is None:
+            return by_document
+        lengths = [plan.documents[index].length for index in shared]
+        parts = [by_document.get(index, torch.zeros(length)) for index, length in zip(shared, lengths, strict=True)]
+        total = torch.cat(parts).to(self.device)
+        self._context.ranks.sum_(total)
+        whole = dict(zip(shared, total.cpu().split(lengths), strict=True))
+        return {index: whole.get(index, own) for index, own in by_document.items()}
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Executor:
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
         readouts = self.read(row, objective.readouts, direction, balance, chosen_NC)
         balance_sum = readouts.pop("balance", None)
-        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays)
+        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def forward_backward(
@@ -140,9 +140,9 @@ class Executor:
                     counts.append(self.read(row, frozenset(), balance=balance)["choices"].double())
         total_E = torch.stack(counts).sum(0)
         with waiting():
-            dist.all_reduce(total_E, group=self.mesh.data_group)
+            dist.all_reduce(total_E, group=self.mesh.loss_group)
         return (total_E / tokens).float()
 
     def _balance(self, row: Row, shares_E: Tensor | None = None) -> Balance:
         assert row.owner_M is not None
-        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E)
+        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared)

@@ -1,9 +1,9 @@
 """The step plan: which documents go to which rank in which micro-batch.
 
 A pure function of the documents' metadata, so that all ranks compute the same plan without communication. A step's
-documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). FSDP synchronises the ranks in
-every micro-batch, so a step takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that
-low.
+documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). Documents that are longer than a
+row may be cut over the rows of one micro-batch (pieces.py). FSDP synchronises the ranks in every micro-batch, so a step
+takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that low.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.engine.packing import pack, pack_padded
+from weft.engine.pieces import Group, Interval, place
 from weft.errors import UserError
 
 Layout = Literal["packed", "padded"]
 Shapes = Literal["free", "buckets", "fixed"]
+Pieces = tuple[tuple[tuple[tuple[Interval, ...], ...], ...], ...]  # [micro-batch][rank][document of the row]
 
 # `buckets`: a length is rounded up to one of so many per octave, at most 1/8 longer.
 _BUCKETS_PER_OCTAVE = 8
@@ -72,6 +74,8 @@ class StepPlan:
 
     lengths[k][r]: T of that row with padding; with layout `padded`, of each document in it. costs[k][r]: estimated
     FLOPs, with padding where `padded`, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
+    pieces[k][r]: for each document of the row, its tokens there; empty where the step cuts no document. group: of
+    consecutive ranks that may share documents.
     """
 
     documents: tuple[DocumentMeta, ...]
@@ -80,6 +84,8 @@ class StepPlan:
     costs: tuple[tuple[float, ...], ...]
     budget: int
     layout: Layout
+    pieces: Pieces = ()
+    group: Group | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -96,6 +102,27 @@ class StepPlan:
     def row_length(self, micro_batch: int, rank: int) -> int:
         """T of a row, with padding."""
         return self.lengths[micro_batch][rank]
+
+    def shared(self, micro_batch: int, rank: int) -> list[int]:
+        """Documents of this micro-batch that several ranks of this rank's group have parts of, rising."""
+        if not self.pieces:
+            return []
+        found: dict[int, int] = {}
+        for neighbour in self._neighbours(rank):
+            for document in self.rows[micro_batch][neighbour]:
+                found[document] = found.get(document, 0) + 1
+        return sorted(document for document, ranks in found.items() if ranks > 1)
+
+    def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
+        """Of each rank of this rank's group, in order: document -> its tokens there, in the order of the row."""
+        return [
+            dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))
+            for n in self._neighbours(rank)
+        ]
+
+    def _neighbours(self, rank: int) -> range:
+        size = self.group.ranks if self.group is not None else 1
+        return range(rank // size * size, rank // size * size + size)
 
     @property
     def totals(self) -> Totals:
@@ -131,7 +158,7 @@ class StepPlan:
             (d.length, d.unread, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
             for d in self.documents
         )
-        parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed")
+        parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
         return f"{hash(parts) & (2**64 - 1):016x}"
 
 
@@ -153,22 +180,28 @@ def plan_step(
     layout: Layout = "packed",
     shapes: Shapes = "free",
     alone_above: int | None = None,
+    ring: int = 1,
+    ulysses: int = 1,
 ) -> StepPlan:
     """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
-    ranks: data ranks. budget: the most tokens of a row, with padding. multiple: row lengths are multiples of it.
-    layout: `packed` lays documents end to end; `padded` pads them to the row's longest (count x longest <= budget,
-    similar lengths together). shapes: row lengths are `free`, rounded up to one of a few (`buckets`), or the budget
-    (`fixed`). alone_above: longer documents get a packed row of their own. UserError where a document fits no row; none
-    is ever cut.
+    ranks: with different documents, or parts of them. budget: the most tokens of a row, with padding. multiple: row
+    lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them to the row's longest
+    (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded up to one of a few
+    (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. ring, ulysses: so
+    many consecutive ranks share documents that are longer than a row (packed only). UserError where a document fits no
+    row, or those of a group.
     """
     sizes = _Sizes(budget, multiple, shapes)
-    _check(documents, sizes, layout)
+    group = Group(ring, ulysses, sizes.capacity) if layout == "packed" else Group(1, 1, sizes.capacity)
+    _check(documents, sizes, layout, group.ranks)
     costs = [d.cost for d in documents]
     if not any(costs):
         costs = [float(d.read) for d in documents]
     scale = 2.0**_COST_BITS / max(costs)
     weighed = [round(cost * scale) for cost in costs]
+    if any(d.read > sizes.capacity for d in documents):
+        return _plan_cut(documents, costs, weighed, ranks // group.ranks, sizes, group, budget, alone_above)
     if layout == "packed":
         limit = sizes.capacity if alone_above is None else alone_above
         lengths = [d.read if d.read <= limit else sizes.capacity for d in documents]
@@ -189,7 +222,46 @@ def plan_step(
     )
 
 
-def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout) -> None:
+def _plan_cut(
+    documents: Sequence[DocumentMeta],
+    costs: Sequence[float],
+    weighed: Sequence[int],
+    groups: int,
+    sizes: _Sizes,
+    group: Group,
+    budget: int,
+    alone_above: int | None,
+) -> StepPlan:
+    """A plan where some documents are longer than a row: rows of whole groups first, then each over its ranks."""
+    capacity = sizes.capacity * group.ranks
+    limit = capacity if alone_above is None else alone_above
+    lengths = [d.read if d.read <= limit else capacity for d in documents]
+    rows, pieces, row_lengths, row_costs = [], [], [], []
+    for micro_batch in _deal_to_ranks(pack(lengths, weighed, ranks=groups, capacity=capacity), groups):
+        placed = [one for row in micro_batch for one in _over_ranks(sorted(row), documents, weighed, group)]
+        rows.append(tuple(tuple(one) for one in placed))
+        pieces.append(tuple(tuple(one.values()) for one in placed))
+        counts = [{i: sum(stop - start for start, stop in own) for i, own in one.items()} for one in placed]
+        row_lengths.append(tuple(sizes.of(sum(own.values())) for own in counts))
+        row_costs.append(tuple(math.fsum(costs[i] * n / documents[i].read for i, n in own.items()) for own in counts))
+    return StepPlan(
+        tuple(documents), tuple(rows), tuple(row_lengths), tuple(row_costs), budget, "packed", tuple(pieces), group
+    )
+
+
+def _over_ranks(
+    row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: Group
+) -> list[dict[int, tuple[Interval, ...]]]:
+    """Of each rank: document -> its tokens there. Documents that are cut come first, rising, then whole ones by
+    length."""
+    lengths = [documents[i].read for i in row]
+    placed = place(lengths, [weighed[i] for i in row], group)
+    ranks_of = [sum(place in one for one in placed) for place in range(len(row))]
+    order = sorted(range(len(row)), key=lambda n: (ranks_of[n] == 1, -lengths[n] * (ranks_of[n] == 1), row[n]))
+    return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed]
+
+
+def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int) -> None:
     if not documents:
         raise UserError("a step needs at least one document, got none")
     if layout == "padded" and sizes.shapes == "fixed":
@@ -200,12 +272,13 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout) -> 
     for index, document in enumerate(documents):
         if document.length < 1:
             raise UserError(f"document {index} of the step has no tokens: leave it out")
-        if document.read > sizes.capacity:
-            needed = -(-document.read // sizes.multiple) * sizes.multiple
+        if document.read > sizes.capacity * ranks:
+            needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
+            over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""
+            wider = ", a larger mesh.cp" if layout == "packed" else ""
             raise UserError(
-                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity} and "
-                f"documents are never cut: set step.max_tokens_per_device={needed} or more, or data.long_documents to "
-                f"truncate or drop"
+                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}: set "
+                f"step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate or drop"
             )
 
 

@@ -12,14 +12,16 @@ from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops
+from weft.ops.communicator import ContextAxis
 from weft.parallel.mesh import Mesh
 
 
 class StepPlanner:
     """Plans the steps of one model on one mesh, for Engine's methods of the same names."""
 
-    def __init__(self, step: StepConfig, mesh: Mesh, built: BuiltModel) -> None:
-        self.step, self.mesh, self.layout = step, mesh, built.layout
+    def __init__(self, step: StepConfig, mesh: Mesh, built: BuiltModel, context: ContextAxis | None) -> None:
+        """context: the ranks that documents may be cut over; None where none is."""
+        self.step, self.mesh, self.layout, self.context = step, mesh, built.layout, context
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
@@ -36,18 +38,28 @@ class StepPlanner:
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int | None) -> StepPlan:
         """See Engine.plan."""
+        budget, context = budget or self.step.max_tokens_per_device, self.context
         return plan_step(
             metadata,
-            ranks=self.mesh.data_ranks,
-            budget=budget or self.step.max_tokens_per_device,
+            ranks=self.mesh.loss_ranks,
+            budget=budget,
             layout=self.layout,
             shapes=self.step.shapes,
-            alone_above=self._alone_above(metadata),
+            alone_above=self._alone_above(metadata, budget),
+            ring=1 if context is None else context.ring_size,
+            ulysses=1 if context is None else context.ulysses_size,
         )
 
-    def _alone_above(self, metadata: Sequence[DocumentMeta]) -> int | None:
+    def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:
         """The length above which a document needs a row, and a rotary table, of its own."""
         limit = self._position_limit
+        longest = max((meta.read for meta in metadata), default=0)
+        if limit is not None and self.context is not None and longest > max(limit, budget):
+            raise UserError(
+                f"mesh.cp: a document of {longest} tokens would be cut, but this model's rotary table beyond {limit} "
+                f"tokens depends on the whole document: set step.max_tokens_per_device={longest}, or data.max_length="
+                f"{limit} with data.long_documents=truncate or drop."
+            )
         if limit is not None and self._dynamic and max(meta.read for meta in metadata) > limit:
             raise UserError(
                 f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
@@ -57,4 +69,4 @@ class StepPlanner:
 
     def needs(self, plan: StepPlan) -> list[int]:
         """See Engine.needs."""
-        return sorted(index for row in plan.of_rank(self.mesh.data_rank) for index in row)
+        return sorted(index for row in plan.of_rank(self.mesh.loss_rank) for index in row)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.document import Document
+from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
 
 Layout = Literal["packed", "padded"]
@@ -27,7 +28,7 @@ class Row:
     per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
     document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
     routes: [tokens of the flattened row, layers, k], -1 for none; None where no document has any. real_tokens: tokens
-    without padding."""
+    without padding. shared: of a row with documents that other ranks have parts of."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -42,6 +43,7 @@ class Row:
     owner_M: Tensor | None
     routes: Tensor | None
     real_tokens: int
+    shared: SharedDocuments | None = None
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""
@@ -51,14 +53,18 @@ class Row:
         """The row on a device, by asynchronous copies; on the CPU, the row itself."""
         if device.type == "cpu":
             return self
-        bounds = self.bounds if self.bounds.padded else Bounds.packed(self.bounds.lengths, device)
+        bounds = self.bounds
+        if not bounds.padded:
+            bounds = replace(
+                Bounds.packed(bounds.lengths, device), firsts=self.bounds.firsts, context=self.bounds.context
+            )
         return replace(self._moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Row:
         tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         arrays = {name: move(values) for name, values in self.arrays.items()}
         changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}
-        return replace(self, **changed)
+        return replace(self, **changed, shared=None if self.shared is None else self.shared.moved(move))
 
 
 def build_row(

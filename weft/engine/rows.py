@@ -7,10 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from weft.engine.context_row import cut_row
 from weft.engine.document import Document
 from weft.engine.plan import Layout, StepPlan
 from weft.engine.replay import Replay
 from weft.engine.row import Row, build_row
+from weft.ops.communicator import ContextAxis
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: among the data ranks. owners: fill Row.owner_M. pinned: in page-locked memory."""
+    """Builds rows. rank: among those with different documents. context: the ranks of cp, None for one. owners: fill
+    Row.owner_M. pinned: in page-locked memory."""
 
     rank: int
+    context: ContextAxis | None
     layout: Layout
     owners: bool
     pinned: bool
@@ -56,10 +60,14 @@ class RowBuilder:
         indices = plan.rows[micro_batch][self.rank]
         for index in indices if routed else ():
             self.replay.check(documents[index])
+        read = [plan.documents[index].read for index in indices]
+        length = sum(read) if plan.pieces else plan.row_length(micro_batch, self.rank)
         row = build_row(
-            indices, documents, read=[plan.documents[index].read for index in indices],
-            length=plan.row_length(micro_batch, self.rank), layout=self.layout, every_token=every_token,
+            indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners,
         )  # fmt: skip
+        if plan.pieces:
+            assert self.context is not None
+            row = cut_row(row, plan, micro_batch, self.rank, self.context)
         row = row if routed else replace(row, routes=None)
         return row.pinned() if self.pinned else row

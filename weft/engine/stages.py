@@ -15,6 +15,7 @@ from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
+from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
@@ -23,12 +24,13 @@ from weft.models.captured import check_readouts
 from weft.models.freeze import freeze
 from weft.models.lora import freeze_base
 from weft.objectives.readouts import Wanted, needs_logits
+from weft.ops.communicator import ContextAxis
 from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
 from weft.optim.groups import check_groups
 from weft.optim.loss_scale import LossScale
 from weft.optim.optimizer import Ema, build_optimizer, moments
 from weft.parallel.inputs import InputCasts
-from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.mesh import Mesh, build_mesh, context_axis
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
@@ -61,11 +63,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Cut:
-    """What sharding gives. divided: what tp has cut. memory: bytes that a rank needs. room: bytes that it has on the
-    storage device."""
+    """What sharding gives. divided: what tp has cut. context: the ranks over which documents are cut. memory: bytes
+    that a rank needs. room: bytes that it has on the storage device."""
 
     units: list[Unit]
     divided: TensorParallel
+    context: ContextAxis | None
     memory: Needs
     room: int
     input_casts: InputCasts
@@ -121,9 +124,8 @@ def set_deterministic(wanted: bool) -> None:
 def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Frame:
     """Mesh, dtypes and devices. mesh: another engine's, which is used where it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
-    wanted = sizes.dp_replicate, sizes.dp_shard, sizes.tp
-    if mesh is None or mesh.sizes != wanted:
-        mesh = build_mesh(*wanted, ranks.mesh_device)
+    if mesh is None or mesh.sizes != sizes.all:
+        mesh = build_mesh(sizes, ranks.mesh_device)
     storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device
     precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
     rule = None
@@ -132,7 +134,7 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Fr
     elif config.optimizer.name not in BUILT_IN:
         rule = find_rule(
             config.optimizer,
-            sharded=sizes.dp_shard * sizes.tp > 1,
+            sharded=sizes.shards * sizes.tp > 1,
             dtype=precision.master,
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
@@ -181,6 +183,7 @@ def cut(frame: Frame, built: BuiltModel) -> Cut:
     config, module, ranks = frame.config, built.module, frame.ranks
     if frame.mesh.tp is not None:
         check_division(built.config, built.findings, frame.mesh.tp.size)
+    context = context_of(frame, built)
     units, divided = parallelize(
         module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
     )
@@ -188,8 +191,20 @@ def cut(frame: Frame, built: BuiltModel) -> Cut:
     memory = memory_needs(module, units, frame.precision, state)
     room = capacity(frame.storage, local_ranks(ranks.world), ranks.assumed)
     return Cut(
-        units, divided, memory, room, InputCasts(module, config.fsdp.cast_forward_inputs, frame.precision.compute)
-    )
+        units, divided, context, memory, room,
+        InputCasts(module, config.fsdp.cast_forward_inputs, frame.precision.compute),
+    )  # fmt: skip
+
+
+def context_of(frame: Frame, built: BuiltModel) -> ContextAxis | None:
+    """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
+    documents are padded: those are dealt whole to the ranks of cp, as to any others."""
+    cp, tp, wanted = frame.mesh.cp_size, frame.mesh.tp_size, frame.config.mesh.ulysses
+    if cp == 1 or built.layout == "padded":
+        return None
+    ulysses = choose_ulysses(built.flops, built.config, cp, tp) if wanted is None else wanted
+    check_context(built.config, built.findings, built.flops, cp, ulysses, tp)
+    return context_axis(frame.mesh, ulysses)
 
 
 def check_memory(frame: Frame, built: BuiltModel, made: Cut, *, fill: bool) -> None:

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.objectives.shared_documents import SharedDocuments
+
 
 @dataclass(frozen=True)
 class Balance:
     """What the auxiliary loss needs of a row.
 
     owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
-    to balance each document. counting: only the choices are wanted.
+    to balance each document. counting: only the choices are wanted. shared: documents that other ranks have parts of.
     """
 
     owner_M: Tensor
@@ -30,6 +32,11 @@ class Balance:
     top_k: int
     shares_E: Tensor | None = None
     counting: bool = False
+    shared: SharedDocuments | None = None
+
+    def complete(self, values: Tensor) -> Tensor:
+        """[documents, ...] sums over the row's tokens -> over all tokens of its documents."""
+        return values if self.shared is None else self.shared.complete(values)
 
 
 def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
@@ -42,10 +49,12 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     probability_DE = _by_document(probabilities, balance)
     if balance.shares_E is not None:
         return experts * (balance.shares_E * probability_DE.sum(0)).sum() / layers
-    chosen_DE = _by_document(_choices(probabilities, balance.top_k), balance)
-    tokens_D = _count(_places(balance), balance.documents + 1)[:-1].clamp(min=1)
+    probability_DE = balance.complete(probability_DE)
+    chosen_DE = balance.complete(_by_document(_choices(probabilities, balance.top_k), balance))
+    tokens_D = balance.complete(_count(_places(balance), balance.documents + 1)[:-1]).clamp(min=1)
     loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
-    return (loss_D * tokens_D).sum()
+    loss_D = loss_D * tokens_D
+    return (loss_D if balance.shared is None else loss_D * balance.shared.counted_D).sum()
 
 
 def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:

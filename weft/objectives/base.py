@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UserError
+from weft.objectives.shared_documents import SharedDocuments
 
 if TYPE_CHECKING:
     from weft.engine.plan import StepPlan
@@ -24,7 +25,7 @@ class Batch:
 
     readouts: name -> [N] fp32 with gradients, or [N, ...] where there are several values per prediction (`top_ids/K`,
     of `top_logits/K`, is int64). weights_N, arrays: of the predicted tokens. document_N: index into `documents` of each
-    prediction. documents: indices, in the step, of the row's documents.
+    prediction. documents: indices, in the step, of the row's documents. shared: those that other ranks have parts of.
     """
 
     readouts: dict[str, Tensor]
@@ -32,11 +33,20 @@ class Batch:
     document_N: Tensor
     documents: tuple[int, ...]
     arrays: dict[str, Tensor]
+    shared: SharedDocuments | None = None
 
     def document_sum(self, values_N: Tensor) -> Tensor:
-        """Sum over each document's predictions, [documents]; differentiable, and complete on every mesh."""
+        """Sum over each document's predictions, [documents]; differentiable, and complete on every mesh.
+
+        With mesh.cp a document may be on several ranks, which all see its sum. over_documents counts it once.
+        """
         out = torch.zeros(len(self.documents), dtype=values_N.dtype, device=values_N.device)
-        return out.index_add(0, self.document_N, values_N)
+        out = out.index_add(0, self.document_N, values_N)
+        return out if self.shared is None else self.shared.complete(out)
+
+    def over_documents(self, values_D: Tensor) -> Tensor:
+        """Sum of [documents] values, a scalar, for losses and metrics: each document counts on one rank."""
+        return (values_D if self.shared is None else values_D * self.shared.counted_D).sum()
 
 
 @dataclass(frozen=True)

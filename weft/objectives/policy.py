@@ -233,7 +233,8 @@ class PolicyLoss:
     def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the row's samples lost their gradient, counted by their tokens' shares, and of how many."""
         count = batch.document_sum(torch.ones_like(clipped))
-        return (batch.document_sum(clipped) / count.clamp(min=1)).sum(), (count > 0).sum()
+        share = batch.document_sum(clipped) / count.clamp(min=1)
+        return batch.over_documents(share), batch.over_documents((count > 0).float())
 
     def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
         loss = self.loss(tokens, self.config)
@@ -256,7 +257,7 @@ class PolicyLoss:
         """This row's part of the normaliser."""
         if self.config.aggregation == "token_mean":
             return batch.weights_N.sum()
-        trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
+        trained = batch.over_documents((batch.document_sum(torch.ones_like(batch.weights_N)) > 0).float())
         return trained * (self._divisor / self._samples)  # of those that are masked, each row says its part
 
     @torch.no_grad()

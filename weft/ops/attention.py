@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
+from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
 from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
@@ -36,9 +37,12 @@ def varlen(call: Call) -> Tensor:
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     cumulative, longest = _cumulative(call)
+    cu_keys, longest_key = cumulative, longest
+    if call.bounds.cu_keys is not None:
+        cu_keys, longest_key = call.bounds.cu_keys, call.bounds.longest_keys
     left = -1 if call.window is None else call.window - 1
     out: Tensor = varlen_attention()(
-        q, k, v, cumulative, cumulative, longest, longest, scale=call.scaling, window_size=(left, 0)
+        q, k, v, cumulative, cu_keys, longest, longest_key, scale=call.scaling, window_size=(left, 0)
     )
     return out[..., : value.shape[-1]].unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
 
@@ -151,7 +155,9 @@ def attend(
     )  # fmt: skip
     for look in _watching:
         look(call)
-    return _kernel(preference, call)(call).transpose(1, 2).contiguous(), None
+    run = _kernel(preference, call)
+    out = run(call) if bounds.context is None else attend_in_context(call, bounds.context, run)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:

@@ -8,10 +8,13 @@ as the forward argument `doc_bounds`; the row's own mask is never trusted, becau
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.ops.context import ContextRow
 
 BOUNDS_ARGUMENT = "doc_bounds"
 
@@ -21,14 +24,21 @@ class Bounds:
     """Where the documents of a row begin and end.
 
     lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
-    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. seen: attention calls that received
-    these bounds, counted for checks. cache: what a kernel derives once per row. past: in generation, [B] tokens before
-    each entry's new one; keys and values come from a cache. even: all of `past` are equal.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: where in its document each
+    begins; None: at the first token. key_lengths, cu_keys: the same of keys, where a document's keys are more than its
+    queries, which are then the last of them. context: of a row with documents that other ranks share. seen: attention
+    calls that received these bounds, counted for checks. cache: what a kernel derives once per row. past: in
+    generation, [B] tokens before each entry's new one; keys and values come from a cache. even: all of `past` are
+    equal.
     """
 
     lengths: tuple[int, ...]
     padded: bool = False
     cu_seqlens: Tensor | None = None
+    firsts: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
+    cu_keys: Tensor | None = None
+    context: ContextRow | None = None
     seen: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
@@ -38,14 +48,22 @@ class Bounds:
     def longest(self) -> int:
         return max(self.lengths)
 
+    @property
+    def longest_keys(self) -> int:
+        return self.longest if self.key_lengths is None else max(self.key_lengths)
+
     @staticmethod
-    def packed(lengths: tuple[int, ...], device: torch.device) -> Bounds:
+    def packed(lengths: tuple[int, ...], device: torch.device, key_lengths: tuple[int, ...] | None = None) -> Bounds:
         """Bounds of a packed row. Cumulative lengths are copied to the device only where kernels read them there."""
-        cumulative = None
-        if device.type != "cpu":
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            cumulative = ends.pin_memory().to(device, non_blocking=True)
-        return Bounds(lengths, cu_seqlens=cumulative)
+        keys = None if key_lengths is None else _cumulative(key_lengths, device)
+        return Bounds(lengths, cu_seqlens=_cumulative(lengths, device), key_lengths=key_lengths, cu_keys=keys)
+
+
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
+    if device.type == "cpu":
+        return None
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, order=True)

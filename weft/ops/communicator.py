@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel axis say to one another: sums, maxima and all parts, over a process group.
+"""What the ranks of an axis of the mesh say to one another: sums, maxima, all parts, exchanges, over a process group.
 
 Threads of one process can stand for the ranks, so that a division of a model can be tried where there are none.
 """
@@ -6,7 +6,7 @@ Threads of one process can stand for the ranks, so that a division of a model ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,11 @@ class Communicator(Protocol):
         """Every rank's x, in order."""
         ...
 
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[sum(received), ...]: what the ranks send to this one, in their order, out of x [sum(sent), ...], of which
+        the first sent[0] go to rank 0 and so on. Sizes may differ, and be 0; x has one shape but for its first."""
+        ...
+
 
 @dataclass(frozen=True)
 class OverGroup:
@@ -47,6 +52,31 @@ class OverGroup:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x, group=self.group)
         return parts
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
+        return out
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """A rank's place among those that share documents too long for one. Its ranks are ring x ulysses, ulysses inner.
+
+    ranks: all of them. ring: those with the same heads, of which each has other tokens. ulysses: those that exchange
+    heads for tokens. Either is None where it has one rank.
+    """
+
+    place: int
+    ring_size: int
+    ulysses_size: int
+    ranks: Communicator
+    ring: Communicator | None
+    ulysses: Communicator | None
+
+    @property
+    def size(self) -> int:
+        return self.ring_size * self.ulysses_size
 
 
 @dataclass(eq=False)
@@ -78,6 +108,19 @@ class InThreads:
         found: list[Tensor] = []
         self._each(x, found.extend)
         return found
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        found: list[Tensor] = []
+        ends = torch.tensor([0, *sent]).cumsum(0).tolist()
+        starts = self.gather(torch.tensor(ends))
+
+        def take(parts: list[Tensor]) -> None:
+            for part, start in zip(parts, starts, strict=True):
+                found.append(part[start[self.place] : start[self.place + 1]])
+
+        self._each(x, take)
+        assert [len(part) for part in found] == list(received), (sent, received)
+        return torch.cat(found)
 
     def _each(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
         self.meeting.left[self.place] = x.clone()

@@ -1,8 +1,8 @@
 """Flex attention over packed documents (CUDA, compiled): windows, soft-caps and sinks in one kernel.
 
-B batch, H query heads, T tokens of a row, E value width, N blocks of 128 tokens. Token q sees the keys first_T[q] .. q,
-from the start of its document or its window, whichever is later. first_T never falls, so the keys of a block of queries
-are one range of blocks, given by the block's first and last query.
+B batch, H query heads, T tokens of a row, E value width, N blocks of 128 queries, M of keys. Token q sees the keys
+first_T[q] .. last_T[q], from the start of its document or its window, whichever is later, to itself. Neither ever
+falls, so the keys of a block of queries are one range of blocks, given by the block's first and last query.
 """
 
 from __future__ import annotations
@@ -68,35 +68,39 @@ def _mask(call: Call) -> BlockMask:
     bounds, window, length = call.bounds, call.window, call.query_BHTD.shape[2]
     if ("mask", window) not in bounds.cache:
         token_T = torch.arange(length, dtype=torch.int32, device=call.query_BHTD.device)
-        first_T = torch.zeros_like(token_T)
+        first_T, last_T = torch.zeros_like(token_T), token_T
         if not bounds.padded:
             assert bounds.cu_seqlens is not None
-            first_T = bounds.cu_seqlens[torch.searchsorted(bounds.cu_seqlens[1:], token_T, right=True)]
+            document_T = torch.searchsorted(bounds.cu_seqlens[1:], token_T, right=True)
+            keys = bounds.cu_seqlens if bounds.cu_keys is None else bounds.cu_keys
+            first_T = keys[document_T]
+            last_T = token_T + (keys - bounds.cu_seqlens)[1:][document_T]  # queries are the last of a document's keys
         if window is not None:
-            first_T = torch.maximum(first_T, token_T - (window - 1))
-        bounds.cache[("mask", window)] = block_mask(first_T)
+            first_T = torch.maximum(first_T, last_T - (window - 1))
+        bounds.cache[("mask", window)] = block_mask(first_T, last_T, call.key_BKTD.shape[2])
     found: BlockMask = bounds.cache[("mask", window)]
     return found
 
 
-def block_mask(first_T: Tensor) -> BlockMask:
-    """The mask of torch's create_block_mask for this rule, from [N, N] tables on the device, without [T, T]."""
-    length = len(first_T)
-    block_N = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=first_T.device)
-    last_N = block_N * BLOCK + (BLOCK - 1)  # queries; of the last block perhaps beyond the row, where none is whole
-    seen_NN = (block_N >= first_T[block_N * BLOCK][:, None] // BLOCK) & (block_N <= block_N[:, None])
-    whole_NN = (block_N * BLOCK >= first_T[last_N.clamp(max=length - 1)][:, None]) & (block_N < block_N[:, None])
-    whole_NN &= (last_N < length)[:, None]
+def block_mask(first_T: Tensor, last_T: Tensor, keys: int) -> BlockMask:
+    """The mask of torch's create_block_mask for this rule, from [N, M] tables on the device, without [T, keys]."""
+    length, device = len(first_T), first_T.device
+    query_N, key_M = (torch.arange(-(-n // BLOCK), dtype=torch.int32, device=device) * BLOCK for n in (length, keys))
+    end_N = query_N + (BLOCK - 1)  # of the last block perhaps beyond the row, where none is whole
+    inside_N = end_N.clamp(max=length - 1)
+    seen_NM = (key_M + BLOCK > first_T[query_N][:, None]) & (key_M <= last_T[inside_N][:, None])
+    whole_NM = (key_M >= first_T[inside_N][:, None]) & (key_M + (BLOCK - 1) <= last_T[query_N][:, None])
+    whole_NM &= (end_N < length)[:, None]
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (kv >= first_T[q])
+        return (kv <= last_T[q]) & (kv >= first_T[q])
 
     return BlockMask.from_kv_blocks(
-        *_listed(seen_NN & ~whole_NN), *_listed(whole_NN), BLOCK, visible, seq_lengths=(length, length)
+        *_listed(seen_NM & ~whole_NM), *_listed(whole_NM), BLOCK, visible, seq_lengths=(length, keys)
     )
 
 
-def _listed(table_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """([1, 1, N] how many key blocks each query block has, [1, 1, N, N] which, these first), int32."""
-    order = table_NN.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return table_NN.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+def _listed(table_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """([1, 1, N] how many key blocks each query block has, [1, 1, N, M] which, these first), int32."""
+    order = table_NM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return table_NM.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.ops.attention_call import Call
+
+_QUERIES = 512  # of a block, where documents have more keys than queries: it bounds the scores that are held at a time
 
 
 def per_document(call: Call) -> Tensor:
@@ -18,6 +23,8 @@ def per_document(call: Call) -> Tensor:
     """
     if call.bounds.padded:
         return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
+    if call.bounds.key_lengths is not None:
+        return _later_parts(call, call.bounds.lengths, call.bounds.key_lengths)
     runs = [(length, len(list(same))) for length, same in groupby(call.bounds.lengths)]
     tokens = [length * count for length, count in runs]
     split = [x.split(tokens, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
@@ -28,29 +35,96 @@ def per_document(call: Call) -> Tensor:
     return (found[0] if len(found) == 1 else torch.cat(found))[None].transpose(1, 2)
 
 
+def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
+    """Of documents whose queries are the last of their keys."""
+    query = call.query_BHTD.split(list(lengths), 2)
+    key, value = (x.split(list(key_lengths), 2) for x in (call.key_BKTD, call.value_BKTE))
+    found = [
+        _one(call, q, k, v) if q.shape[2] == k.shape[2] else _InBlocks.apply(q, k, v, call.sinks_H, call)
+        for q, k, v in zip(query, key, value, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
 def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if call.plain and not call.windowed(q.shape[2]):
-        groups = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+        k, v = _repeated(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=call.scaling)
-    return _explicit(call, q, k, v)
+    return _explicit(call, q, k, v, call.sinks_H)
 
 
-def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    return (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)) if groups > 1 else (k, v)
+
+
+def _hidden(call: Call, queries: int, keys: int, device: torch.device) -> Tensor:
+    """[queries, keys]: what is not seen by queries that are the last of their keys."""
+    place = torch.arange(keys, device=device)
+    distance = place[keys - queries :, None] - place
+    hidden = distance < 0
+    return hidden if call.window is None else hidden | (distance >= call.window)
+
+
+def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None) -> Tensor:
     """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
-    groups, length = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    k, v = _repeated(q, k, v)
+    length = q.shape[2]
     scores = q @ k.transpose(2, 3) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    hidden = distance < 0
-    if call.window is not None:
-        hidden = hidden | (distance >= call.window)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(hidden, float("-inf"))
-    if call.sinks_H is not None:
-        sinks = call.sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.masked_fill(_hidden(call, length, k.shape[2], q.device), float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return weights.to(v.dtype) @ v
+
+
+class _InBlocks(torch.autograd.Function):
+    """Attention of queries that are the last of their keys, some queries at a time, computed once more in backward, so
+    that memory grows with the keys and not with queries x keys."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, call: Call) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks_H)
+        ctx.call = call
+        spans = _spans(call, q.shape[2], k.shape[2])
+        return torch.cat([_block(call, q[:, :, of], k[:, :, seen], v[:, :, seen], sinks_H) for of, seen in spans], 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_H = ctx.saved_tensors
+        sums = [torch.zeros_like(x) for x in (q, k, v)]
+        sinks_sum = None if sinks_H is None else torch.zeros_like(sinks_H)
+        for of, seen in _spans(ctx.call, q.shape[2], k.shape[2]):
+            parts = (q[:, :, of], k[:, :, seen], v[:, :, seen])
+            inputs = [part.detach().requires_grad_() for part in parts]
+            sinks = [] if sinks_H is None else [sinks_H.detach().requires_grad_()]
+            with torch.enable_grad():
+                out = _block(ctx.call, *inputs, *(sinks or [None]))
+            found = torch.autograd.grad(out, [*inputs, *sinks], grad[:, :, of])
+            for total, own, span in zip(sums, found, (of, seen, seen), strict=False):
+                total[:, :, span] += own
+            if sinks_sum is not None:
+                sinks_sum += found[-1]
+        return *sums, sinks_sum, None
+
+
+def _spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that it sees."""
+    before = keys - queries
+    for first in range(0, queries, _QUERIES):
+        end = min(first + _QUERIES, queries)
+        start = 0 if call.window is None else max(0, before + first - call.window + 1)
+        yield slice(first, end), slice(start, before + end)
+
+
+def _block(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None) -> Tensor:
+    if not call.plain:
+        return _explicit(call, q, k, v, sinks_H)
+    seen = ~_hidden(call, q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, *_repeated(q, k, v), attn_mask=seen, scale=call.scaling)

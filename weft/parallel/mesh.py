@@ -1,6 +1,7 @@
 """The device mesh: which ranks share what.
 
-One root mesh has the axes dp_replicate, dp_shard and tp, outermost first; every group is a named part of it.
+One root mesh has the axes dp_replicate, dp_shard x cp and tp, outermost first. Every group is a named part of it, or of
+the same ranks arranged as data x ring x ulysses x tp.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from weft.ops.communicator import Communicator, OverGroup
+from weft.config.mesh import MeshSizes
+from weft.ops.communicator import Communicator, ContextAxis, OverGroup
 from weft.sharding.cuts import Cut
-
-DATA = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,36 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """dp: the mesh given to fully_shard, (dp_replicate, dp_shard) or (dp_shard,). tp: None for one rank; its ranks have
-    the same documents. data_group: all ranks with different documents; metrics are reduced over it, once."""
+    """dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp) or the latter. tp: None for one rank; its ranks
+    have the same documents. loss_group: all ranks with different documents, or parts of them."""
 
     dp_replicate: int
     dp_shard: int
     root: DeviceMesh
     dp: DeviceMesh
+    cp_size: int
     tp: Axis | None
-    data_group: dist.ProcessGroup
+    loss_group: dist.ProcessGroup
 
     @property
-    def data_ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard
+    def shards(self) -> int:
+        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        return self.dp_shard * self.cp_size
 
     @property
-    def data_rank(self) -> int:
-        """This rank's index among the ranks with different documents."""
-        return dist.get_rank(self.data_group)
+    def shard_axis(self) -> str:
+        """The name of the axis that these ranks are in the root mesh."""
+        return _shard_axis(self.cp_size)
+
+    @property
+    def loss_ranks(self) -> int:
+        """Ranks with different documents, or parts of them."""
+        return self.dp_replicate * self.shards
+
+    @property
+    def loss_rank(self) -> int:
+        """This rank's index among them."""
+        return dist.get_rank(self.loss_group)
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -57,10 +69,12 @@ class Mesh:
         return dist.group.WORLD
 
     def sharded_over(self, size: int) -> DeviceMesh:
-        """The same ranks, sharded over groups of `size` (a divisor of dp_shard) and replicated across them."""
-        if size == self.dp_shard:
+        """The same ranks, sharded over groups of `size` (a divisor of `shards`) and replicated across them."""
+        if size == self.shards:
             return self.dp
-        return _root(self.dp.device_type, self.data_ranks // size, size, self.tp_size, copies=True)[DATA]
+        name = self.shard_axis
+        root = _root(self.dp.device_type, name, (self.loss_ranks // size, size, self.tp_size), copies=True)
+        return root["dp_replicate", name]
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -71,41 +85,66 @@ class Mesh:
         return 1 if self.tp is None else self.tp.size
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Of dp_replicate, dp_shard and tp."""
-        return self.dp_replicate, self.dp_shard, self.tp_size
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Of dp_replicate, dp_shard, cp and tp."""
+        return self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that there are: dp_replicate and dp_shard always, tp where it has several ranks."""
-        data = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        return data if self.tp is None else {**data, "tp": self.tp.size}
+        """Those that there are: dp_replicate and dp_shard always, cp and tp where they have several ranks."""
+        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp_size, "tp": self.tp_size}
+        return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
 
 
-def build_mesh(dp_replicate: int, dp_shard: int, tp: int, device_type: str) -> Mesh:
-    """A mesh over all ranks, which must be dp_replicate x dp_shard x tp (config/mesh.py has checked that)."""
-    assert dp_replicate * dp_shard * tp == dist.get_world_size()
+def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
+    """A mesh over all ranks, which must be as many as `sizes` has (config/mesh.py has checked that)."""
+    assert sizes.world == dist.get_world_size()
     assert dist.group.WORLD is not None
-    root = _root(device_type, dp_replicate, dp_shard, tp, copies=dp_replicate > 1)
-    if tp == 1:
-        return Mesh(dp_replicate, dp_shard, root, root, None, dist.group.WORLD)
-    dp = root[DATA] if dp_replicate > 1 else root["dp_shard"]
-    data = dp._flatten("data") if dp_replicate > 1 else dp
+    copies = sizes.dp_replicate > 1
+    name = _shard_axis(sizes.cp)
+    root = _root(device_type, name, (sizes.dp_replicate, sizes.shards, sizes.tp), copies=copies)
+    if sizes.tp == 1:
+        return Mesh(sizes.dp_replicate, sizes.dp_shard, root, root, sizes.cp, None, dist.group.WORLD)
+    dp = root["dp_replicate", name] if copies else root[name]
+    loss = dp._flatten("loss") if copies else dp
 
     def neighbours(size: int) -> OverGroup:
-        if size == tp:
+        if size == sizes.tp:
             return OverGroup(root.get_group("tp"))
-        shape = (dp_replicate * dp_shard, tp // size, size)
-        return OverGroup(init_device_mesh(device_type, shape, mesh_dim_names=("data", "tp", "same")).get_group("same"))
+        shape = (sizes.dp_replicate * sizes.shards, sizes.tp // size, size)
+        return OverGroup(init_device_mesh(device_type, shape, mesh_dim_names=("loss", "tp", "same")).get_group("same"))
 
-    axis = Axis(root.get_local_rank("tp"), tp, neighbours(tp), neighbours)
-    return Mesh(dp_replicate, dp_shard, root, dp, axis, data.get_group())
+    axis = Axis(root.get_local_rank("tp"), sizes.tp, neighbours(sizes.tp), neighbours)
+    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, sizes.cp, axis, loss.get_group())
 
 
-def _root(device_type: str, dp_replicate: int, dp_shard: int, tp: int, *, copies: bool) -> DeviceMesh:
-    """copies: with an axis dp_replicate, whatever its size. An axis of size 1 would cost a group for nothing."""
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    named = {axis: n for axis, n in sizes.items() if n > 1 or axis == "dp_shard" or (axis == "dp_replicate" and copies)}
+def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
+    """The ranks of cp; None for one. ulysses: how many exchange heads for tokens, a divisor of cp."""
+    if mesh.cp_size == 1:
+        return None
+    ring, data, kind = mesh.cp_size // ulysses, mesh.dp_replicate * mesh.dp_shard, mesh.dp.device_type
+    whole = init_device_mesh(kind, (data, mesh.cp_size, mesh.tp_size), mesh_dim_names=("data", "cp", "tp"))
+    ranks, place = OverGroup(whole.get_group("cp")), whole.get_local_rank("cp")
+    if ulysses == 1:
+        return ContextAxis(place, ring, ulysses, ranks, ranks, None)
+    if ring == 1:
+        return ContextAxis(place, ring, ulysses, ranks, None, ranks)
+    shape, names = (data, ring, ulysses, mesh.tp_size), ("data", "ring", "ulysses", "tp")
+    parts = init_device_mesh(kind, shape, mesh_dim_names=names)
+    over_ring, over_ulysses = (OverGroup(parts.get_group(name)) for name in ("ring", "ulysses"))
+    return ContextAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
+
+
+def _shard_axis(cp: int) -> str:
+    return "dp_shard" if cp == 1 else "dp_shard x cp"
+
+
+def _root(device_type: str, shard_axis: str, shape: tuple[int, int, int], *, copies: bool) -> DeviceMesh:
+    """shape: dp_replicate, shards, tp. copies: with an axis dp_replicate, whatever its size. An axis of size 1 would
+    cost a group for nothing."""
+    sizes = dict(zip(("dp_replicate", shard_axis, "tp"), shape, strict=True))
+    kept = {shard_axis, *(["dp_replicate"] if copies else [])}
+    named = {axis: size for axis, size in sizes.items() if size > 1 or axis in kept}
     return init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
 
 

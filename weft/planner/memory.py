@@ -150,14 +150,15 @@ def hint(needs: Needs, room: int, mesh: Mesh) -> str | None:
         return None
     return (
         f"the whole model takes {byte_count(needs.whole)} of {byte_count(room)} on each device: with "
-        f"mesh.dp_replicate={mesh.data_ranks} mesh.dp_shard=1 nothing needs to be gathered, which is faster"
+        f"mesh.dp_replicate={mesh.loss_ranks // mesh.cp_size} mesh.dp_shard=1 nothing needs to be gathered, which is "
+        "faster"
     )
 
 
 def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[str]:
     found = []
     if mesh.dp_replicate > 1:
-        found.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.data_ranks} (shards over all ranks)")
+        found.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.loss_ranks // mesh.cp_size} (shards over all ranks)")
     else:
         found.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
     if mesh.dp.device_type != "cpu" and not fsdp.cpu_offload:

@@ -224,7 +224,7 @@ class Evaluator:
 
 def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_Part]:
     """All documents in plans of bounded size; where documents run out, rows are empty."""
-    most = _ROWS * engine.mesh.data_ranks * engine.config.step.max_tokens_per_device
+    most = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.metas(documents)
         for first, last in _stretches(metas, most):

@@ -42,10 +42,12 @@ class Differences:
 
 @dataclass
 class _Place:
-    """Which documents a forward has. held: of each, how many of its tokens; lengths: of its part of the row."""
+    """Which documents a forward has. held: of each, how many of its tokens, from which on; lengths: of its part of the
+    row."""
 
     documents: list[Tokens | None] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
 
@@ -79,13 +81,33 @@ class Recorder:
             handle.remove()
 
 
-def _held(piece: tuple[int, ...], document: tuple[int, ...]) -> int:
+def _held(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
     """How many tokens of the document this part of a row, padding behind it included, begins with: all, or all but the
-    last, which a forward may do without; 0 where it is not the document."""
+    last, which a forward may do without; 0 where it is not the document. first: of a part of a document, where it
+    begins."""
+    if first is not None:
+        return len(piece) if piece == document[first : first + len(piece)] else 0
     for read in (len(document), max(1, len(document) - 1)):
         if piece[:read] == document[:read]:
             return read
     return 0
+
+
+def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[int, ...], int | None]]]:
+    """The pieces of a row by document, in order: each with where in its document it begins, None for a whole one."""
+    context = bounds.context
+    if context is None:
+        return [[(piece, None)] for piece in pieces]
+    shared = [document for document, _, _ in context.held[context.axis.place]]
+    found: list[list[tuple[tuple[int, ...], int | None]]] = []
+    for place, piece in enumerate(pieces):
+        if place >= len(shared):
+            found.append([(piece, None)])
+        elif place and shared[place] == shared[place - 1]:
+            found[-1].append((piece, bounds.firsts[place]))
+        else:
+            found.append([(piece, bounds.firsts[place])])
+    return found
 
 
 class Replay:
@@ -122,15 +144,23 @@ class Replay:
         else:
             pieces = [tuple(row.tolist()) for row in rows]
         place.lengths = [len(piece) for piece in pieces]
-        found = [next(((k, held) for k in self._known if (held := _held(piece, k))), (None, 0)) for piece in pieces]
-        place.documents, place.held = [document for document, _ in found], [held for _, held in found]
+        place.documents, place.held, place.firsts = [], [], []
+        for same in _parts(pieces, bounds):
+            document, held = next(
+                ((k, h) for k in self._known if all(h := [_held(piece, k, first) for piece, first in same])),
+                (None, [0] * len(same)),
+            )
+            place.documents += [document] * len(same)
+            place.held += held
+            place.firsts += [first or 0 for _, first in same]
 
     def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
-        for tokens, held, length in zip(place.documents, place.held, place.lengths, strict=True):
+        parts = zip(place.documents, place.held, place.firsts, place.lengths, strict=True)
+        for tokens, held, first, length in parts:
             recorded = self.routes.get((self.stage, tokens), {}).get(layer) if tokens is not None else None
             if recorded is not None:
-                recorded = recorded[:held]
+                recorded = recorded[first : first + held]
                 rows = slice(start, start + len(recorded))
                 self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
                 indices[rows] = recorded.to(indices.device)

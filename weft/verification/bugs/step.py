@@ -93,7 +93,7 @@ def averaged_again(plant: Plant, original: Original, module: Any, units: Any, me
 
     original(module, units, mesh, *rest)
     for child in fsdp_modules(module):
-        child.set_gradient_divide_factor(float(mesh.data_ranks))
+        child.set_gradient_divide_factor(float(mesh.loss_ranks))
         plant.hit()
 
 

@@ -1,0 +1,174 @@
+"""Before documents are cut over mesh.cp: those of a small random copy are, over threads of one process that stand for
+ranks, and readouts and the gradient of every parameter are compared with those of whole documents."""
+
+from __future__ import annotations
+
+import copy
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.engine.context_row import cut_row
+from weft.engine.division_check import GRADIENT_TOLERANCE, READOUT_TOLERANCE, difference, in_threads
+from weft.engine.document import Document
+from weft.engine.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.row import Row, build_row
+from weft.engine.startup import LENGTHS, Findings, documents_of, small_copy, text_vocabulary
+from weft.errors import UserError, first_line
+from weft.models.flops import FlopFacts
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import Communicator, ContextAxis
+from weft.ops.context import repeats
+
+_BUDGET = 20  # tokens of a rank: of the documents, all but that of one token are longer
+
+
+def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int) -> int:
+    """How many ranks of cp exchange heads: what sends the fewest bytes, of what divides cp and the heads of a rank.
+
+    Elements per token of a cut document and layer that a rank receives, with u ranks of Ulysses and a ring of n =
+    cp / u, H heads of queries and K of keys, D wide: (2 H + 2 K r) D (u - 1) / (u cp) for heads, r the times that keys
+    are repeated for u, and 3/4 (n - 1) / n x 2 K r D / u for keys and values in the ring.
+    """
+    heads, keys = _heads(flops, config, tp)
+    fitting = [u for u in range(1, cp + 1) if cp % u == 0 and all(h % u == 0 for h in heads)]
+
+    def received(u: int) -> float:
+        n, total = cp // u, 0.0
+        for own in heads:
+            sent = keys(own) * (repeats(keys(own), own, u) if u > 1 else 1)
+            total += 2 * (own + sent) * (u - 1) / (u * cp) + 0.75 * (n - 1) / n * 2 * sent / u
+        return total
+
+    return min(fitting, key=lambda u: (received(u), u))
+
+
+def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[int], Any]:
+    """Query heads of a rank in each layer, and how many heads of keys come with so many."""
+    text = config.get_text_config()
+    heads = [max(1, layer.heads // tp) for layer in flops.attention]
+    latent = getattr(text, "kv_lora_rank", None) is not None  # keys and values are unfolded to every head
+    stated = int(getattr(text, "num_key_value_heads", None) or max(heads, default=1))
+    of_rank = max(1, stated // tp)
+
+    def keys(own: int) -> int:
+        return own if latent else gcd(own, of_rank)
+
+    return heads, keys
+
+
+def check_context(
+    config: PretrainedConfig, findings: Findings, flops: FlopFacts, cp: int, ulysses: int, tp: int
+) -> float:
+    """The largest difference of a gradient, relative to its parameter's largest. UserError, naming the family and what
+    differs, where one is too large, or the heads cannot be exchanged."""
+    heads, _ = _heads(flops, config, tp)
+    wrong = [h for h in heads if h % ulysses]
+    if cp % ulysses or wrong:
+        what = f"mesh.cp = {cp}" if cp % ulysses else f"the {wrong[0]} attention heads of a rank"
+        raise UserError(f"mesh.ulysses={ulysses} does not divide {what}: set mesh.ulysses=null, and weft chooses.")
+    small = small_copy(config, "per_document")
+    ranks = _ranks_of_copy(small, cp, ulysses)
+    plan, documents = _documents(text_vocabulary(TrainModule(copy.deepcopy(small))), ranks)
+    expected, gradients = _whole(small, documents)
+    try:
+        found, summed = _cut(small, documents, plan, ranks)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the family's code makes of a part of a document
+        raise _refusal(config, f"its code does not run with parts of documents ({first_line(error)})") from error
+    off = float((found - expected).abs().max() / expected.abs().max())
+    if not off <= READOUT_TOLERANCE:
+        raise _refusal(config, f"log-probabilities differ by {off:.1e}")
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    share = {name: difference(summed[name], g, largest) for name, g in gradients.items()}
+    worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
+    if not share[worst] <= GRADIENT_TOLERANCE:
+        raise _refusal(config, f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
+    return share[worst]
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(
+        f"mesh.cp: weft cannot cut documents of model_type {config.get_text_config().model_type!r}: on a small copy, "
+        f"{reason}. Set mesh.cp=1."
+    )
+
+
+def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, int]:
+    """(ring, Ulysses) of the copy: two of each that the mesh has several of, where its heads allow that."""
+    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or 1)
+    return (2 if cp > ulysses else 1), (2 if ulysses > 1 and heads % 2 == 0 else 1)
+
+
+def _documents(vocabulary: int, ranks: tuple[int, int]) -> tuple[StepPlan, dict[int, Document]]:
+    """Documents in a plan that cuts the longest ones."""
+    ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
+    weights = torch.linspace(0.5, 1.5, max(LENGTHS))
+    documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
+    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), unread=0) for d in documents.values()]
+    return plan_step(metas, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses), documents
+
+
+def _backward(module: TrainModule, row: Row) -> Tensor:
+    """[2, N] log-probabilities and entropies of a row, whose weighted sum has been differentiated."""
+    hidden = module.hidden(row.input_ids_BT, row.position_ids_BT, row.bounds)[0]
+    got = module.head(hidden[row.selected_N], row.targets_N, ["logprob", "entropy"])
+    ((got["logprob"] + 0.3 * got["entropy"]) * row.weights_N).sum().backward()
+    return torch.stack([got["logprob"], got["entropy"]]).detach()
+
+
+def _whole(small: PreTrainedModel, documents: dict[int, Document]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(readouts of all documents in order, gradient of each parameter)."""
+    module, read = TrainModule(copy.deepcopy(small)), [len(d) for d in documents.values()]
+    row = build_row(list(documents), documents, read=read, length=sum(read), layout="packed", every_token=True)
+    return _backward(module, row), _gradients(module)
+
+
+def _gradients(module: TrainModule) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _cut(
+    small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan, ranks: tuple[int, int]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of threads that share the documents; gradients summed."""
+    assert plan.group is not None
+    ring, ulysses = plan.group.ring, plan.group.ulysses
+    starts = [sum(len(d) - 1 for d in list(documents.values())[:n]) for n in range(len(documents))]
+
+    def one(place: int, groups: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        axis = _axis(place, ring, ulysses, groups)
+        module = TrainModule(copy.deepcopy(small))
+        all_found = torch.zeros(2, sum(len(d) - 1 for d in documents.values()))
+        for micro in range(plan.micro_batches):
+            indices = plan.rows[micro][place]
+            read = [len(documents[i]) for i in indices]
+            row = build_row(indices, documents, read=read, length=sum(read), layout="packed", every_token=True)
+            row = cut_row(row, plan, micro, place, axis)
+            found = _backward(module, row)
+            at = torch.tensor([starts[i] for i in indices], dtype=torch.int64)
+            all_found[:, at[row.document_N] + row.token_N - 1] = found
+        return all_found, _gradients(module)
+
+    results = in_threads(ring * ulysses, one)
+    gradients: dict[str, Tensor] = {}
+    for _, own in results:
+        for name, gradient in own.items():
+            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
+    return torch.stack([found for found, _ in results]).sum(0), gradients
+
+
+def _axis(place: int, ring: int, ulysses: int, groups: Any) -> ContextAxis:
+    def among(ranks: list[int]) -> Communicator | None:
+        return None if len(ranks) == 1 else groups(tuple(ranks), place)
+
+    member, inner = divmod(place, ulysses)
+    everyone = groups(tuple(range(ring * ulysses)), place)
+    return ContextAxis(
+        place, ring, ulysses, everyone,
+        among([m * ulysses + inner for m in range(ring)]), among([member * ulysses + u for u in range(ulysses)]),
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Attention within documents that several ranks of mesh.cp share.
+
+Ranks of Ulysses exchange heads for tokens (Jacobs et al. 2023, arXiv:2309.14509): each computes all of their tokens for
+its part of the heads. Members of the ring have other tokens: the keys and values that a member needs of the others, and
+no more, come in one exchange (as all-gather context parallelism does: Llama 3, arXiv:2407.21783, section 3.3.2), so
+that softmax is computed in one piece, with windows, sinks and soft-caps as they are. Documents that are whole on one
+rank take no part in either.
+
+n tokens of shared documents in this rank's row, S of all ranks of its Ulysses group, which is one member of the ring.
+Tokens are numbered by (document, place in it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.ops.attention_call import Bounds, Call
+from weft.ops.communicator import Communicator, ContextAxis
+
+Piece = tuple[int, int, int]  # document, its first token here, and one behind the last
+Numbers = NDArray[np.int64]
+Run = Callable[[Call], Tensor]
+
+_DOCUMENT = 32  # bits for the place in a document
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The exchange of one row in the ring, for one window. sent: which of this member's S tokens, for each member in
+    turn. run: for each key that queries see, its place among own and received tokens. bounds: of the attention."""
+
+    sent: Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
+    run: Tensor
+    bounds: Bounds
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRow:
+    """The shared documents of one row, over the ranks of its group.
+
+    held: of each rank, the pieces that its row begins with, rising. whole: tokens of each document, or padding, that
+    follows on this rank.
+    """
+
+    axis: ContextAxis
+    held: tuple[tuple[Piece, ...], ...]
+    whole: tuple[int, ...]
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(stop - start for _, start, stop in self.held[self.axis.place])
+
+    @property
+    def member(self) -> int:
+        return self.axis.place // self.axis.ulysses_size
+
+    def counts(self) -> list[int]:
+        """Tokens of each rank of this Ulysses group."""
+        return [len(numbers) for numbers in self._group(self.member)]
+
+    def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[S] the group's tokens, rank by rank, sorted by number; and back."""
+        if "order" not in self.cache:
+            order = np.argsort(np.concatenate(self._group(self.member)), kind="stable")
+            self.cache["order"] = _on(order, device), _on(np.argsort(order, kind="stable"), device)
+        found: tuple[Tensor, Tensor] = self.cache["order"]
+        return found
+
+    def keys(self, window: int | None, device: torch.device) -> _Keys:
+        """The exchange for calls with this window, computed once per row."""
+        if ("keys", window) not in self.cache:
+            self.cache["keys", window] = self._keys(window, device)
+        found: _Keys = self.cache["keys", window]
+        return found
+
+    def rest(self, device: torch.device) -> Bounds:
+        """Of the documents that are whole."""
+        if "rest" not in self.cache:
+            self.cache["rest"] = Bounds.packed(self.whole, device)
+        found: Bounds = self.cache["rest"]
+        return found
+
+    def _group(self, member: int) -> list[Numbers]:
+        size = self.axis.ulysses_size
+        return [_numbers(pieces) for pieces in self.held[member * size : (member + 1) * size]]
+
+    def _keys(self, window: int | None, device: torch.device) -> _Keys:
+        members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
+        seen = [_seen(_runs(numbers), window) for numbers in members]
+        wanted = [np.setdiff1d(_numbers(runs), own) for runs, own in zip(seen, members, strict=True)]
+        own, mine = members[self.member], wanted[self.member]
+        sent = [np.flatnonzero(np.isin(own, numbers, assume_unique=True)) for numbers in wanted]
+        received = [np.intersect1d(numbers, mine, assume_unique=True) for numbers in members]
+        pool = np.concatenate([own, *received])
+        order = np.argsort(pool)
+        run = order[np.searchsorted(pool, _numbers(seen[self.member]), sorter=order)]
+        lengths, keys = (tuple(stop - start for _, start, stop in r) for r in (_runs(own), seen[self.member]))
+        return _Keys(
+            _on(np.concatenate(sent), device), [len(x) for x in sent], [len(x) for x in received], _on(run, device),
+            Bounds.packed(lengths, device, keys),
+        )  # fmt: skip
+
+
+def _numbers(pieces: Sequence[Piece]) -> Numbers:
+    parts = [np.arange(start, stop, dtype=np.int64) + (d << _DOCUMENT) for d, start, stop in pieces]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _runs(numbers: Numbers) -> list[Piece]:
+    """Rising numbers as pieces that are as long as possible."""
+    if not len(numbers):
+        return []
+    ends = np.flatnonzero(np.diff(numbers) != 1)
+    firsts, lasts = numbers[[0, *(ends + 1)]], numbers[[*ends, -1]]
+    place = (1 << _DOCUMENT) - 1
+    return [
+        (int(first) >> _DOCUMENT, int(first) & place, (int(last) & place) + 1)
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+
+
+def _seen(runs: Sequence[Piece], window: int | None) -> list[Piece]:
+    """The keys that the queries of each run see."""
+    return [(d, 0 if window is None else max(0, start - window + 1), stop) for d, start, stop in runs]
+
+
+def _on(indices: Numbers, device: torch.device) -> Tensor:
+    found = torch.from_numpy(indices)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
+    """[1, H, T, E]: attention of a packed row that begins with pieces of shared documents. Collective over cp."""
+    own = context.tokens
+    parts = [_shared(_cut(call, 0, own), context, run)]
+    if context.whole:
+        rest = replace(_cut(call, own, None), bounds=context.rest(call.query_BHTD.device))
+        parts.append(run(rest))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _cut(call: Call, first: int, end: int | None) -> Call:
+    query, key, value = (x[:, :, first:end] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
+    return replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value)
+
+
+def _shared(call: Call, context: ContextRow, run: Run) -> Tensor:
+    axis = context.axis
+    if axis.ulysses is None:
+        return _attend(call, context, run)
+    out = _attend(_heads_for_tokens(call, context, axis.ulysses), context, run)
+    return _tokens_for_heads(out, context, axis.ulysses)
+
+
+def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
+    """Of all tokens of this member of the ring, which see tokens of the others."""
+    key, value = call.key_BKTD, call.value_BKTE
+    keys = context.keys(call.window, key.device)
+    if context.axis.ring is not None:
+        own = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
+        got = exchange(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
+        pool = torch.cat([own, got]).index_select(0, keys.run).transpose(0, 1)[None]
+        key, value = pool.split([key.shape[-1], value.shape[-1]], -1)
+    if not call.query_BHTD.shape[2]:  # nothing to compute, but the others wait for this rank in backward
+        groups = call.query_BHTD.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, 1) + 0 * (call.query_BHTD.sum() + key.sum())
+    return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=keys.bounds))
+
+
+# ---------------------------------------------------------------- Ulysses
+
+
+def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
+    """How often each head of keys is sent, so that all ranks get equally many, and each what its queries need."""
+    fewest = ranks // gcd(key_heads, ranks)
+    return fewest if query_heads % (key_heads * fewest) == 0 else query_heads // key_heads
+
+
+def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Call:
+    """n tokens of all heads -> S tokens of this rank's heads."""
+    size, place = context.axis.ulysses_size, context.axis.place % context.axis.ulysses_size
+    query, key, value = call.query_BHTD, call.key_BKTD, call.value_BKTE
+    times = repeats(key.shape[1], query.shape[1], size)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    tokens, counts = query.shape[2], context.counts()
+    sent = torch.cat([_by_rank(x[0], size) for x in (query, key, value)], -1).flatten(0, 1)
+    got = exchange(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
+    widths = [x.shape[1] // size * x.shape[3] for x in (query, key, value)]
+    own = [
+        part.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
+        for part, x in zip(got.split(widths, 1), (query, key, value), strict=True)
+    ]
+    sinks = None if call.sinks_H is None else call.sinks_H.chunk(size)[place]
+    return replace(call, query_BHTD=own[0], key_BKTD=own[1], value_BKTE=own[2], sinks_H=sinks)
+
+
+def _by_rank(x_HTD: Tensor, size: int) -> Tensor:
+    """[ranks, T, heads of a rank x D]."""
+    return x_HTD.unflatten(0, (size, -1)).transpose(1, 2).flatten(2)
+
+
+def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> Tensor:
+    """S tokens of this rank's heads -> n tokens of all heads, [1, H, n, E]."""
+    size, counts = context.axis.ulysses_size, context.counts()
+    tokens = counts[context.axis.place % size]
+    sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
+    got = exchange(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
+    return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def exchange(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+    """Communicator.exchange, with a gradient, which travels the other way."""
+    out: Tensor = _Exchange.apply(x, ranks, sent, received)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+        ctx.rest = ranks, sent, received
+        return ranks.exchange(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ranks, sent, received = ctx.rest
+        return ranks.exchange(grad, received, sent), None, None, None
