@@ -21,7 +21,7 @@ PLACES = {
     ("weft/verification/plants.py", "_owner", "import_module"): "names of weft's own modules",
     ("weft/verification/reference_optimizer.py", "Optimizer.over", "import_module"): "optimizer.name of the config",
 }
-# torch pickles objects that ranks of one run send each other. Their connections: docs/security.md.
+# torch pickles objects that ranks of one run send each other. Their connections: docs/explanation/security.md.
 AMONG_RANKS = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",

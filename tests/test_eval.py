@@ -137,7 +137,7 @@ def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) 
 
 
 def held_out_loss_is_the_references(plant: str | None) -> bool:
-    """For docs/planted-bugs.md."""
+    """For docs/explanation/planted-bugs.md."""
     found = on_mesh("2", "llama", plant)
     return all(found[name]["eval/loss"] == pytest.approx(plain_means("llama", name)[0], rel=3e-6) for name in SETS)
 

@@ -261,7 +261,7 @@ def test_comparing_renderings_finds_the_same(template: str, chat: str) -> None:
     assert [text[start:end] for start, end in spans] == EXPECTED[template][chat]
 
 
-# What TRL trains beyond an answer and its end of turn: (its text, what is left of it). docs/chat-templates.md has why.
+# What TRL trains beyond an answer and its end of turn: (text, what is left). Why: docs/reference/chat-templates.md.
 _TRL_TRAINS_MORE = {
     "qwen2_5": (r"\A\n|\n\Z", ""),  # the end of the header, and the line break behind the turn
     "qwen3_instruct_2507": (r"\n\Z", ""),

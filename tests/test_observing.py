@@ -1,4 +1,4 @@
-"""A run with everything on through the real command: lines, trackers, traces, what it says, and docs/metrics.md."""
+"""A run with everything on through the real command: lines, trackers, traces, output, docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_timing_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_metric_is_in_the_documentation(on: tuple[Path, str]) -> None:
-    documented = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    documented = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     assert {*CORE_KEYS, "skipped", "reason", "loss_scale", "aux_loss"} <= documented
     assert {name for line in lines(on[0]) for name in line} <= documented
     assert set(json.loads((on[0] / "summary.json").read_text())) <= documented

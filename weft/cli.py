@@ -70,7 +70,7 @@ Post-train HuggingFace models with PyTorch FSDP2.
 commands:
 {commands}
 
-weft COMMAND --help lists the options; docs/config.md lists the keys. weft --version prints the version.
+weft COMMAND --help lists the options; docs/reference/config.md lists the keys. weft --version prints the version.
 """
 
 
@@ -110,7 +110,7 @@ def entry() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns the exit status (docs/failures.md)."""
+    """Run a command line. Returns the exit status (docs/reference/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         say(_program_help())

@@ -124,7 +124,7 @@ def load_documents(
     bad_rows: Literal["error", "drop"] = "error",
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Reads, checks and tokenises data; docs/data.md says which forms it may have.
+    """Reads, checks and tokenises data; docs/reference/data.md says which forms it may have.
 
     A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
     end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained
