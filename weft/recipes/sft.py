@@ -174,7 +174,8 @@ def train(
     flight.at("upload")
     say_all(uploads.finish(bool(stop), flight.own.beat))
     if stopped is not None:
-        say_stopped(folder, step.number, stopped, engine.ranks)
+        if engine.ranks.is_first:
+            say_stopped(stopped, step.number, f"weft sft --resume {folder}" + ("" if stop else f" {stopped}=null"))
         if stop:
             raise StoppedError(stop)
 

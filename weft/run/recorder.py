@@ -16,7 +16,7 @@ from weft.engine.metrics import MetricsFile
 from weft.errors import UserError
 from weft.models.flops import Throughput
 from weft.parallel.timed import time_collectives
-from weft.report.closing import print_closing
+from weft.report.banner import print_closing
 from weft.report.step_line import Taken, step_line
 from weft.report.trackers import Trackers
 from weft.run.resume import Start
