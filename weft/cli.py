@@ -52,7 +52,7 @@ from weft.remote.enter import fetched_config
 from weft.remote.reading import here
 from weft.report.trackers import check_installed
 from weft.telemetry.profiling import check_profile
-from weft.terminal import called, guard, say
+from weft.terminal import called, clean_everything, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
@@ -98,7 +98,7 @@ class Command:
 
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
-    guard()
+    clean_everything()
     try:
         join_launcher()
     except UserError as error:  # not guarded: that is for what runs, and settles each rank in

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.encode import Encoding, has_template
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
-from weft.data.opened import Data, Source, open_data
+from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, permutation
 from weft.data.records import ALL_FORMATS, NEEDED
 from weft.data.table import Array, Table

@@ -55,7 +55,7 @@ from weft.rl.trainer_group import Learners
 from weft.rollout.base import RolloutEngine, Sampling
 from weft.rollout.records import import_arrow, read_rollouts, recorded_files
 from weft.rollout.types import Group, Prompt, Sample, samples_of
-from weft.run.folder import Held, hold_folder, write_bad_rows, write_config
+from weft.run.folder import RunLock, lock_folder, write_bad_rows, write_config
 from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.run.resume import after_the_last
 from weft.telemetry import flight
@@ -77,7 +77,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
-    with hold_folder(config, resume=resume) as held:
+    with lock_folder(config, resume=resume) as held:
         start = FRESH
         if resume and options.rollout_only:
             start = find_collected(held.folder)
@@ -179,7 +179,7 @@ class Run:
     """What the controller's loop works with."""
 
     config: RlConfig
-    held: Held
+    held: RunLock
     task: Task
     actors: Actors
     plan: Plan
@@ -281,7 +281,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
     try:
         with (
             redirect_stdout(io.StringIO()),
-            hold_folder(config) as held,
+            lock_folder(config) as held,
             open_actors(config, options, fill=True) as actors,
         ):
             task = read_task(config, hooks)
