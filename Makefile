@@ -61,12 +61,12 @@ suite: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
 
-# What dies or breaks, and when: every case is run (half an hour), and docs/failures.md says what came of it. WORDS=...
-# runs those whose names hold one of these words, or, with `missing`, that have no row; the other rows stay.
+# What dies or breaks, and when: every case is run (half an hour), and docs/reference/failures.md says what came
+# of it. WORDS=... runs those whose names hold one of these words, or, with `missing`, that have no row; the other rows stay.
 faults: $(STAMP)
 	$(BIN)/python -m tests.fault_matrix $(WORDS)
 
-# What people get wrong, each with what its message proposes (five minutes); the table is in docs/failures.md.
+# What people get wrong, each with what its message proposes (five minutes); the table is in docs/reference/failures.md.
 mistakes: $(STAMP)
 	$(BIN)/python -m tests.mistakes
 
@@ -96,7 +96,7 @@ $(COMPAT_DIR)/.installed: | $(STAMP)
 		'transformers==$(COMPAT).*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
 	touch $@
 
-# The ends of the ranges, in environments of several GB each: never in CI. Writes docs/versions.md.
+# The ends of the ranges, in environments of several GB each: never in CI. Writes docs/reference/versions.md.
 test-versions: $(STAMP) $(VERSIONS:%=.venv-versions/%/.installed)
 	$(BIN)/python tests/versions.py $(VERSIONS:%=.venv-versions/%/bin/python) --workers $(WORKERS) \
 		--pytest-args='$(PYTEST_ARGS)'
@@ -143,7 +143,7 @@ gpu:
 	touch $@
 
 docs: $(STAMP)
-	$(BIN)/python -m weft.config.reference > docs/config.md
+	$(BIN)/python -m weft.config.reference > docs/reference/config.md
 	$(BIN)/python -m weft.config.compat.pages docs/coming-from
 
 format: $(STAMP)

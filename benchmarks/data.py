@@ -29,7 +29,7 @@ from weft.data import tokenise as tokenising
 from weft.data.encode import load_tokenizer
 from weft.data.sources import open_file
 from weft.data.tokenise import Tokenising, Work, tokenise
-from weft.data.workers import Crew
+from weft.data.workers import WorkerPool
 from weft.models import hf_template
 
 BATCH = 1000
@@ -93,8 +93,8 @@ def main() -> None:
             return len(table.ids)
 
         def start() -> int:
-            with Crew(work, cores) as crew:
-                return sum(len(chunk.ids) for _, chunk in crew.map([next(iter(open_file(str(path)).blocks()))] * cores))
+            with WorkerPool(work, cores) as pool:
+                return sum(len(chunk.ids) for _, chunk in pool.map([next(iter(open_file(str(path)).blocks()))] * cores))
 
         contestants: dict[str, Callable[[], int]] = {
             "bare encode_batch": bare,

@@ -1,6 +1,6 @@
 """What rl.on_policy=exact costs: seconds to generate, read and train a rollout step's samples, against `measured`.
 
-    python benchmarks/exact.py                          # the table of docs/exact.md, about 3 minutes on two cores
+    python benchmarks/exact.py                          # the table of docs/explanation/exact.md; 3 minutes, two cores
     python benchmarks/exact.py --hidden 512 --layers 8 --vocabulary 32000 --prompts 8 --completion 128
 
 One process and one thread. Seconds are processor time, the median of runs that alternate.

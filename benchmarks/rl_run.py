@@ -84,13 +84,13 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.rl.pool import EmbeddedPool
     from weft.rl.resume import FRESH
     from weft.rl.trainer import Trainer
-    from weft.run.folder import Held
+    from weft.run.folder import RunLock
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)
     trainers = cast(ActorGroup, InProcess(Trainer(config, "cpu")))
     plan = recipe.Plan.of(config, task.stream)
-    run = recipe.Run(config, cast(Held, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
+    run = recipe.Run(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
     turns = Turns(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))
     sampling = recipe.sampling_of(config, (await trainers.all("ends"))[0])

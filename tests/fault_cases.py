@@ -1,4 +1,4 @@
-"""The faults of docs/failures.md: what strikes a run of SFT, when, and what is seen of it."""
+"""The faults of docs/reference/failures.md: what strikes a run of SFT, when, and what is seen of it."""
 
 from __future__ import annotations
 

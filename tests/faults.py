@@ -265,26 +265,26 @@ def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
 
     def prepare(fault: Fault) -> None:
         from weft.data import sources, tokenise
-        from weft.data.workers import Crew
+        from weft.data.workers import WorkerPool
 
         tokenise.KEPT_BYTES = tokenise.CREW_BYTES = 0
         sources.BLOCK_BYTES = 300
-        enter, receive, struck = Crew.__enter__, Crew._receive, Path("struck-at").absolute()
+        enter, receive, struck = WorkerPool.__enter__, WorkerPool._receive, Path("struck-at").absolute()
         places: list[Any] = []
 
-        def entered(self: Crew) -> Crew:
+        def entered(self: WorkerPool) -> WorkerPool:
             enter(self)
             places[:] = self._idle  # in the order of the processes
             return self
 
-        def struck_once(self: Crew, connection: Any) -> Any:
+        def struck_once(self: WorkerPool, connection: Any) -> Any:
             if not struck.exists():
                 struck.write_text(str(time.monotonic()))
                 worker = self._processes[places.index(connection)].pid
                 os.kill(worker if who == "worker" else os.getpid(), number)
             return receive(self, connection)
 
-        Crew.__enter__, Crew._receive = entered, struck_once  # type: ignore[method-assign]
+        WorkerPool.__enter__, WorkerPool._receive = entered, struck_once  # type: ignore[method-assign]
 
     return prepare
 

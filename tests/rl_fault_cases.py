@@ -1,4 +1,4 @@
-"""The faults of `weft rl` in docs/failures.md: what strikes a run, when, and what is seen of it."""
+"""The faults of `weft rl` in docs/reference/failures.md: what strikes a run, when, and what is seen of it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from weft import cli
 from weft.cluster.options import ChatOptions
 from weft.errors import UserError
 from weft.models import hf
-from weft.recipes.chat import Chat, end_tokens, find_model, open_chat, opened
+from weft.recipes.chat import Chat, end_tokens, find_model, open_chat, prompt_text
 
 ASKS = CHATML + "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 
@@ -117,7 +117,7 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("template", [ASKS, CHATML])
 def test_the_answer_begins_where_the_template_says(template: str) -> None:
-    asked = opened(byte_tokenizer(template), [{"role": "user", "content": "a"}])
+    asked = prompt_text(byte_tokenizer(template), [{"role": "user", "content": "a"}])
     assert asked == "<|start|>user\na<|end|>\n<|start|>assistant\n"
 
 

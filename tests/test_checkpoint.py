@@ -29,7 +29,7 @@ from tests.resuming import Sections, config_of, equal, inputs, lines, process, w
 from weft import cli
 from weft.checkpoint import rng, save, snapshot
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.retention import point_best, point_latest, prune, set_aside, step_folder, sweep, whole_steps
+from weft.checkpoint.retention import complete_steps, point_best, point_latest, prune, set_aside, step_folder, sweep
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state, write_rank_file
 from weft.cluster.process import join
@@ -64,7 +64,7 @@ def folders(path: Path, *steps: int) -> Path:
 def test_keep_and_keep_every(keep: int | None, keep_every: int | None, left: list[int], tmp_path: Path) -> None:
     folders(tmp_path, 10, 20, 30, 40, 50)
     prune(tmp_path, keep=keep, keep_every=keep_every, trainer_state="all")
-    assert whole_steps(tmp_path) == left
+    assert complete_steps(tmp_path) == left
 
 
 def test_trainer_state_of_the_last_only(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_trainer_state_of_the_last_only_beside_an_older_best(tmp_path: Path) -> 
     folders(tmp_path, 1, 2, 3)
     point_best(step_folder(tmp_path, 1))
     prune(tmp_path, keep=1, keep_every=None, trainer_state="last")
-    assert whole_steps(tmp_path) == [1, 3]
+    assert complete_steps(tmp_path) == [1, 3]
     assert [(step_folder(tmp_path, step) / "trainer_state").exists() for step in (1, 3)] == [False, True]
 
 
@@ -158,7 +158,7 @@ def test_later_checkpoints_are_set_aside_and_never_over_others(tmp_path: Path) -
     assert set_aside(tmp_path, 1) == ["step-000002.aside-1", "step-000003.aside-1"]
     folders(tmp_path, 2)
     assert set_aside(tmp_path, 1) == ["step-000002.aside-2"]
-    assert whole_steps(tmp_path) == [1]
+    assert complete_steps(tmp_path) == [1]
 
 
 def test_a_line_cut_short_is_no_line(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     (text, news), (other, _) = on_ranks(2, saves_infinity, str(tmp_path))
     assert text == other and text.startswith("step 2 is not saved: weights are not finite: model.embed_tokens.weight.")
     assert len(news) == 1
-    assert whole_steps(tmp_path / "checkpoints") == [1]
+    assert complete_steps(tmp_path / "checkpoints") == [1]
 
 
 def tensor_bytes() -> int:
@@ -339,7 +339,7 @@ def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
     before, *after, copied = held
     assert len(set(after)) == 1
     assert copied <= after[0] - before < 1.1 * copied + 20_000  # and the states of random number generators
-    assert whole_steps(tmp_path / "checkpoints") == [3, 4]
+    assert complete_steps(tmp_path / "checkpoints") == [3, 4]
 
 
 def loses_checkpoints(folder: str) -> list[list[str]]:
@@ -504,7 +504,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_named(
     assert "skipped  " in out and "step-000004: rank-00001.safetensors is not what was written" in out
     assert "resumed  step 2 of 10" in out and "now step-000004.aside-1" in out
     assert [line["step"] for line in lines(run_folder)] == list(range(1, 11))
-    assert whole_steps(run_folder / "checkpoints") == [2, 4, 6, 8, 10]
+    assert complete_steps(run_folder / "checkpoints") == [2, 4, 6, 8, 10]
     assert os.readlink(run_folder / "checkpoints" / "latest") == "step-000010"
 
 

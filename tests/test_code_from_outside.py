@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Who can write to the config, or to modules that it names, can run code: that is what these keys are for.
 PLACES = {
-    ("weft/data/workers.py", "Crew._receive", "pickle.loads"): "a pipe to a process that this one has started",
+    ("weft/data/workers.py", "WorkerPool._receive", "pickle.loads"): "a pipe to a process that this one has started",
     ("weft/data/workers.py", "serve", "pickle.loads"): "a pipe to the process that has started this one",
     ("weft/importing.py", "import_extra", "import_module"): "names written at the calls, of weft's extras",
     ("weft/importing.py", "import_named", "import_module"): "import paths of the config",
@@ -21,7 +21,7 @@ PLACES = {
     ("weft/verification/plants.py", "_owner", "import_module"): "names of weft's own modules",
     ("weft/verification/reference_optimizer.py", "Optimizer.over", "import_module"): "optimizer.name of the config",
 }
-# torch pickles objects that ranks of one run send each other. Their connections: docs/security.md.
+# torch pickles objects that ranks of one run send each other. Their connections: docs/explanation/security.md.
 AMONG_RANKS = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",

@@ -598,7 +598,7 @@ def test_the_package_imports_no_torch() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    page = (ROOT / "docs" / "config.md").read_text()
+    page = (ROOT / "docs" / "reference" / "config.md").read_text()
     assert page == reference(), "run: make docs"
     for name in schema_keys(SftConfig):
         assert f"`{name}`" in page

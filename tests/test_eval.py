@@ -21,7 +21,7 @@ from tests.pool import run
 from tests.resuming import STEPS, Sections, attempt, equal, inputs, lines, process, state_of
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft import cli
-from weft.checkpoint.retention import best_step, point_best, prune, step_folder, sweep, whole_steps
+from weft.checkpoint.retention import best_step, complete_steps, point_best, prune, step_folder, sweep
 from weft.config import schema
 from weft.engine.document import Document
 from weft.objectives.base import Batch, Objective, Terms
@@ -137,7 +137,7 @@ def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) 
 
 
 def held_out_loss_is_the_references(plant: str | None) -> bool:
-    """For docs/planted-bugs.md."""
+    """For docs/explanation/planted-bugs.md."""
     found = on_mesh("2", "llama", plant)
     return all(found[name]["eval/loss"] == pytest.approx(plain_means("llama", name)[0], rel=3e-6) for name in SETS)
 
@@ -273,7 +273,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> None:
     """2.0 at step 2, 1.9 at step 5; steps 6 to 8 are no better. A loss that is not a number is no improvement."""
     assert [line["eval/loss"] for line in lines(patient)] == [3.0, 2.0, 2.5, None, 1.9, 2.0, 1.95, 2.1]
-    assert whole_steps(patient / "checkpoints") == [5, 8]
+    assert complete_steps(patient / "checkpoints") == [5, 8]
     assert best_step(patient / "checkpoints") == 5
     summary = json.loads((patient / "summary.json").read_text())
     assert summary["stopped"] == "eval.patience" and summary["steps"] == 8
@@ -297,7 +297,10 @@ def test_a_resumed_run_counts_on_and_ends_where_the_unbroken_one_does(patient: P
     scripted_process(tmp_path / "run", steps=7)
     scripted_process(tmp_path / "run", resume=True)
     assert lines(tmp_path / "run") == lines(patient)
-    assert (whole_steps(tmp_path / "run" / "checkpoints"), best_step(tmp_path / "run" / "checkpoints")) == ([5, 8], 5)
+    assert (complete_steps(tmp_path / "run" / "checkpoints"), best_step(tmp_path / "run" / "checkpoints")) == (
+        [5, 8],
+        5,
+    )
 
 
 def test_a_run_that_was_ended_goes_on_only_with_more_patience(patient: Path, tmp_path: Path) -> None:
@@ -334,13 +337,13 @@ def test_the_best_checkpoint_is_never_removed(tmp_path: Path) -> None:
         (step_folder(tmp_path, step) / "trainer_state").mkdir(parents=True)
     point_best(step_folder(tmp_path, 20))
     prune(tmp_path, keep=1, keep_every=None, trainer_state="all")
-    assert whole_steps(tmp_path) == [20, 40]
+    assert complete_steps(tmp_path) == [20, 40]
     (tmp_path / "best.new").symlink_to("step-000030")
     sweep(tmp_path)
     assert best_step(tmp_path) == 20 and {p.name for p in tmp_path.iterdir() if p.is_symlink()} == {"best", "latest"}
     point_best(step_folder(tmp_path, 40))
     prune(tmp_path, keep=1, keep_every=None, trainer_state="all")
-    assert whole_steps(tmp_path) == [40]
+    assert complete_steps(tmp_path) == [40]
 
 
 def test_best_names_what_was_the_best_up_to_the_checkpoint_that_is_resumed_from(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The fault matrix: whatever goes wrong ends soon, with the exit status and the words that docs/failures.md has."""
+"""The fault matrix: whatever goes wrong ends soon, with the exit status and the words of docs/reference/failures.md."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import DataConfig
 from weft.data.chat_template import chosen_template
 from weft.data.encode import Encoder, Encoding
-from weft.data.opened import open_data
+from weft.data.open_sources import open_data
 from weft.data.records import Reading, Record
 from weft.report.page import page, read_run
 

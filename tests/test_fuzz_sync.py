@@ -12,15 +12,16 @@ import pytest
 
 from tests.fuzz import fuzz
 from weft.rollout.sync.protocol import Channel, Delivery, SyncError, Ticket
-from weft.rollout.sync.server import Desk, Link, _Guest
+from weft.rollout.sync.server import Connection, SyncServer, _Pending
 
 TICKET = Ticket("127.0.0.1", 1, "key", "engine-0")
 ENTRY = ["a", "float32", [2, 3]]
 BEGIN = {
-    "begin": "weights", "version": 3, "verify": True, "plane": {"kind": "shared"}, "manifest": [ENTRY], "adapter": None,
+    "begin": "weights", "version": 3, "verify": True, "transport": {"kind": "shared"}, "manifest": [ENTRY],
+    "adapter": None,
 }  # fmt: skip
 HELLO = {
-    "hello": 2, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 3, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "name": "engine-0", "member": 0,
 }  # fmt: skip
 
@@ -51,18 +52,18 @@ def channel(*messages: bytes) -> Channel:
 
 def as_stranger(said: bytes) -> None:
     connection: Any = Said(said)
-    guest = _Guest(connection)
-    while not guest.hear() and not guest.gone:
+    pending = _Pending(connection)
+    while not pending.hear() and not pending.gone:
         pass
-    if not guest.gone:
-        guest.hello()
+    if not pending.gone:
+        pending.hello()
 
 
 def as_engine(said: bytes) -> None:
     """At the sender's end, after it has shown its ticket."""
-    desk = object.__new__(Desk)
-    for ask in (lambda: desk.prove(1, 3, {"a": 1}), lambda: desk.wait_taken(0, 3), lambda: desk.commit(3)):
-        desk.active = [Link(channel(said), "engine-0", 0, None, True, None, None)]
+    server = object.__new__(SyncServer)
+    for ask in (lambda: server.prove(1, 3, {"a": 1}), lambda: server.wait_taken(0, 3), lambda: server.commit(3)):
+        server.active = [Connection(channel(said), "engine-0", 0, None, True, None, None)]
         with suppress(SyncError):
             ask()
 

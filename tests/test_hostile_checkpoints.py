@@ -21,14 +21,14 @@ from weft import cli
 from weft.checkpoint import state
 from weft.checkpoint.parts import ENGINE, RL_RUN, RUN
 from weft.checkpoint.resume import alone, newest, resumed_notes
-from weft.checkpoint.retention import step_folder, whole_steps
+from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
 from weft.cluster.process import join
 from weft.config import to_dict
 from weft.config.schema import SftConfig
 from weft.engine.host import HostTensor
 from weft.errors import UserError
-from weft.run.resume import changes, newest_whole, rates_changed
+from weft.run.resume import changes, newest_complete, rates_changed
 from weft.sharding import digests
 from weft.sharding.boxes import Box
 from weft.sharding.digests import BoxDigest, check_digests, write_digests
@@ -94,7 +94,7 @@ def signed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def skipped(checkpoints: Path, parts: dict[str, Any] = RL_RUN) -> str:
     """Why the second checkpoint was left out; the first is taken in its place."""
-    found, reasons = newest(checkpoints, whole_steps(checkpoints), lambda folder: alone(folder, parts))
+    found, reasons = newest(checkpoints, complete_steps(checkpoints), lambda folder: alone(folder, parts))
     assert found is not None and found.step == 1 and len(reasons) == 1
     assert "\n" not in reasons[0]
     return reasons[0].removeprefix(f"{step_folder(checkpoints, 2)}: ")
@@ -231,7 +231,7 @@ def test_what_is_no_file_is_skipped_by_what_it_is(file: str, kind: str, checkpoi
 
 
 def judged(checkpoints: str) -> tuple[int, list[str]]:
-    found, reasons = newest_whole(Path(checkpoints), join("cpu"))
+    found, reasons = newest_complete(Path(checkpoints), join("cpu"))
     assert found is not None
     return found.step, reasons
 

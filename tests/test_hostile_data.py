@@ -17,7 +17,7 @@ import pytest
 
 from tests.test_hostile_config import SPECIAL
 from weft.config.schema import DataConfig
-from weft.data.opened import open_data
+from weft.data.open_sources import open_data
 from weft.data.records import Reading
 from weft.data.sources import BLOCK_BYTES, open_file
 from weft.errors import UserError

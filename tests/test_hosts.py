@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.stand_in_vllm import environment
-from weft.cluster.rays import ActorGroup, Bundle, actor_group, check_room, ray_session
+from weft.cluster.rays import ActorGroup, Bundle, actor_group, check_capacity, ray_session
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError
@@ -116,7 +116,7 @@ def test_engines_on_hosts(cluster: None, tmp_path: Path, monkeypatch: pytest.Mon
 async def a_host_that_cannot(group: ActorGroup, config: RlConfig, folder: Path) -> None:
     """An engine that cannot run where it was put is told before anything starts."""
     with pytest.raises(UserError, match=r"asks for 2 CPUs, and no host of the Ray cluster has more than 1"):
-        check_room([Bundle(cpus=2.0)])
+        check_capacity([Bundle(cpus=2.0)])
     await check_hosts(config, group)
     program = folder / "env/bin/python"
     good = program.read_text()

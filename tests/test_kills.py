@@ -26,7 +26,7 @@ from tests import forked
 from tests.cases import open_engine, saved_model
 from tests.machine import business
 from tests.resuming import inputs, lines, process
-from weft.checkpoint.retention import step_folder, sweep, whole_steps
+from weft.checkpoint.retention import complete_steps, step_folder, sweep
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import check_contents, find_parts, load_state, read_state
 from weft.config.schema import CheckpointConfig
@@ -49,7 +49,7 @@ def saves_for_ever(folder: str, model: str, kill_at: int | None, pipe: Connectio
     engine.apply(1e-3)
     checkpoints = Path(folder) / "checkpoints"
     sweep(checkpoints)
-    done = max(whole_steps(checkpoints), default=0)
+    done = max(complete_steps(checkpoints), default=0)
     if done:
         load_state(engine, read_state(step_folder(checkpoints, done)))
         values = {float(part.local.view(-1)[0]) for name, part in find_parts(engine).items() if "weights" in name}
@@ -89,7 +89,7 @@ def dying(kill_at: int | None) -> Iterator[None]:
 def check_whole(folder: Path, at_least: int) -> int:
     """Every whole name holds a whole checkpoint, `keep` of them; the newest step."""
     checkpoints = folder / "checkpoints"
-    steps = whole_steps(checkpoints)
+    steps = complete_steps(checkpoints)
     for step in steps:
         here = step_folder(checkpoints, step)
         weights = load_file(here / "model.safetensors")
@@ -174,7 +174,7 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
     said = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
     assert said is not None and said[2] == str(run_folder)
     step = int(said[1])
-    assert whole_steps(run_folder / "checkpoints")[-1] == step == len(lines(run_folder))
+    assert complete_steps(run_folder / "checkpoints")[-1] == step == len(lines(run_folder))
     summary = json.loads((run_folder / "summary.json").read_text())
     assert summary["stopped"] == number.name and summary["steps"] == step
     assert not (run_folder / "lock").exists()
@@ -227,7 +227,7 @@ def test_two_hundred_kills_leave_the_unbroken_run(tmp_path: Path) -> None:
         while folder.exists() and _is_locked(folder):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    reached = whole_steps(folder / "checkpoints")[-1]
+    reached = complete_steps(folder / "checkpoints")[-1]
     last = forked.run(
         ["sft", "--resume", str(folder), f"train.steps={reached + 5}", "--device", "cpu", "--nproc", "2"], tmp_path
     )

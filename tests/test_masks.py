@@ -21,8 +21,8 @@ from tests.toy_tokenizers import family_tokenizer
 from weft.data.chat_template import Span
 from weft.data.conversation import conversation
 from weft.data.encode import Encoder, Encoding, _trained_tokens
-from weft.data.loss_mask import Trained
-from weft.data.loss_mask_fallback import Comparison
+from weft.data.loss_mask import MaskedText
+from weft.data.loss_mask_fallback import MasksByComparison
 from weft.data.records import Record
 from weft.errors import UserError
 
@@ -256,12 +256,12 @@ def test_comparing_renderings_finds_the_same(template: str, chat: str) -> None:
     """The way out for templates whose loops say nothing: no notes, only texts."""
     encoder, value = encoder_of(template), CHATS[chat]
     chat_ = conversation(record(value), "answers", text_arguments=template == "deepseekv3")
-    answers = encoder.answers_of(record(value), chat_)
-    text, spans = Comparison(answers.template, answers.specials, answers.added, chat_, chat_.kwargs).find()
+    answers = encoder.masks_of(record(value), chat_)
+    text, spans = MasksByComparison(answers.template, answers.specials, answers.added, chat_, chat_.kwargs).find()
     assert [text[start:end] for start, end in spans] == EXPECTED[template][chat]
 
 
-# What TRL trains beyond an answer and its end of turn: (its text, what is left of it). docs/chat-templates.md has why.
+# What TRL trains beyond an answer and its end of turn: (text, what is left). Why: docs/reference/chat-templates.md.
 _TRL_TRAINS_MORE = {
     "qwen2_5": (r"\A\n|\n\Z", ""),  # the end of the header, and the line break behind the turn
     "qwen3_instruct_2507": (r"\n\Z", ""),
@@ -335,4 +335,4 @@ class Straddling:
     ],
 )
 def test_a_token_that_has_a_trained_character_is_trained(ends: tuple[int, ...], span: Span, mask: list[int]) -> None:
-    assert _trained_tokens(Straddling(*ends), Trained("x" * 9, (span,))) == mask
+    assert _trained_tokens(Straddling(*ends), MaskedText("x" * 9, (span,))) == mask

@@ -1,4 +1,4 @@
-"""A run with everything on through the real command: lines, trackers, traces, what it says, and docs/metrics.md."""
+"""A run with everything on through the real command: lines, trackers, traces, output, docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zoo import tiny_config
 from weft import cli
 from weft.engine.metrics import CORE_KEYS
 from weft.models import hf
-from weft.report.closing import closing
+from weft.report.banner import closing
 
 ROOT = Path(__file__).parent.parent
 TIMES = ["time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"]
@@ -86,7 +86,7 @@ def test_timing_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_metric_is_in_the_documentation(on: tuple[Path, str]) -> None:
-    documented = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    documented = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     assert {*CORE_KEYS, "skipped", "reason", "loss_scale", "aux_loss"} <= documented
     assert {name for line in lines(on[0]) for name in line} <= documented
     assert set(json.loads((on[0] / "summary.json").read_text())) <= documented

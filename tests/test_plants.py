@@ -384,5 +384,5 @@ def test_a_plant_is_taken_out_again() -> None:
 
 
 def test_the_table_in_the_docs_is_current() -> None:
-    path = Path(__file__).parent.parent / "docs" / "planted-bugs.md"
-    assert path.read_text() == table(), "run: python -m weft.verification.plants > docs/planted-bugs.md"
+    path = Path(__file__).parent.parent / "docs" / "explanation" / "planted-bugs.md"
+    assert path.read_text() == table(), "run: python -m weft.verification.plants > docs/explanation/planted-bugs.md"

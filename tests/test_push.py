@@ -446,4 +446,4 @@ def test_texts_of_the_config_do_not_leave_their_block(tmp_path: Path) -> None:
 
 
 def test_only_whole_folders_are_whole(finished: Path) -> None:
-    push.require_whole(finished / "checkpoints/step-000005")
+    push.require_complete(finished / "checkpoints/step-000005")

@@ -20,7 +20,7 @@ from tests.pool import run
 from tests.two_caches import Client, meeting
 from weft.checkpoint import state
 from weft.checkpoint.export import save_huggingface
-from weft.checkpoint.retention import whole_steps
+from weft.checkpoint.retention import complete_steps
 from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig
 from weft.errors import StorageError
@@ -93,7 +93,7 @@ def test_what_is_lost_is_found_and_not_committed(tmp_path: Path) -> None:
         else:
             assert "could not save step 1" in said and "weft sft --resume" in said
             assert "model.safetensors: " in said and ", written by rank " in said and "checkpoint.verify" in said
-            assert list(checkpoints.iterdir()) == [] and whole_steps(checkpoints) == []
+            assert list(checkpoints.iterdir()) == [] and complete_steps(checkpoints) == []
 
 
 def saves_a_damaged_state(path: str, folder: str) -> str:
@@ -121,7 +121,7 @@ def test_a_trainer_state_that_the_disk_has_changed_is_not_committed(tmp_path: Pa
     said = run(2, saves_a_damaged_state, saved_model("llama"), str(tmp_path))
     assert said[0] == said[1]
     assert "trainer_state/rank-00001.safetensors, written by rank 1, has other bytes on the disk" in said[0]
-    assert whole_steps(tmp_path / "checkpoints") == []
+    assert complete_steps(tmp_path / "checkpoints") == []
 
 
 def exports(path: str, folder: str) -> dict[str, Tensor]:

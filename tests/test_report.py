@@ -261,7 +261,7 @@ def test_the_page_on_a_phone() -> None:
 
 
 def test_metrics_that_have_a_chart_are_documented() -> None:
-    documented = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    documented = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
     keys = [key for together in rl_page._CHARTS for key in (*together.keys, together.held_out) if key]
     assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
 

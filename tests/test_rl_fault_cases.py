@@ -111,7 +111,7 @@ def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead
 
 
 def test_the_fault_matrix_has_every_case() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "failures.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "reference" / "failures.md").read_text()
     sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | MORE).items()}
     rl = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items()}
     quick = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items() if not case.on_ray}

@@ -30,10 +30,10 @@ from tests.faults import _fill_metrics_disk
 from tests.local_rl import lines_of, make_task, rollouts_of, same_run, start, weights_of
 from tests.pool import run as run_on_ranks
 from weft.checkpoint import save, snapshot
-from weft.checkpoint.retention import whole_steps
+from weft.checkpoint.retention import complete_steps
 from weft.checkpoint.save import Saver
 from weft.cluster import actor_watchdog, reports
-from weft.cluster.actor_watchdog import Pulse
+from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.options import RolloutsOptions
 from weft.cluster.rays import _Host, together
 from weft.cluster.reports import RankReport
@@ -92,7 +92,7 @@ CASES = {
 
 def back_to(run: Path, step: int) -> None:
     """As if the run had been killed before it saved anything later; what it has written besides is there."""
-    for later in whole_steps(run / "checkpoints"):
+    for later in complete_steps(run / "checkpoints"):
         if later > step:
             shutil.rmtree(run / "checkpoints" / f"step-{later:06d}")
     (run / "lock").write_text("{}")  # of a process that is gone
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_unbroken_one(case: str, task: Path, tmp_path: Path
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
     start(task, run, *CASES[case])
     shutil.copytree(run, unbroken, symlinks=True)
-    steps = whole_steps(run / "checkpoints")
+    steps = complete_steps(run / "checkpoints")
     assert len(steps) == 3
     back_to(run, steps[0])
     start(task, run, resume=True)
@@ -302,7 +302,7 @@ def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeyp
     where = {"metrics": "metrics.jsonl", "a checkpoint": "checkpoints/step-000002.partial"}.get(what, what)
     assert where.removeprefix("the run's folder") in message
     assert f"weft rl --resume {run}" in message and "weft sft" not in message
-    assert whole_steps(run / "checkpoints") == [1]
+    assert complete_steps(run / "checkpoints") == [1]
     monkeypatch.undo()
     start(task, run, resume=True)
     same_run(run, whole)
@@ -332,7 +332,7 @@ def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
     monkeypatch.setattr(snapshot, "write_export", slow)
     with pytest.raises(RuntimeError, match="boom"):
         start(task, run, *whole_keys(task), "checkpoint.async=true", hook=strike)
-    assert whole_steps(run / "checkpoints") == [1]
+    assert complete_steps(run / "checkpoints") == [1]
     said = capsys.readouterr().err
     assert "ending   boom: a checkpoint is being written, and finished first, within 600 s (train.timeout)" in said
     assert f"saved    {run}/checkpoints/step-000001" in said
@@ -375,10 +375,10 @@ def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int
         if not alone or rank == 1:
             began = time.monotonic()
             trainer.ending(RuntimeError("boom"))
-            return time.monotonic() - began, whole_steps(Path(folder) / "checkpoints")
+            return time.monotonic() - began, complete_steps(Path(folder) / "checkpoints")
         assert saver._thread is not None
         saver._thread.join()
-        return 0.0, whole_steps(Path(folder) / "checkpoints")
+        return 0.0, complete_steps(Path(folder) / "checkpoints")
 
 
 def test_ranks_that_fail_alike_finish_the_checkpoint_and_one_that_fails_alone_does_not_wait(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
         assert actor.stdout is not None and actor.stdout.readline() == "there\n"
-        looking = Pulse(tmp_path, 0.2, "rollout.timeout")
+        looking = ActorWatchdog(tmp_path, 0.2, "rollout.timeout")
         with looking.waiting_for(0):
             actor.send_signal(signal.SIGSTOP)
             end = time.monotonic() + 20
@@ -536,7 +536,7 @@ def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatc
     record.open(tmp_path / flight.FOLDER / flight.live_name(0))
     record.watch(1.0)
     record.at("generate")
-    looking = Pulse(tmp_path, 1.0, "train.timeout")
+    looking = ActorWatchdog(tmp_path, 1.0, "train.timeout")
     looking.look(0.0)
     time.sleep(0.01)
     looking.look(0.0)

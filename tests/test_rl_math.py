@@ -410,7 +410,7 @@ def test_every_default_of_another_trainer_is_a_key_that_loads() -> None:
 
 
 def test_the_page_of_presets_is_current() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "algorithms.md").read_text()
     for name, keys in PRESETS.items():
         cells = next(line for line in page.splitlines() if line.startswith(f"| `{name}`")).split("|")[2:-1]
         table = dict(zip(("advantage", "scale", "policy_loss", "aggregation"), map(str.strip, cells), strict=False))

@@ -30,8 +30,8 @@ from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import sender as sending
 from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.rollout.sync.server import Desk
-from weft.rollout.sync.transports import Slots
+from weft.rollout.sync.server import SyncServer
+from weft.rollout.sync.transports import SharedBuckets
 from weft.sharding import walker
 from weft.verification.adapter import stir
 
@@ -137,7 +137,7 @@ def train_and_send(
         assert all(bucket is None or len(bucket) <= max(7_500, largest + 64) for bucket in memory)
         target = Path(folder) / str(version)
         save_adapter(engine, target) if lora else save_huggingface(engine, target)
-    made = [path for slots in sender._memories.values() if isinstance(slots, Slots) for path in slots.paths]
+    made = [path for slots in sender._memories.values() if isinstance(slots, SharedBuckets) for path in slots.paths]
     sender.close()
     assert not (engine.ranks.is_first and any(path.exists() for path in made))
     return found
@@ -253,9 +253,9 @@ def test_a_sync_that_fails_is_told_to_all_and_the_next_one_serves(
 def proven(path: str, port: int) -> list[bool]:
     """Which of five syncs compared checksums."""
     sender = Sender(open_engine(path, "1"), [Receiver("it")], SyncOptions("shared", verify_every=3), port=port, key=KEY)
-    found, prove = list[bool](), Desk.prove
-    note = lambda desk, buckets, version, sent: (found.append(bool(sent)), prove(desk, buckets, version, sent))  # noqa: E731
-    with patch.object(Desk, "prove", note):
+    found, prove = list[bool](), SyncServer.prove
+    note = lambda server, buckets, version, sent: (found.append(bool(sent)), prove(server, buckets, version, sent))  # noqa: E731
+    with patch.object(SyncServer, "prove", note):
         for version in range(1, 6):
             sender.send(version)
     sender.close()

@@ -29,14 +29,14 @@ from weft.models.lora import LoraPlan
 from weft.rl.corrections import parity_is_due, require_parity
 from weft.rl.pool import or_declined
 from weft.rollout.standalone import Filled, Standalone
-from weft.rollout.sync import server as desks
+from weft.rollout.sync import server as servers
 from weft.rollout.sync import transports
 from weft.rollout.sync.buckets import Content, Row, entry_of
 from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.protocol import Delivery, Entry, SyncError, Ticket, as_torch
 from weft.rollout.sync.sender import SyncOptions, is_proven, options_of
-from weft.rollout.sync.server import Desk
-from weft.rollout.sync.transports import Slots
+from weft.rollout.sync.server import SyncServer
+from weft.rollout.sync.transports import SharedBuckets
 from weft.rollout.sync.verify import check_parity, compare
 from weft.sharding.adapter_files import file_names
 
@@ -92,25 +92,28 @@ class Attempt:
         self.run()
 
     def run(self) -> None:
-        slots, desk = Slots(f"test-{secrets.token_hex(4)}", 0, 4096, 4096, True), Desk("127.0.0.1", 0, 20.0)
-        ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 20.0)
+        slots, server = (
+            SharedBuckets(f"test-{secrets.token_hex(4)}", 0, 4096, 4096, True),
+            SyncServer("127.0.0.1", 0, 20.0),
+        )
+        ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 20.0)
         thread = threading.Thread(target=self.receive, args=(ticket,))
         thread.start()
         error = None
         try:
-            desk.welcome([ticket], self.asked)
-            desk.active = desk.links
-            desk.begin(Content("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
+            server.welcome([ticket], self.asked)
+            server.active = server.connections
+            server.begin(Content("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
             slots.memory(0).copy_(self.memory)
-            desk.post(0, self.rows, {"path": slots.path(0)})
-            desk.wait_taken(0, self.version)
-            desk.prove(1, self.version, self.sums)
-            desk.commit(self.version)
+            server.post(0, self.rows, {"path": slots.path(0)})
+            server.wait_taken(0, self.version)
+            server.prove(1, self.version, self.sums)
+            server.commit(self.version)
         except SyncError as found:
             self.sender_error, error = found, str(found)
-        desk.leave(self.version, error)
+        server.leave(self.version, error)
         thread.join()
-        desk.close()
+        server.close()
         slots.close()
 
     def receive(self, ticket: Ticket) -> None:
@@ -179,8 +182,8 @@ def test_an_engine_does_not_go_back() -> None:
 
 def test_nobody_waits_for_an_engine_that_has_died() -> None:
     """Its controller says so in its place."""
-    desk = Desk("127.0.0.1", 0, 60.0)
-    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 60.0)
+    server = SyncServer("127.0.0.1", 0, 60.0)
+    ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 60.0)
 
     async def dies() -> None:
         raise ActorError("rollout engine 0 died", "killed")
@@ -189,34 +192,34 @@ def test_nobody_waits_for_an_engine_that_has_died() -> None:
         asyncio.run(or_declined(dies(), ticket))
     began = time.monotonic()
     with pytest.raises(SyncError, match="engine-0 did not come for version 3: it has died"):
-        desk.welcome([ticket], 3)
+        server.welcome([ticket], 3)
     assert time.monotonic() - began < 10
-    desk.close()
+    server.close()
 
 
 def test_every_wait_ends_and_says_for_whom() -> None:
-    desk = Desk("127.0.0.1", 0, 0.2)
-    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 0.2)
+    server = SyncServer("127.0.0.1", 0, 0.2)
+    ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 0.2)
     with pytest.raises(SyncError, match=r"engine-0 did not come for version 3 within 0.2 s"):
-        desk.welcome([ticket], 3)
+        server.welcome([ticket], 3)
     Delivery(replace(ticket, key="another"), 3)
     with pytest.raises(SyncError, match="engine-0 did not come for version 3"):
-        desk.welcome([ticket], 3)  # one without the key is not let in
+        server.welcome([ticket], 3)  # one without the key is not let in
     delivery = Delivery(ticket, 3)
-    desk.welcome([ticket], 3)
-    desk.active = desk.links
+    server.welcome([ticket], 3)
+    server.active = server.connections
     with pytest.raises(SyncError, match=r"engine-0 .* bucket 4 of version 3 to be taken: nothing came for 0.2 s"):
-        desk.wait_taken(4, 3)
+        server.wait_taken(4, 3)
     with pytest.raises(SyncError, match=r"the sender at .* version 3 to begin: nothing came for 0.2 s"):
         next(delivery.parts())
     delivery.channel.close()
     with pytest.raises(SyncError, match="engine-0 .* it has closed the connection"):
-        desk.wait_taken(4, 3)
-    desk.leave(3)
+        server.wait_taken(4, 3)
+    server.leave(3)
     Delivery(ticket, 2)
     with pytest.raises(SyncError, match="engine-0 asks for version 2, and version 3 is being sent"):
-        desk.welcome([ticket], 3)
-    desk.close()
+        server.welcome([ticket], 3)
+    server.close()
     with pytest.raises(SyncError, match=r"engine-0 found no sender of version 3 at 127.0.0.1:\d+ for 0.2 s"):
         Delivery(ticket, 3)
 
@@ -225,14 +228,14 @@ def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(transports, "SHARED_MEMORY", tmp_path)
     left = tmp_path / "weft-sync-dead-0-0"
     left.touch()
-    ours = Slots("ours", 0, 4096, 4096, True)
+    ours = SharedBuckets("ours", 0, 4096, 4096, True)
     assert not left.exists() and len(list(tmp_path.iterdir())) == transports.SLOTS
-    Slots("others", 0, 4096, 4096, True)
+    SharedBuckets("others", 0, 4096, 4096, True)
     assert len(list(tmp_path.iterdir())) == 2 * transports.SLOTS  # those of living processes stay
     ours.close()
     assert len(list(tmp_path.iterdir())) == transports.SLOTS
     with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
-        Slots("vast", 0, 1 << 60, 4096, True)
+        SharedBuckets("vast", 0, 1 << 60, 4096, True)
 
 
 def test_shared_memory_that_another_run_takes_for_stale_is_made_again(
@@ -249,7 +252,7 @@ def test_shared_memory_that_another_run_takes_for_stale_is_made_again(
         lock(descriptor, how)
 
     monkeypatch.setattr(transports.fcntl, "flock", late)
-    slots = Slots("ours", 0, 4096, 4096, True)
+    slots = SharedBuckets("ours", 0, 4096, 4096, True)
     assert len(removed) == 1 and all(path.exists() for path in slots.paths)
     slots.close()
 
@@ -411,7 +414,7 @@ def framed(text: bytes) -> bytes:
 
 
 HELLO = {
-    "hello": 2, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 3, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "name": "engine-0", "member": 0,
 }  # fmt: skip
 STRANGERS = {
@@ -437,19 +440,19 @@ STRANGERS = {
 
 def test_strangers_at_the_port_neither_end_nor_delay_a_sync() -> None:
     """All of them come first, some many times, and keep their connections; the engine comes last."""
-    desk = Desk("127.0.0.1", 0, 60.0)
-    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 60.0)
-    strangers = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(len(STRANGERS) + 70)]
+    server = SyncServer("127.0.0.1", 0, 60.0)
+    ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 60.0)
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(len(STRANGERS) + 70)]
     for stranger, said in zip(strangers, [*STRANGERS.values(), *[b""] * 70], strict=True):
         stranger.sendall(said)
     delivery = Delivery(ticket, 3)
     began = time.monotonic()
-    desk.welcome([ticket], 3)
-    assert [link.name for link in desk.links] == ["engine-0"] and time.monotonic() - began < 4.0
+    server.welcome([ticket], 3)
+    assert [connection.name for connection in server.connections] == ["engine-0"] and time.monotonic() - began < 4.0
     assert all(is_closed(stranger) for stranger in strangers)
-    desk.leave(3)
+    server.leave(3)
     assert list(delivery.parts()) == []
-    desk.close()
+    server.close()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -461,10 +464,10 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_who_shows_no_ticket_is_sent_away_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desks, "_HELLO_SECONDS", 0.3)
-    desk = Desk("127.0.0.1", 0, 3.0)
-    ticket = Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 3.0)
-    silent = socket.create_connection(("127.0.0.1", desk.port))
+    monkeypatch.setattr(servers, "_HELLO_SECONDS", 0.3)
+    server = SyncServer("127.0.0.1", 0, 3.0)
+    ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 3.0)
+    silent = socket.create_connection(("127.0.0.1", server.port))
     sent_away = list[float]()
 
     def look() -> None:
@@ -474,20 +477,20 @@ def test_who_shows_no_ticket_is_sent_away_after_seconds(monkeypatch: pytest.Monk
     thread, began = threading.Thread(target=look), time.monotonic()
     thread.start()
     with pytest.raises(SyncError, match="engine-0 did not come for version 3 within 3 s"):
-        desk.welcome([ticket], 3)
+        server.welcome([ticket], 3)
     thread.join()
     assert sent_away[0] - began < 2.0
-    desk.close()
+    server.close()
 
 
-def fed(said: bytes) -> tuple[Desk, socket.socket]:
-    """A desk with an engine that has shown its ticket and has said this besides."""
-    desk = Desk("127.0.0.1", 0, 2.0)
-    engine = socket.create_connection(("127.0.0.1", desk.port))
+def fed(said: bytes) -> tuple[SyncServer, socket.socket]:
+    """A server with an engine that has shown its ticket and has said this besides."""
+    server = SyncServer("127.0.0.1", 0, 2.0)
+    engine = socket.create_connection(("127.0.0.1", server.port))
     engine.sendall(framed(json.dumps(HELLO).encode()) + said)
-    desk.welcome([Ticket("127.0.0.1", desk.port, "key", "engine-0", 0, 2.0)], 3)
-    desk.active = desk.links
-    return desk, engine
+    server.welcome([Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 2.0)], 3)
+    server.active = server.connections
+    return server, engine
 
 
 @pytest.mark.parametrize(
@@ -501,18 +504,18 @@ def fed(said: bytes) -> tuple[Desk, socket.socket]:
     ],
 )
 def test_reports_that_make_no_sense_are_said_to_be_the_engines(said: bytes, message: str) -> None:
-    desk, engine = fed(framed(said))
+    server, engine = fed(framed(said))
     with pytest.raises(SyncError, match=message):
-        desk.prove(0, 3, {"a": 1})
-    desk.leave(3)
-    desk.close()
+        server.prove(0, 3, {"a": 1})
+    server.leave(3)
+    server.close()
     engine.close()
 
 
 def test_a_message_of_4_gib_is_refused_when_it_is_announced() -> None:
-    desk, engine = fed(b"\xff\xff\xff\xff")
+    server, engine = fed(b"\xff\xff\xff\xff")
     with pytest.raises(SyncError, match="a message of 4294967295 bytes is announced"):
-        desk.prove(0, 3, {})
-    desk.leave(3)
-    desk.close()
+        server.prove(0, 3, {})
+    server.leave(3)
+    server.close()
     engine.close()

@@ -70,7 +70,7 @@ def test_colours_of_ours_stay() -> None:
 def test_what_libraries_say() -> None:
     """Warnings, logs and what nobody has caught; and letters that the terminal does not have."""
     program = (
-        "import logging, warnings\nfrom weft import terminal\nterminal.guard()\n"
+        "import logging, warnings\nfrom weft import terminal\nterminal.clean_everything()\n"
         f"logging.error('%s', {EVIL!r})\nwarnings.warn({EVIL!r})\nprint('\\u00e9')\nraise ValueError({EVIL!r})"
     )
     environment = forked.environment(PYTHONIOENCODING="ascii:strict", PYTHONPATH=str(Path(cli.__file__).parent.parent))
@@ -186,5 +186,5 @@ def test_sft(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_program_is_its_own() -> None:
-    """guard() is for the program: a library leaves logging and warnings alone."""
+    """clean_everything() is for the program: a library leaves logging and warnings alone."""
     assert "weft" not in repr(logging.getLogRecordFactory()) and "weft" not in repr(warnings.formatwarning)

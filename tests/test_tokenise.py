@@ -25,7 +25,7 @@ from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
 from weft.data.tokenise import Tokenising
-from weft.data.workers import Crew
+from weft.data.workers import WorkerPool
 from weft.errors import StorageError, UserError
 
 
@@ -77,9 +77,9 @@ def test_what_is_given_up_leaves_no_thread_and_no_process(
 ) -> None:
     """Else they are ended by whatever thread collects garbage, also by one that holds the lock which their end needs:
     it then waits for itself, for ever."""
-    path, threads, crews = write(tmp_path), set(threading.enumerate()), list[Crew]()
-    entered = Crew.__enter__
-    monkeypatch.setattr(Crew, "__enter__", lambda crew: (crews.append(crew), entered(crew))[1])
+    path, threads, pools = write(tmp_path), set(threading.enumerate()), list[WorkerPool]()
+    entered = WorkerPool.__enter__
+    monkeypatch.setattr(WorkerPool, "__enter__", lambda pool: (pools.append(pool), entered(pool))[1])
 
     def fail(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -87,7 +87,7 @@ def test_what_is_given_up_leaves_no_thread_and_no_process(
     with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of what was given up
         load(path, workers=workers, show=fail, **({"cache": str(tmp_path / "cache")} if cached else {}))
     assert kept.traceback and set(threading.enumerate()) <= threads
-    assert [process.returncode is None for crew in crews for process in crew._processes] == [False] * 2 * (workers - 1)
+    assert [process.returncode is None for pool in pools for process in pool._processes] == [False] * 2 * (workers - 1)
     blocks = sources.open_file(path).blocks()
     assert next(blocks).size and set(threading.enumerate()) <= threads
 

@@ -1,7 +1,7 @@
 """`make test-versions`: the quick part of the suite, parity and contracts with other torch and transformers.
 
-Each argument is the Python of an environment. The result, by file, is docs/versions.md; the status is 1 where anything
-failed.
+Each argument is the Python of an environment. The result, by file, is docs/reference/versions.md; the status is 1
+where anything failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "versions.md"
 MARKERS = "not soak and (not slow or versions)"
 VERSIONS = (
     "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
@@ -94,7 +94,7 @@ def read_report(path: Path) -> tuple[dict[str, Counter[str]], list[str]]:
 
 
 def page(outcomes: list[Outcome]) -> str:
-    """docs/versions.md."""
+    """docs/reference/versions.md."""
     head = "| file | " + " | ".join(f"torch {o.versions[1]}, transformers {o.versions[2]}" for o in outcomes) + " |"
     lines = [head, "|---|" + "---|" * len(outcomes)]
     total = [sum((own for own in o.counts.values()), Counter[str]()) for o in outcomes]

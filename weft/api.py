@@ -82,7 +82,8 @@ def sft(
     config: what all else is set over: a YAML file, its sections as a dict, or a config that was loaded. model, data: a
     path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or a
     Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to RUN/data.jsonl, so
-    that the run can go on from the command line. sections: those of docs/config.md, as in optimizer={"lr": 1e-5}.
+    that the run can go on from the command line. sections: those of the config (docs/reference/config.md), as in
+    optimizer={"lr": 1e-5}.
 
     objective: in place of cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on
     every rank, with the step's line of metrics.jsonl. resume: the folder of a run that goes on, with its config; what
@@ -120,8 +121,8 @@ def rl(
     config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward, where functions may stand for their
     import paths (docs/how-to/write-a-reward.md): one of this program or notebook is sent, with what it uses, to the
     processes that run it; a run that goes on has to be given such a one again. on_step: called in this process after
-    each optimizer step with its line of metrics.jsonl. sections: those of docs/config.md, as in rl={"prompts": 32};
-    cluster={"trainer": 2} has two trainer ranks. replay, rollout_only: as the options of `weft rl`.
+    each optimizer step with its line of metrics.jsonl. sections: those of the config (docs/reference/config.md), as in
+    rl={"prompts": 32}; cluster={"trainer": 2} has two trainer ranks. replay, rollout_only: as the options of `weft rl`.
 
     Raises UserError for what the command line would refuse, StoppedError where a signal ended the run early, and
     ActorError where a trainer or an engine failed.

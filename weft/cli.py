@@ -52,7 +52,7 @@ from weft.remote.enter import fetched_config
 from weft.remote.reading import here
 from weft.report.trackers import check_installed
 from weft.telemetry.profiling import check_profile
-from weft.terminal import called, guard, say
+from weft.terminal import called, clean_everything, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
@@ -70,7 +70,7 @@ Post-train HuggingFace models with PyTorch FSDP2.
 commands:
 {commands}
 
-weft COMMAND --help lists the options; docs/config.md lists the keys. weft --version prints the version.
+weft COMMAND --help lists the options; docs/reference/config.md lists the keys. weft --version prints the version.
 """
 
 
@@ -98,7 +98,7 @@ class Command:
 
 def entry() -> NoReturn:
     """The program `weft`, and every rank that it starts."""
-    guard()
+    clean_everything()
     try:
         join_launcher()
     except UserError as error:  # not guarded: that is for what runs, and settles each rank in
@@ -110,7 +110,7 @@ def entry() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns the exit status (docs/failures.md)."""
+    """Run a command line. Returns the exit status (docs/reference/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         say(_program_help())

@@ -1,7 +1,8 @@
-"""What is printed: texts of others (data, models, metrics, errors, file names) never command the terminal.
+"""Printing. Texts from outside (data, models, metrics, errors, file names) cannot control the terminal. All of weft
+prints with `say` or a `Console` of this file.
 
-All of weft prints with `say` or a `Console` of this file. Characters that move the cursor, change the title or the
-clipboard, or turn the order of letters around are shown as Python writes them: \\x1b.
+Characters that move the cursor, change the title or the clipboard, or reverse the order of letters are escaped as in
+Python: \\x1b.
 """
 
 from __future__ import annotations
@@ -27,37 +28,38 @@ _called: dict[str, str] = {}  # folders here -> what the user knows them by
 
 
 def call_by(folder: str, name: str) -> None:
-    """From now on, whatever is printed says `name` for this folder: the URL of which it is a copy."""
+    """Print this folder as `name` from now on: the URL of which it is a local copy."""
     _called[folder] = name
 
 
 def called(text: str) -> str:
-    """The text with such folders by their names."""
+    """The text with local copies replaced by their URLs."""
     for folder, name in _called.items():
         text = text.replace(folder, name)
     return text
 
 
 def clean(text: str, *, as_is: bool = False) -> str:
-    """The text with such characters escaped, all others as they are."""
+    """The text with control characters escaped."""
     text = text if as_is else called(text)
     return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = False) -> None:
-    """Print texts, each on a line of its own, at once. error: to standard error. as_is: folders by their own names."""
+    """Print each text on a line, unbuffered. error: to standard error. as_is: without replacing local copies by
+    URLs."""
     stream = sys.stderr if error else sys.stdout
     print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
 
 
 def say_all(texts: Iterable[object], *, error: bool = False) -> None:
-    """Print texts, if there are any, each on a line of its own."""
+    """Print each text on a line; nothing for no texts."""
     for text in texts:
         say(text, error=error)
 
 
 class Console(rich.console.Console):
-    """rich's, which takes texts as they are: `[red]` in one is no style, `:bug:` no picture."""
+    """rich's Console, without markup and emoji: `[red]` and `:bug:` in a text are printed as they are."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -67,8 +69,8 @@ class Console(rich.console.Console):
             yield segment if segment.control else Segment(clean(segment.text), segment.style)
 
 
-def guard() -> None:
-    """Of the program `weft`: what libraries log and warn goes the same way, and so does what nobody has caught."""
+def clean_everything() -> None:
+    """Escape log records, warnings and uncaught exceptions of this process, too. Called by the program `weft` only."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter is no error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# (oldest, newest) that the suite has passed with: docs/versions.md.
+# (oldest, newest) that the suite has passed with: docs/reference/versions.md.
 TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 11), (2, 15)),
     "transformers": ((5, 17), (5, 23)),

@@ -94,7 +94,7 @@ def test_the_example_learns_and_goes_on_from_its_checkpoint(folder: Path, device
 def test_a_resumed_run_is_the_one_that_was_not_stopped_bit_for_bit(
     device: torch.device, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Under train.deterministic, as docs/checkpoints.md says; in bf16, with asynchronous saves."""
+    """Under train.deterministic, as docs/reference/checkpoints.md says; in bf16, with asynchronous saves."""
     sections = {"train": {"deterministic": True}, "fsdp": {"param_dtype": "bf16"}, "checkpoint": {"async_": True}}
     home, whole, cut = str(inputs()), tmp_path / "whole", tmp_path / "cut"
     try:

@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant("data/conversation.py", "_trained", "and i >= first]", "]", "tests/test_masks.py tests/test_data.py"),
     Mutant("data/conversation.py", "_trained", "answers[-1:] if", "answers[:1] if", "tests/test_masks.py"),
     Mutant("data/conversation.py", "_trained", 'is not False', "is True", "tests/test_masks.py"),
-    Mutant("data/loss_mask.py", "Answers._answer", "start += len(header)", "pass", "tests/test_masks.py tests/test_masks_templates.py"),
-    Mutant("data/loss_mask.py", "Answers._answer", "end + len(follower)", "end", "tests/test_masks.py tests/test_masks_templates.py"),
+    Mutant("data/loss_mask.py", "AssistantMasks._answer", "start += len(header)", "pass", "tests/test_masks.py tests/test_masks_templates.py"),
+    Mutant("data/loss_mask.py", "AssistantMasks._answer", "end + len(follower)", "end", "tests/test_masks.py tests/test_masks_templates.py"),
     Mutant("data/documents.py", "Documents._place", 'side="right"', 'side="left"', "tests/test_data.py tests/test_sources.py"),
     Mutant("data/records.py", "with_system", 'messages[0].get("role") == "system"', "False", "tests/test_bad_data.py tests/test_data.py"),
 )  # fmt: skip

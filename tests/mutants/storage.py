@@ -7,8 +7,8 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant("checkpoint/retention.py", "superseded", "step % keep_every]", "True]", "tests/test_checkpoint.py"),
     Mutant("checkpoint/retention.py", "prune", "if step != best:", "if True:", "tests/test_checkpoint.py tests/test_eval.py"),
-    Mutant("checkpoint/retention.py", "prune", "whole_steps(checkpoints)[:-1]", "whole_steps(checkpoints)", "tests/test_checkpoint.py"),
-    Mutant("checkpoint/retention.py", "prune", "[:-1]:", "[:-1] if best is None else [s for s in whole_steps(checkpoints) if s != best]:", "tests/test_checkpoint.py tests/test_eval.py"),
+    Mutant("checkpoint/retention.py", "prune", "complete_steps(checkpoints)[:-1]", "complete_steps(checkpoints)", "tests/test_checkpoint.py"),
+    Mutant("checkpoint/retention.py", "prune", "[:-1]:", "[:-1] if best is None else [s for s in complete_steps(checkpoints) if s != best]:", "tests/test_checkpoint.py tests/test_eval.py"),
     Mutant("checkpoint/retention.py", "_point", "os.replace(draft, link)", "(link.unlink(missing_ok=True), draft.rename(link))", "tests/test_checkpoint.py"),
     Mutant("checkpoint/retention.py", "commit", "    _sync(target.parent)\n", "", "tests/test_checkpoint.py"),
     Mutant("checkpoint/retention.py", "commit", "        _sync(path)\n", "        pass\n", "tests/test_checkpoint.py"),

@@ -194,7 +194,7 @@ def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder
     write_digests(folder, exported.digests)
 
 
-class WholeTensors(Mapping[str, Sequence[Shard]]):
+class FullTensors(Mapping[str, Sequence[Shard]]):
     """Tensors for write_export, made on access. The last one is kept, because pieces of one tensor follow each
     other."""
 
@@ -252,7 +252,7 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence
     counts = torch.tensor([exported.bytes, exported.handed, join_export(plan, partial, seams, ranks.rank)])
     if ranks.world > 1:
         dist.all_reduce(counts)
-    require_whole(plan, *counts.tolist())
+    require_complete(plan, *counts.tolist())
     if ranks.is_first:
         shutil.rmtree(handed, ignore_errors=True)
         check_sizes(plan, partial)
@@ -260,7 +260,7 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence
     _wait_for_all(engine)
 
 
-def require_whole(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
+def require_complete(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
     """Assert that all ranks together wrote every byte of the plan and that every seam byte was joined."""
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes of weights written"
     assert joined == handed, f"{joined} of {handed} bytes of seams put in place"

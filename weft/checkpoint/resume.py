@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checkpoint import rng
-from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, step_folder, whole_steps
+from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, complete_steps, step_folder
 from weft.checkpoint.state import (
     DamagedError,
     TrainerState,
@@ -126,11 +126,11 @@ def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[s
     return notes + ([f"versions {'; '.join(differing)}: results may differ in their last bits"] if differing else [])
 
 
-def nothing_whole(folder: Path, skipped: Sequence[str], command: str = "sft") -> str:
+def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str = "sft") -> str:
     """The error where RUN has no checkpoint to resume from."""
     with_weights = [
         step_folder(folder / "checkpoints", step)
-        for step in reversed(whole_steps(folder / "checkpoints"))
+        for step in reversed(complete_steps(folder / "checkpoints"))
         if any((step_folder(folder / "checkpoints", step) / name).exists() for name in ("config.json", ADAPTER))
     ]
     advice = ""

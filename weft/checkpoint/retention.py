@@ -28,7 +28,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:06d}"
 
 
-def whole_steps(checkpoints: Path) -> list[int]:
+def complete_steps(checkpoints: Path) -> list[int]:
     """Steps with a whole checkpoint, rising."""
     if not checkpoints.is_dir():
         return []
@@ -39,7 +39,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
 def ranks_of(run: Path) -> int | None:
     """Number of ranks that wrote the newest checkpoint that records it; None where there is none."""
     checkpoints = run / "checkpoints"
-    for step in reversed(whole_steps(checkpoints)):
+    for step in reversed(complete_steps(checkpoints)):
         with suppress(UserError):
             state = read_object(step_folder(checkpoints, step) / TRAINER_STATE / STATE_FILE, "the state of a trainer")
             mesh = state.get("mesh")
@@ -100,11 +100,11 @@ def prune(
     """Remove checkpoints that retention does not keep, and old trainer state. Never removes the newest checkpoint, nor
     the one of `best`."""
     best = best_step(checkpoints)
-    for step in superseded(whole_steps(checkpoints), keep, keep_every):
+    for step in superseded(complete_steps(checkpoints), keep, keep_every):
         if step != best:
             remove(step_folder(checkpoints, step))
     if trainer_state == "last":
-        for step in whole_steps(checkpoints)[:-1]:
+        for step in complete_steps(checkpoints)[:-1]:
             folder = step_folder(checkpoints, step)
             for state in [folder / TRAINER_STATE, *folder.glob(f"*/{TRAINER_STATE}")]:  # a critic's is in its own
                 remove(state)
@@ -112,7 +112,7 @@ def prune(
 
 def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
     """The checkpoint of --step. UserError where the run has none of that step. path: the run, as the user gave it."""
-    steps = whole_steps(checkpoints)
+    steps = complete_steps(checkpoints)
     if step not in steps:
         raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
     return step_folder(checkpoints, step)
@@ -145,7 +145,7 @@ def sweep(checkpoints: Path) -> None:
         for leftover in [entry, *inside]:
             if _LEFTOVER.fullmatch(leftover.name):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-    steps = whole_steps(checkpoints)
+    steps = complete_steps(checkpoints)
     if steps:
         point_latest(step_folder(checkpoints, steps[-1]))
 
@@ -153,7 +153,7 @@ def sweep(checkpoints: Path) -> None:
 def set_aside(checkpoints: Path, after: int) -> list[str]:
     """Rename checkpoints of steps later than `after`, which the run will write again; returns the new names."""
     names = []
-    for step in whole_steps(checkpoints):
+    for step in complete_steps(checkpoints):
         if step > after:
             folder, number = step_folder(checkpoints, step), 1
             while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from weft.checkpoint import rng
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.retention import commit, point_best, point_latest, prune, step_folder, whole_steps
+from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
 from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
 from weft.cluster.consistency import largest
@@ -105,7 +105,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
-        self._there = whole_steps(self.checkpoints)  # when this run last looked
+        self._there = complete_steps(self.checkpoints)  # when this run last looked
         self._ending = False  # with an error of something else, as all other ranks do
         self._cancel = threading.Event()
         self._clock = time.monotonic()
@@ -377,12 +377,12 @@ class Saver:
             keep_every=settings.keep_every,
             trainer_state=settings.trainer_state,
         )
-        self._there = whole_steps(self.checkpoints)
+        self._there = complete_steps(self.checkpoints)
         return True
 
     def _note_missing(self) -> None:
         """Say which checkpoints are gone that this run has left there: it goes on, with fewer to go back to."""
-        there = set(whole_steps(self.checkpoints))
+        there = set(complete_steps(self.checkpoints))
         missing = [step_folder(self.checkpoints, step).name for step in self._there if step not in there]
         if missing:
             self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")

@@ -20,7 +20,7 @@ from weft.checkpoint.export import (
     join_export,
     plan_export,
     prepare_export,
-    require_whole,
+    require_complete,
     write_export,
 )
 from weft.checkpoint.retention import TRAINER_STATE
@@ -194,7 +194,7 @@ class Contents:
         """Write digests.json, then state.json with `state`; called after every rank has written and joined."""
         folder, digests = checkpoint / self.folder, [digest for part in parts for digest in part.exported.digests]
         exported = [part.exported for part in parts]
-        require_whole(self.plan, sum(e.bytes for e in exported), sum(e.handed for e in exported), joined)
+        require_complete(self.plan, sum(e.bytes for e in exported), sum(e.handed for e in exported), joined)
         if self._verify != "none":
             check_sizes(self.plan, folder)
         if digests:

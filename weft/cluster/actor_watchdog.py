@@ -1,4 +1,4 @@
-"""Looks after actors that cannot say themselves that they hang: one that is stopped has no thread that runs."""
+"""Ends actors that hang without being able to report it: the threads of a stopped process do not run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from weft.telemetry.flight import Record
 _TICK = 0.5
 
 
-class Pulse:
-    """The actors of a group that run on this machine, as far as the controller waits for them.
+class ActorWatchdog:
+    """Watches the actors of a group that run on this machine, while the controller waits for them.
 
-    timeout, key: seconds that a phase may take of which the actor does not say it itself, and the key that says so.
-    scratch: where their records are, and where reports go.
+    timeout: seconds that a phase may take without progress, unless the actor's own record has a limit; key: the config
+    key of that timeout. scratch: the folder with the actors' records, where reports are written.
     """
 
     def __init__(self, scratch: Path, timeout: float, key: str) -> None:
@@ -35,7 +35,7 @@ class Pulse:
 
     @contextmanager
     def waiting_for(self, number: int) -> Iterator[None]:
-        """An actor has been asked for something, and has not answered yet."""
+        """Inside, this actor has a call to answer."""
         if not self._calls[number]:
             self._asked[number] = time.monotonic()
         self._calls[number] += 1
@@ -45,7 +45,8 @@ class Pulse:
             self._calls[number] -= 1
 
     def look(self, frozen_seconds: float) -> None:
-        """End those that make no progress, with a report on their behalf. frozen_seconds: in which nothing ran here."""
+        """Kill the actors that make no progress, and write a report for each. frozen_seconds: time in which this
+        process itself did not run, which does not count."""
         for number, record in flight.read_all(self.scratch / flight.FOLDER).items():
             silence = self._silence.seconds(number, record, frozen_seconds)
             if not self._calls[number] or not self._is_too_long(number, record, silence):
@@ -69,12 +70,12 @@ class Pulse:
 
 
 @contextmanager
-def looked_after(pulse: Pulse) -> Iterator[None]:
-    """A thread that looks every now and then."""
+def watching_actors(watchdog: ActorWatchdog) -> Iterator[None]:
+    """Run the watchdog in a thread."""
 
     def look(frozen_seconds: float) -> None:
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
-            pulse.look(frozen_seconds)
+            watchdog.look(frozen_seconds)
 
-    with looking(look, _TICK, "weft pulse"):
+    with looking(look, _TICK, "weft actor watchdog"):
         yield

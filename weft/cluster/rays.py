@@ -1,6 +1,6 @@
-"""The one file that uses Ray: a cluster (joined, or this machine's own for the time), and groups of actors in it.
+"""The one file that uses Ray: joins a cluster or starts one on this machine, and runs groups of actors in it.
 
-An actor that raises answers with a report, as a rank of the launcher leaves one; one that dies is reported by Ray. Then
+An actor that raises returns a report, like a rank of the launcher; the death of an actor is reported by Ray. Either way
 the whole group is ended, because the others may wait in a collective, and the first failure is raised here.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.actor_watchdog import Pulse, looked_after
+from weft.cluster.actor_watchdog import ActorWatchdog, watching_actors
 from weft.cluster.failures import by_kernel, explain, explain_hang, keep_evidence
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills
 from weft.cluster.reports import RankReport
@@ -47,31 +47,31 @@ _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one actor asks of a cluster."""
+    """The resources that one actor requests."""
 
     cpus: float = 0.0
     gpus: float = 0.0
 
     def resources(self) -> dict[str, float]:
-        """As Ray names them."""
+        """The resources under Ray's names, without zeros."""
         return {name: value for name, value in (("CPU", self.cpus), ("GPU", self.gpus)) if value}
 
 
 @contextmanager
 def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None]:
-    """Ray, joined at `address`, or started on this machine for the time and ended with this process.
+    """Join the Ray cluster at `address`; for None, start one on this machine, which ends with the context.
 
-    Other Ray clusters of this machine are left alone. UserError where the cluster has not the room for `bundles`.
+    Other Ray clusters on this machine are left alone. UserError where the cluster lacks resources for `bundles`.
     """
     own = address is None
     with scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder, _session(address, bundles, folder):
-        check_room(bundles)
+        check_capacity(bundles)
         yield
 
 
 @contextmanager
 def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
-    """folder: of a cluster that is started, for its sockets and logs."""
+    """folder: for the sockets and logs of a cluster that is started here."""
     own = address is None
     ray = import_ray(own)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -101,7 +101,8 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
 
 
 def _require_same_versions(address: str | None, refusal: str) -> None:
-    """UserError where that is why Ray refuses to join a cluster: each process of one has the same Ray and Python."""
+    """UserError where Ray refused because the cluster has another Ray or Python: all processes of a cluster must
+    agree."""
     found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
     if len(found) != 2:
         return
@@ -116,13 +117,15 @@ def _require_same_versions(address: str | None, refusal: str) -> None:
 
 
 def _ray_base() -> str:
-    """Where Ray's folder goes. Its sockets lie deep in it, and the path of one may have about 100 characters."""
+    """The parent of Ray's folder. Ray's sockets are deep inside it, and a socket's path is limited to about 100
+    characters."""
     base = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
     return base if len(base) <= _LONGEST_BASE else "/tmp"
 
 
 def _require_listener(address: str) -> None:
-    """Ray itself would try for minutes, without a word. Names such as `auto` have no port to try."""
+    """UserError where nothing listens at `address`: Ray itself would retry silently for minutes. Names without a port,
+    such as `auto`, are not checked."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -138,9 +141,8 @@ def _require_listener(address: str) -> None:
 def import_ray(alone: bool = False) -> Any:
     """Ray, or a UserError that says how to install it.
 
-    alone: for a cluster of this machine's own. It listens on loopback, and asks those who come for a token that only
-    its processes have. Ray reads both settings when it is first imported; a token is not asked for where a program has
-    imported it before.
+    alone: for a cluster of this machine's own, which listens on loopback and requires a token that only its processes
+    have. Ray reads both settings at its first import, so there is no token where the program imported Ray before.
     """
     if alone:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what Ray calls more than this machine
@@ -150,7 +152,7 @@ def import_ray(alone: bool = False) -> Any:
 
 
 def exposure(address: str | None) -> list[str]:
-    """What there is to say of who may use the cluster."""
+    """Warnings about who may use the cluster."""
     if address is None or os.environ.get("RAY_AUTH_MODE") == "token":
         return []
     return [
@@ -158,8 +160,8 @@ def exposure(address: str | None) -> list[str]:
     ]
 
 
-def check_room(bundles: Sequence[Bundle]) -> None:
-    """A placement that does not fit would wait for ever without a word."""
+def check_capacity(bundles: Sequence[Bundle]) -> None:
+    """UserError where the cluster is too small for `bundles`; Ray would wait for ever without a message."""
     there = import_ray().cluster_resources()
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
         if needed > there.get(name, 0):
@@ -178,27 +180,29 @@ def check_room(bundles: Sequence[Bundle]) -> None:
 
 @dataclass(eq=False)
 class ActorGroup:
-    """Actors of one kind, numbered from 0. Every wait for them ends: they end themselves where they make no progress.
+    """Actors of one kind, numbered from 0. A call to a group that makes no progress ends with an error, never in a
+    hang.
 
-    name: what messages call one of them. pulse: looks after those of this machine, and knows where their records are.
-    oom_kills: of the kernel, before they began.
+    name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
+    the actors request nothing. oom_kills: the kernel's count before the actors started.
     """
 
     name: str
     handles: list[Any]
-    pulse: Pulse
+    watchdog: ActorWatchdog
     placed: Any = None  # its placement group
     oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
 
     @property
     def scratch(self) -> Path:
-        return self.pulse.scratch
+        return self.watchdog.scratch
 
     def __len__(self) -> int:
         return len(self.handles)
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """The results of this method on every actor, in order; arguments are stored once for all."""
+        """Call this method on every actor; the results in order. List and dict arguments are put into Ray's store
+        once."""
         ray = import_ray()
         stored = [ray.put(arg) if isinstance(arg, list | dict) and len(self) > 1 else arg for arg in args]
         calls = [self.one(number, method, *stored) for number in range(len(self))]
@@ -210,11 +214,11 @@ class ActorGroup:
             raise found or error from error
 
     async def one(self, number: int, method: str, *args: Any) -> Any:
-        """The result of one actor. ActorError where it failed or died."""
+        """Call this method on one actor. ActorError where it raised or died."""
         ray = import_ray()
         handle = self.handles[number]
         try:
-            with self.pulse.waiting_for(number):
+            with self.watchdog.waiting_for(number):
                 answer = await handle.call.remote(method, *args)
         except ray.exceptions.RayActorError as error:
             raise self._died(number, str(error)) from error
@@ -235,7 +239,7 @@ class ActorGroup:
         return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), "killed", None)
 
     def _stuck(self) -> ActorError:
-        """Which of them the others waited for in vain: asked for its stack, and looked at."""
+        """The error that names the actor for which the others waited in vain, with its stack."""
         watch = Watch(self.scratch)
         watch.look(0.0)
         time.sleep(_STACKS_SECONDS)
@@ -245,13 +249,13 @@ class ActorGroup:
         return ActorError(text, "hang", report)
 
     def keep_evidence(self, run: Path) -> None:
-        """RUN/flight: what each was doing."""
+        """Write what each actor was doing to RUN/flight."""
         records = flight.read_all(self.scratch / flight.FOLDER)
         seen = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
         keep_evidence(reports.read_all(self.scratch), {}, seen)
 
     def end(self) -> None:
-        """Kill them; what they hold is freed."""
+        """Kill all actors, which frees their resources."""
         ray = import_ray()
         for handle in self.handles:
             with suppress(Exception):
@@ -262,7 +266,8 @@ class ActorGroup:
                 process.kill()
 
     def blamed(self, error: ActorError) -> ActorError:
-        """The failure of others who waited for one of these, with its name, if that is stopped; else as it is."""
+        """`error` itself; or, where it is a hang of processes that wait for one of these actors, and that actor is
+        stopped, an error that names the actor."""
         if error.kind == "hang":
             for number, record, process in self._here():
                 with suppress(psutil.Error):
@@ -272,15 +277,15 @@ class ActorGroup:
         return error
 
     def _here(self) -> list[tuple[int, Record, psutil.Process]]:
-        """Those of this machine that run."""
+        """(number, record, process) of the actors that run on this machine."""
         records = flight.read_all(self.scratch / flight.FOLDER)
         found = [(number, record, process_of(record, self.scratch)) for number, record in records.items()]
         return [(number, record, process) for number, record, process in found if process is not None]
 
 
 async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Their results, in order. Of several failures the one that is not another's consequence is raised: an actor that
-    died before what it said itself, and what it said before what others say who waited for it."""
+    """Await all calls; the results in order. Of several failures the root cause is raised: the death of an actor before
+    an error that an actor reported, and that before the errors of actors that waited for it."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -297,20 +302,22 @@ async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 @contextmanager
 def actor_group(
     name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], env: Sequence[Mapping[str, str]], *,
-    rooms: Sequence[Bundle] | None = None, beside: tuple[ActorGroup, Sequence[int]] | None = None, at_once: int = 1,
-    timeout: float = 600.0, key: str = "train.timeout",
+    reserve: Sequence[Bundle] | None = None, share_with: tuple[ActorGroup, Sequence[int]] | None = None,
+    at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout",
 ) -> Iterator[ActorGroup]:  # fmt: skip
-    """One actor for each bundle, placed together; ended with the context. make(number) runs in the actor, and what it
-    returns is the object whose methods are called there. env: variables of each.
+    """Start one actor per bundle; they end with the context. make(number) runs in the actor and returns the object
+    whose methods are called. env: environment variables of each actor.
 
-    rooms: what is kept for each, if others are to come beside it; beside: a group, and in whose room each of these is.
-    at_once: how many calls run at once in each. With more than one the methods are coroutines, and the actors do not
-    know each other; with one they may make a process group. timeout, key: as Pulse has them."""
+    reserve: what the placement group reserves per actor, if more than its bundle, so that another group can share it.
+    share_with: (group, indices): actor i uses the reservation of that group's actor indices[i]. at_once: concurrent
+    calls per actor. With 1, the actors can form a process group; with more, the methods are coroutines. timeout, key:
+    as in ActorWatchdog.
+    """
     ray = import_ray()
     with scratch_folder() as scratch:
-        placed = _place(rooms or bundles) if beside is None else beside[0].placed
-        places = range(len(bundles)) if beside is None else beside[1]
-        group = ActorGroup(name, [], Pulse(scratch, timeout, key), placed)
+        placed = _place(reserve or bundles) if share_with is None else share_with[0].placed
+        indices = range(len(bundles)) if share_with is None else share_with[1]
+        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed)
         try:
             for number, bundle in enumerate(bundles):
                 options: dict[str, Any] = {
@@ -319,26 +326,27 @@ def actor_group(
                 }  # fmt: skip
                 if placed is not None:
                     options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                        placed, placement_group_bundle_index=places[number]
+                        placed, placement_group_bundle_index=indices[number]
                     )
                 if at_once > 1:
                     options["max_concurrency"] = at_once
-                host = _Host if at_once == 1 else _BusyHost
+                host = _SerialActor if at_once == 1 else _ConcurrentActor
                 group.handles.append(ray.remote(host).options(**options).remote(make, number))
-            _introduce(group.handles, meet=at_once == 1)
-            with looked_after(group.pulse):
+            _prepare(group.handles, rendezvous=at_once == 1)
+            with watching_actors(group.watchdog):
                 yield group
         finally:
             group.end()
-            if placed is not None and beside is None:
+            if placed is not None and share_with is None:
                 ray.util.remove_placement_group(placed)
 
 
-def _introduce(handles: Sequence[Any], meet: bool) -> None:
-    """Tell all of them where this process works, and, if they are to meet, where the first waits for the others."""
+def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
+    """Tell all actors the working directory of this process and, for a rendezvous, the address and port of the first
+    actor."""
     ray, variables = import_ray(), dict[str, str]()
     try:
-        if meet:
+        if rendezvous:
             address, port = ray.get(handles[0].address.remote(), timeout=_PLACED_SECONDS)
             variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         told = [handle.prepare.remote(variables, os.getcwd()) for handle in handles]
@@ -348,7 +356,7 @@ def _introduce(handles: Sequence[Any], meet: bool) -> None:
 
 
 def _place(bundles: Sequence[Bundle]) -> Any:
-    """Room for all of them, as near to each other as there is; None where they ask for nothing."""
+    """A placement group for all bundles, on as few hosts as possible; None where they request nothing."""
     ray = import_ray()
     wanted = [bundle.resources() for bundle in bundles]
     if not all(wanted):
@@ -365,8 +373,8 @@ def _place(bundles: Sequence[Bundle]) -> Any:
     return placed
 
 
-class _Process:
-    """The process of an actor, in which an object is made at the first call."""
+class _Actor:
+    """The process of an actor. The object is created at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
         from weft.cluster.entrypoint import settle_actor
@@ -377,14 +385,14 @@ class _Process:
         self._object: Any = None
 
     def address(self) -> tuple[str, int]:
-        """Where this process can be reached by the others, and a port that is free there."""
+        """This host's address as other actors reach it, and a free port on it."""
         alone = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
         address = "127.0.0.1" if alone else str(import_ray().util.get_node_ip_address())
         return address, free_port()
 
     def prepare(self, variables: Mapping[str, str], folder: str) -> None:
-        """Before anything is made: set variables of the environment, and enter the folder in which the controller is,
-        if this machine has it, so that relative paths mean the same."""
+        """Set environment variables, and change to the controller's working directory, if this host has it, so that
+        relative paths mean the same. Called before the object is created."""
         os.environ.update(variables)
         with suppress(OSError):
             os.chdir(folder)
@@ -396,12 +404,12 @@ class _Process:
         return getattr(self._object, name)
 
 
-class _Host(_Process):
-    """Calls the object's methods, one after the other, and answers with a report where one raises. An object that has a
-    method `ending` is told of the exception before: it may finish what it has begun."""
+class _SerialActor(_Actor):
+    """Runs one call at a time. An exception becomes a report, which is returned. An object with a method `ending` is
+    given the exception first, so that it can finish what it has begun."""
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the object's method returns, or the report of its exception."""
+        """The result of the object's method, or the report of its exception."""
         try:
             return self._method(method)(*args)
         except BaseException as error:
@@ -415,11 +423,11 @@ class _Host(_Process):
             flight.at(flight.ENDLESS)
 
 
-class _BusyHost(_Process):
-    """The same of methods that are coroutines: a call begins while others wait."""
+class _ConcurrentActor(_Actor):
+    """Like _SerialActor, but for methods that are coroutines, which run concurrently."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the object's method returns, or the report of its exception."""
+        """The result of the object's method, or the report of its exception."""
         try:
             return await self._method(method)(*args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How a command may end: kinds of failure and their exit statuses (docs/failures.md). Imports no torch."""
+"""How a command may end: kinds of failure and their exit statuses (docs/reference/failures.md). Imports no torch."""
 
 from __future__ import annotations
 

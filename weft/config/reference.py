@@ -1,4 +1,4 @@
-"""docs/config.md from the schema: `python -m weft.config.reference > docs/config.md`."""
+"""docs/reference/config.md from the schema: `python -m weft.config.reference > docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.config.schema import SftConfig
 _INTRODUCTION = """\
 # Configuration
 
-Written by `python -m weft.config.reference > docs/config.md`; a test holds that it is current.
+Written by `python -m weft.config.reference > docs/reference/config.md`; a test holds that it is current.
 
 A config is one or more YAML (or TOML) files, merged left to right, and `section.key=value` on the command line:
 

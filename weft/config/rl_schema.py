@@ -52,7 +52,7 @@ class RlAlgorithm:
     reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
     environment: str | None = key(
         "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
-        "policy answers once. docs/environments.md",
+        "policy answers once. docs/how-to/environments.md",
         None,
     )
     max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
@@ -60,12 +60,13 @@ class RlAlgorithm:
     algorithm: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
     ] = key(
-        "Sets those of the keys below that nobody has set, as the algorithm's paper has them (docs/algorithms.md).",
+        "Sets those of the keys below that nobody has set, as the algorithm's paper has them "
+        "(docs/reference/algorithms.md).",
         "grpo",
     )
     like: Literal["trl", "verl", "nemo-rl"] | None = key(
         "Sets those of the keys below that nobody has set as this trainer has them by default for rl.algorithm, where "
-        "it differs from the paper (docs/algorithms.md); null: the paper's.",
+        "it differs from the paper (docs/reference/algorithms.md); null: the paper's.",
         None,
     )
     prompts: int = key("Prompts of a rollout step.", 64)
@@ -142,7 +143,7 @@ class RlAlgorithm:
         "Whether samples come from the very policy that is trained. `measured`: engine and trainer round differently; "
         "the difference is a metric, and corrected (rl.correction). `exact`: each logprob that the embedded engine "
         "records is, to the last bit, the trainer's own (fp32, CPU); proven at start, required of every sample. "
-        "docs/exact.md",
+        "docs/explanation/exact.md",
         "measured",
     )
     correction: Literal["none", "tis", "mis", "icepop"] = key(
@@ -193,7 +194,7 @@ class RolloutConfig:
     engine: Literal["embedded", "hf", "vllm", "sglang"] = key(
         "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
         "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own "
-        "(docs/rollout-engines.md).",
+        "(docs/reference/rollout-engines.md).",
         "embedded",
     )
     max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
@@ -212,7 +213,8 @@ class RolloutConfig:
     transport: Literal["auto", "ipc", "shared", "group", "files"] = key(
         "How weights get to engines of their own: memory of the CUDA device that they share with a trainer rank "
         "(`ipc`), `shared` memory of their host, a process `group` (NCCL, or gloo on CPU), or `files` in RUN/sync, on "
-        "a file system that all see; `auto`: the first of these that serves, but no files (docs/weight-sync.md).",
+        "a file system that all see; `auto`: the first of these that serves, but no files "
+        "(docs/explanation/weight-sync.md).",
         "auto",
     )
     bucket_mb: int = key(
@@ -277,7 +279,7 @@ class ClusterConfig:
     placement: Literal["auto", "colocated", "disaggregated"] = key(
         "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
         "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
-        "faster is taken (docs/rollout-engines.md).",
+        "faster is taken (docs/reference/rollout-engines.md).",
         "auto",
     )
     sleep: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(

@@ -1,7 +1,7 @@
 """Every key that weft accepts, with its type, default and meaning. Imports no torch.
 
 A key is here only if something reads it: tests/test_config_effects.py maps every key to what it changes.
-`help` texts become docs/config.md.
+`help` texts become docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training documents. docs/data.md tells more."""
+    """The training documents. docs/reference/data.md tells more."""
 
     path: str | None = key(
         "A file (.jsonl, .json, .csv, .tsv, .parquet; text also as .gz), a pattern of several such as "
@@ -249,7 +249,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters instead of all weights (docs/lora.md); on where lora.rank or lora.path is set."""
+    """Low-rank adapters instead of all weights (docs/reference/lora.md); on where lora.rank or lora.path is set."""
 
     rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None)
     alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None)
@@ -318,7 +318,7 @@ class OptimizerConfig:
 
     name: str = key(
         "`adamw` (decoupled decay), `sgd`, or the import path of any other that steps each element by itself, as in "
-        "torch.optim.Adagrad; docs/training.md tells more.",
+        "torch.optim.Adagrad; docs/reference/training.md tells more.",
         "adamw",
     )
     lr: float = key("Peak learning rate.", 1.0e-5)
@@ -397,7 +397,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved of a run, and when. Every checkpoint is a HuggingFace directory; docs/checkpoints.md tells more."""
+    """What is saved of a run, and when. Every checkpoint is a HuggingFace directory (docs/reference/checkpoints.md)."""
 
     every: int = key("Optimizer steps between checkpoints; 0: only the last. The last step is always saved.", 100)
     every_minutes: float | None = key("Save after so many minutes without a checkpoint, too; null: never.", None)
@@ -449,7 +449,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """What is looked at while training, and what follows from it. docs/evaluation.md tells more."""
+    """What is looked at while training, and what follows from it. docs/reference/evaluation.md tells more."""
 
     path: str | None = key("Held-out documents: data like data.path's, with the columns that data.columns says.", None)
     sources: tuple[SourceConfig, ...] | None = key(
@@ -493,7 +493,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
-    """Where metrics go beside RUN/metrics.jsonl; docs/observing.md tells more."""
+    """Where metrics go beside RUN/metrics.jsonl; docs/reference/observing.md tells more."""
 
     to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
         "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
@@ -509,7 +509,7 @@ class TrackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Traces of chosen steps, in RUN/profile; docs/observing.md tells how to read them."""
+    """Traces of chosen steps, in RUN/profile; docs/reference/observing.md tells how to read them."""
 
     steps: tuple[int, ...] = key(
         "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()

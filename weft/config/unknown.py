@@ -118,4 +118,4 @@ def _nearest(name: str, schema: type) -> str:
     if section in sections(schema):
         own = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
         return f"{section} has {', '.join(own)}."
-    return f"the sections are {', '.join(sections(schema))} (docs/config.md lists their keys)."
+    return f"the sections are {', '.join(sections(schema))} (docs/reference/config.md lists their keys)."

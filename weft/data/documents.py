@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.encode import Encoding, has_template
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
-from weft.data.opened import Data, Source, open_data
+from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, permutation
 from weft.data.records import ALL_FORMATS, NEEDED
 from weft.data.table import Array, Table
@@ -124,7 +124,7 @@ def load_documents(
     bad_rows: Literal["error", "drop"] = "error",
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Reads, checks and tokenises data; docs/data.md says which forms it may have.
+    """Reads, checks and tokenises data; docs/reference/data.md says which forms it may have.
 
     A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
     end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained

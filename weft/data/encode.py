@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateSyntaxError
 from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
-from weft.data.loss_mask import Answers, Trained
+from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
 from weft.errors import BadRowError, UserError, first_line, runs_own_code
@@ -60,7 +60,7 @@ class Encoder:
         self.encoding = encoding or Encoding()
         self._prefix = self._find_prefix()
         self._backend: Any = None  # for chats, once there is one
-        self._answers: dict[str, Answers] = {}  # by the template's source
+        self._answers: dict[str, AssistantMasks] = {}  # by the template's source
         self._lock = Lock()
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
@@ -115,7 +115,7 @@ class Encoder:
         encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [Encoded(e.ids, _trained_tokens(e, chat)) for e, chat in zip(encodings, chats, strict=True)]
 
-    def _rendered(self, record: Record) -> Trained:
+    def _rendered(self, record: Record) -> MaskedText:
         """Templates take the arguments of tool calls as objects, a few as JSON text."""
         chat = conversation(record, self.encoding.train_on)
         try:
@@ -147,19 +147,19 @@ class Encoder:
                 "token, and name it in data.chat_template."
             ) from error
 
-    def _find(self, record: Record, chat: Conversation) -> Trained:
-        answers = self.answers_of(record, chat)
+    def _find(self, record: Record, chat: Conversation) -> MaskedText:
+        answers = self.masks_of(record, chat)
         kwargs = {**self.encoding.template_kwargs, **chat.kwargs}
         return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
-    def answers_of(self, record: Record, chat: Conversation) -> Answers:
+    def masks_of(self, record: Record, chat: Conversation) -> AssistantMasks:
         """What finds the answers of a conversation; with tools a tokenizer may have another template."""
         source = self.encoding.chat_template
         if source is None:
             source = _own_template(self.tokenizer, record.where, chat)
         if source not in self._answers:
             added = self.tokenizer.added_tokens_decoder.values()
-            self._answers[source] = Answers(
+            self._answers[source] = AssistantMasks(
                 _template(source, self.tokenizer, self.encoding),
                 [*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)],
                 [token.content for token in added if not token.special],
@@ -321,7 +321,7 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
     return backend
 
 
-def _trained_tokens(encoding: Any, chat: Trained) -> list[int]:
+def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
     """1 for each token that has a trained character. encoding: tokenizers.Encoding of chat.text."""
     mask = [0] * len(encoding)
     for start, end in chat.spans:

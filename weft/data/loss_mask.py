@@ -1,8 +1,8 @@
-"""Which characters of a rendered conversation are trained: of each answer what a model has to write, and no more.
+"""The loss mask of a rendered conversation, in characters: of each assistant message, what a model has to generate.
 
-An answer's text is what the template wrote while it was at this message, less the beginning that the template writes
-itself when it asks for an answer (the generation prompt), and less what comes behind the token that ends the turn. Both
-are learned once per template, from a conversation whose answers cannot be mistaken, and checked in every document.
+A message's text is what the template writes while its loop is at that message. The generation prompt at its beginning
+is not trained, nor is anything after the token that ends the turn. Both are learned once per template, from a
+conversation whose answers are unambiguous, and checked in every document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.data.chat_template import ChatTemplate, RenderError, Rendering, Span, Unclear, common_header
 from weft.data.conversation import Conversation
-from weft.data.loss_mask_fallback import SENTINEL, Comparison
+from weft.data.loss_mask_fallback import SENTINEL, MasksByComparison
 from weft.data.text_checks import TextChecks
 
 _USER = {"role": "user", "content": "question"}
@@ -29,11 +29,11 @@ _TOOL_ROLES = ("tool", "function", "ipython")
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """What a template writes around answers.
+class TurnFormat:
+    """What a template writes around an answer.
 
-    headers: with which of its own text an answer may begin, longest first. closings: with which it may end. follower:
-    where answers have no end of their own, the special token of the next turn that ends them; else "".
+    headers: texts that it may write before the answer, longest first. closings: texts that it may write after it.
+    follower: where it writes none, the special token of the next turn, which ends the answer; else "".
     """
 
     headers: tuple[str, ...]
@@ -42,51 +42,51 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A conversation's text, and its trained characters."""
+class MaskedText:
+    """A conversation's text, and the spans of characters that are trained."""
 
     text: str
     spans: tuple[Span, ...]
 
 
-class Answers:
-    """Finds the answers in what one template renders. specials: the tokenizer's special tokens; added: others of the
-    tokens that were added to its vocabulary."""
+class AssistantMasks:
+    """Finds the assistant messages in the renderings of one template. specials: the tokenizer's special tokens. added:
+    the other tokens that were added to its vocabulary."""
 
     def __init__(self, template: ChatTemplate, specials: Sequence[str], added: Sequence[str] = ()) -> None:
         self.template = template
         self.specials = tuple(sorted(filter(None, set(specials)), key=len, reverse=True))
         self.added = tuple(added)
-        self._turns: dict[tuple[bool, str], Turns | None] = {}
+        self._turns: dict[tuple[bool, str], TurnFormat | None] = {}
 
-    def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
-        """Raises Unclear where it cannot tell, and RenderError."""
+    def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
+        """The conversation's text and trained spans. Raises Unclear where they are ambiguous, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         if not chat.trained:
-            return Trained(rendering.text, ())
+            return MaskedText(rendering.text, ())
         if self.template.has_markers:
             spans = _within_markers(chat, rendering)
             TextChecks(self.template, chat, kwargs, rendering, spans).run()
-            return Trained(rendering.text, tuple(span for message in spans.values() for span in message))
+            return MaskedText(rendering.text, tuple(span for message in spans.values() for span in message))
         if not rendering.regions and not rendering.scattered:
-            return Trained(*Comparison(self.template, self.specials, self.added, chat, kwargs).find())
+            return MaskedText(*MasksByComparison(self.template, self.specials, self.added, chat, kwargs).find())
         text, spans = rendering.text, {}
         for place in chat.trained:
             (start, end), ending = self._answer(chat, kwargs, rendering, place)
             text += ending  # of the last answer, where the template would write it with the next question
             spans[place] = [(start, end + len(ending))]
         TextChecks(self.template, chat, kwargs, rendering, spans).run()
-        return Trained(text, tuple(span for [span] in spans.values()))
+        return MaskedText(text, tuple(span for [span] in spans.values()))
 
-    def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> Trained:
-        """All of the text. Raises RenderError."""
+    def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
+        """The conversation's text, all of it trained. Raises RenderError."""
         text = self.template.render(chat.messages, kwargs, tools=chat.tools).text
-        return Trained(text, ((0, len(text)),))
+        return MaskedText(text, ((0, len(text)),))
 
     def _answer(
         self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int
     ) -> tuple[Span, str]:
-        """The trained part of an answer, and what the text lacks of its end."""
+        """(span of the trained part of an answer, the end of turn that the text lacks)."""
         if place in rendering.scattered:
             raise Unclear(f"message {place + 1} is rendered in several pieces", rendering)
         if place not in rendering.regions:
@@ -114,16 +114,18 @@ class Answers:
             return (start, end), turns.follower
         raise Unclear(f"no special token ends message {place + 1}, so that a model would never stop", rendering)
 
-    def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
-        """The turns for an answer at this place; learned once for those after a tool's result and once for others."""
+    def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
+        """The turn format of an answer at this position; learned once for answers to a tool's result, and once for
+        others."""
         after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
         key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
         if key not in self._turns:
             self._turns[key] = self._learn(after_tool, kwargs)
         return self._turns[key] or self._study(chat, kwargs, place)
 
-    def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> Turns | None:
-        """What surrounds an answer in the middle of a conversation and at its end; None where the template refuses."""
+    def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
+        """The turn format in the middle and at the end of a conversation; None where the template rejects the
+        examples."""
         before = [_USER, _CALL, _RESULT] if after_tool else [_USER]
         middle = Conversation([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
         last = Conversation([*before, _ANSWER], None, {}, ())
@@ -137,14 +139,14 @@ class Answers:
         if not found:
             return None
         headers = {header for turns in found for header in turns.headers}
-        return Turns(
+        return TurnFormat(
             tuple(sorted(headers, key=len, reverse=True)),
             tuple(dict.fromkeys(closing for turns in found for closing in turns.closings)),
             next((turns.follower for turns in found if turns.follower), ""),
         )
 
-    def _study(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> Turns:
-        """What surrounds the answer at this place of a conversation."""
+    def _study(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
+        """The turn format of the answer at this position of a conversation."""
         marked = chat.replaced(place, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
         full = self.template.render(marked.messages, kwargs, tools=chat.tools)
         try:
@@ -168,20 +170,20 @@ class Answers:
             raise Unclear(f"message {place + 1} does not begin with the generation prompt {prompt!r}", full)
         closing = full.text[at + len(SENTINEL) : end].rstrip()
         headers = tuple(dict.fromkeys((prompt, header)))
-        return Turns(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
+        return TurnFormat(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
 
     def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
-        """The special token of the next turn that ends this one: not one that answers begin with, too."""
+        """The special token of the next turn that ends this one; not one with which answers begin, too."""
         found = next((token for token in self.specials if text.startswith(token, end)), None)
         return None if found is None or any(found in header for header in headers) else found
 
 
-def _header(text: str, turns: Turns) -> str | None:
+def _header(text: str, turns: TurnFormat) -> str | None:
     return next((header for header in turns.headers if text.startswith(header)), None)
 
 
 def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[Span]]:
-    """What lies between generation markers, of the answers that are trained."""
+    """The spans between generation markers, by trained message."""
     spans: dict[int, list[Span]] = {}
     for message, span in _owners(chat, rendering):
         if message in chat.trained and span[0] < span[1]:
@@ -190,7 +192,7 @@ def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[
 
 
 def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Span]]:
-    """(message, span) of all marked spans: by the message that was rendered, else by their order."""
+    """(message, span) of every marked span: by the message that was being rendered, else by order."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     by_region = [
         next((i for i, (start, end) in rendering.regions.items() if start <= span[0] and span[1] <= end), None)

@@ -1,7 +1,8 @@
-"""Answers in the text of a template whose loops do not show them: each text is replaced by a mark, and compared.
+"""The trained characters of a conversation, for templates whose loops do not show which message they write: each text
+is replaced by a sentinel, and the renderings are compared.
 
-A rendering for every text of every message, so it is only the way out where ChatTemplate's notes say nothing.
-tests/test_masks.py holds that both ways find the same.
+It costs one rendering for every text of every message, so it is used only where ChatTemplate's notes say nothing.
+tests/test_masks.py checks that both ways give the same masks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from weft.data.conversation import Conversation
 SENTINEL = "\ue5e1\ue5e2"  # of a private-use area: in no data, and templates leave it alone
 
 
-class Comparison:
-    """One conversation, its text, and where its messages lie in it. added: all tokens of which some are special."""
+class MasksByComparison:
+    """One conversation, its rendering, and the character span of each message. specials: the special tokens. added: the
+    other tokens that were added to the vocabulary."""
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class Comparison:
         self._hulls = {place: self._hull(place) for place in range(len(chat.messages))}
 
     def find(self) -> tuple[str, tuple[Span, ...]]:
-        """The text, with the end that the last answer may lack, and the trained characters. Raises Unclear."""
+        """(text, trained spans). The text is the rendering, with the end of turn that the last answer may lack. Raises
+        Unclear."""
         text, spans = self.text, []
         for place in self._chat.trained:
             start, end = self._start(place), self._end(place)
@@ -50,7 +53,7 @@ class Comparison:
         return text, tuple(spans)
 
     def _start(self, place: int) -> int:
-        """Behind what the template writes to ask for this answer."""
+        """The character after the generation prompt of this answer."""
         first, last = self._bounds(place)[0], self._place(place)[0]
         prompt = self._template.render(self._chat.messages[:place], self._kwargs, tools=self._chat.tools, ask=True).text
         if self.text.startswith(prompt) and first <= len(prompt) <= last:
@@ -62,7 +65,7 @@ class Comparison:
         raise self._unclear(f"nothing before message {place + 1} looks like the generation prompt")
 
     def _end(self, place: int) -> int | None:
-        """Behind the token that ends the turn; None where the text ends without one."""
+        """The character after the token that ends the turn; None where the text ends without one."""
         own, limit = self._place(place)[1], self._bounds(place)[1]
         found = [match for match in self._special.finditer(self.text, own) if match.start() <= limit]
         if not found:
@@ -75,7 +78,7 @@ class Comparison:
         return found[0].end()
 
     def _closings(self) -> list[str]:
-        """The special tokens that follow an answer, in the middle of a conversation and at its end."""
+        """The special tokens that end an answer, in the middle of a conversation and at its end."""
         user, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": SENTINEL}
         out = []
         for messages in ([user, answer, user], [user, answer]):
@@ -91,7 +94,7 @@ class Comparison:
         return hull
 
     def _bounds(self, place: int) -> Span:
-        """Where the message before ends and the one behind begins."""
+        """(end of the previous message, start of the next one)."""
         before = [hull[1] for i, hull in self._hulls.items() if hull is not None and i < place]
         behind = [hull[0] for i, hull in self._hulls.items() if hull is not None and i > place]
         first, last = max(before, default=0), min(behind, default=len(self.text))
@@ -101,7 +104,7 @@ class Comparison:
         return first, last
 
     def _hull(self, place: int) -> Span | None:
-        """The characters that change with any text of a message; None where none does."""
+        """The smallest span that holds every text of a message; None where the template writes none of them."""
         spans = [span for other in self._variants(place) if (span := self._changed(other, place)) is not None]
         return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
@@ -117,7 +120,7 @@ class Comparison:
         return start, len(self.text) - behind
 
     def _variants(self, place: int) -> Iterator[str]:
-        """The conversation's text with each text of a message replaced by the sentinel."""
+        """The rendering with each text of a message replaced by the sentinel, one text at a time."""
         message = self._chat.messages[place]
         if isinstance(message["content"], str) and message["content"]:
             yield self._render(self._chat.replaced(place, content=SENTINEL))

@@ -149,7 +149,7 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     messages = with_system(where, row, read_messages(where, "messages", row["messages"], reading.roles))
-    return Record(where, "messages", {"messages": messages, **beside(where, row)})
+    return Record(where, "messages", {"messages": messages, **template_inputs(where, row)})
 
 
 def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -187,7 +187,7 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
         "prompt": with_system(where, row, read_messages(where, "prompt", prompt, reading.roles)),
         "completion": read_messages(where, "completion", completion, reading.roles),
     }
-    return Record(where, "prompt", {**value, **beside(where, row)})
+    return Record(where, "prompt", {**value, **template_inputs(where, row)})
 
 
 def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -205,7 +205,7 @@ def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> R
     turns = [*_history(where, row), (question, answer)]
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-    return Record(where, "messages", {"messages": with_system(where, row, messages), **beside(where, row)})
+    return Record(where, "messages", {"messages": with_system(where, row, messages), **template_inputs(where, row)})
 
 
 _READERS = {
@@ -221,7 +221,7 @@ assert set(_READERS) == set(FORMATS)
 # ---------------------------------------------------------------- columns beside
 
 
-def beside(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """tools and chat_template_kwargs, where a document has them."""
     found: dict[str, Any] = {}
     if row.get("tools"):

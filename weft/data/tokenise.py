@@ -18,7 +18,7 @@ from weft.data.encode import Encoded, Encoder, Encoding
 from weft.data.records import Reading, Record
 from weft.data.sources import Part
 from weft.data.table import BadRow, Chunk, Table
-from weft.data.workers import Crew
+from weft.data.workers import WorkerPool
 from weft.errors import BadRowError, UserError, first_line
 from weft.telemetry import flight
 
@@ -130,8 +130,8 @@ def _cores(alone: bool) -> int:
 def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Generator[tuple[int, Chunk]]:
     """(bytes of the source, documents) of each block, in order. To be closed: it has threads or processes."""
     if workers > 1:
-        with Crew(work, workers) as crew:
-            yield from crew.map(blocks)
+        with WorkerPool(work, workers) as pool:
+            yield from pool.map(blocks)
         return
     encoder, begun = work.make(), deque[tuple[int, Future[Chunk]]]()
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,7 +1,7 @@
 """Worker processes that tokenise blocks.
 
-They are started anew, not forked: a rank has threads (of torch, gloo, tokenizers) that do not survive a fork, and a
-child of a notebook or script must not run it again. Each holds one thread.
+They are spawned, not forked: a rank has threads (of torch, gloo, tokenizers) that do not survive a fork. A spawned
+child must not run the parent's notebook or script again. Each worker uses one thread.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _AHEAD = 3  # blocks for each worker that may be done before their turn
 _ENDING_SECONDS = 1.0  # from the end of a connection to that of its process
 
 
-class Crew:
-    """`with Crew(work, 4) as crew: for size, chunk in crew.map(blocks): ...`"""
+class WorkerPool:
+    """A pool of processes: `with WorkerPool(work, 4) as pool: for size, chunk in pool.map(blocks): ...`"""
 
     def __init__(self, work: Work, count: int) -> None:
         self._work, self._count = work, count
@@ -43,7 +43,7 @@ class Crew:
         self._busy: dict[Connection, int] = {}
         self._oom_kills = oom_kills() or 0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         environment = {
             **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *_python_path()]),
@@ -73,7 +73,8 @@ class Crew:
             process.wait()
 
     def map(self, blocks: Iterable[Block]) -> Iterator[tuple[int, Chunk]]:
-        """(size, chunk) of each block, in their order. Raises the first block's UserError, as one process would."""
+        """Yield (size, chunk) of each block, in order. Raises the UserError of the first bad block, as a single process
+        would."""
         rest = enumerate(blocks)
         sizes: dict[int, int] = {}
         done: dict[int, Any] = {}
@@ -141,7 +142,7 @@ def _python_path() -> list[str]:
 
 
 def serve(connection: Connection) -> None:
-    """A worker's whole life: Work first, then block after block, until the other end is closed."""
+    """The main function of a worker: receives Work, then blocks, until the connection is closed."""
     encoder = None
     try:
         work: Work = pickle.loads(connection.recv_bytes())

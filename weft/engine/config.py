@@ -23,9 +23,9 @@ class EngineConfig:
     """The sections of a run's config that an Engine reads. purpose: `inference` has no gradients, optimizer or masters.
 
     temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
-    the last bit, what the embedded engine records when it samples it (docs/exact.md). value_head: makes a critic: the
-    readout `value`, one number per token, replaces logits; names the initial values of the head where the files have
-    none. replay: follow the routes that documents carry, except where adapters are switched off.
+    the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). value_head: makes a
+    critic: the readout `value`, one number per token, replaces logits; names the initial values of the head where the
+    files have none. replay: follow the routes that documents carry, except where adapters are switched off.
     """
 
     model: ModelConfig

@@ -19,7 +19,7 @@ from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.engine.rows import RowBuilder, Rows
-from weft.engine.sleep import PARTS, Part, Sleeper, held
+from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
@@ -168,7 +168,7 @@ class Engine:
         flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
-        metrics = sums.reduce(self.mesh.world_group, alike={"the plan of the step": plan.fingerprint()})
+        metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
         if metrics.pop("_nonfinite"):
             self._nonfinite = nonfinite.name_losses(sources, (~finite).nonzero().flatten().tolist())
         return metrics
@@ -296,7 +296,7 @@ class Engine:
         for unit in fsdp_modules(self.module):
             unit.reshard()
         wanted = [part for part in parts or PARTS if part not in self.asleep]
-        tensors = {part: held(part, self.module, self.optimizer, self.ema) for part in wanted}
+        tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in wanted}
         return sum(self.sleeper.sleep(part, of_part) for part, of_part in tensors.items())
 
     def wake(self, *parts: Part) -> int:

@@ -47,15 +47,15 @@ class Sums:
             self.add(prefix + name, total, other._weights[name])
 
     def reduce(
-        self, group: dist.ProcessGroup | None = None, alike: Mapping[str, str] | None = None
+        self, group: dist.ProcessGroup | None = None, equal: Mapping[str, str] | None = None
     ) -> dict[str, float | None]:
         """sum / weight of every name over all ranks of `group`, in order of names; None where the weight is zero.
 
-        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. alike: strings
+        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. equal: strings
         that must be equal on all ranks; their digests are reduced too. RanksDisagreeError names those that differ.
         """
         names = sorted(self._sums)
-        same = {**(alike or {}), "metrics of the step": ", ".join(names)}
+        same = {**(equal or {}), "metrics of the step": ", ".join(names)}
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
         ranks = 1
         if dist.is_initialized():
@@ -63,7 +63,7 @@ class Sums:
                 dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
         values = vector.tolist()
-        _check_alike(same, values[-2:], ranks, group)
+        _check_equal(same, values[-2:], ranks, group)
         pairs = zip(names, values[: len(names)], values[len(names) : -2], strict=True)
         return {name: total / weight if weight else None for name, total, weight in pairs}
 
@@ -89,7 +89,7 @@ def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
     return number, number * number
 
 
-def _check_alike(
+def _check_equal(
     same: Mapping[str, str], fingerprint: list[float], ranks: int, group: dist.ProcessGroup | None
 ) -> None:
     """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""

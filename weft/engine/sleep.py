@@ -125,7 +125,7 @@ def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
             done += len(piece)
 
 
-def held(
+def tensors_of(
     part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | OnShards | None, ema: Ema | None
 ) -> Iterator[Tensor]:
     """The tensors of a part of an engine; of `optimizer` the state and the average of the weights."""

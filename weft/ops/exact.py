@@ -1,9 +1,9 @@
 """Arithmetic in which a token's result does not depend on what else is computed, to the last bit.
 
 A trainer computes whole documents and a sampler one token at a time: the same sums, but not always in the same order.
-Measured on CPU in fp32 (docs/exact.md), three things depend on the shape: matrix products with fewer than four rows per
-thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads the first two to
-shapes in which results do not change; `attend_exactly` is the third.
+Measured on CPU in fp32 (docs/explanation/exact.md), three things depend on the shape: matrix products with fewer
+than four rows per thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads
+the first two to shapes in which results do not change; `attend_exactly` is the third.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
 
-from weft.checkpoint.retention import chosen_step, whole_steps
+from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.data.chat_template import RenderError
@@ -45,7 +45,7 @@ def run(options: ChatOptions) -> None:
 def find_model(path: str, step: int | None) -> str:
     """What transformers is to load: a checkpoint of a run folder, or the model that is named."""
     folder = Path(path)
-    steps = whole_steps(folder / "checkpoints")
+    steps = complete_steps(folder / "checkpoints")
     if steps:
         return str(chosen_step(folder / "checkpoints", path, steps[-1] if step is None else step))
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
@@ -122,7 +122,7 @@ class Chat:
         """The model's answer, which is printed as it comes and kept for the turns after it."""
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         chats = self.tokenizer.chat_template is not None
-        prompt = opened(self.tokenizer, asked) if chats else text
+        prompt = prompt_text(self.tokenizer, asked) if chats else text
         ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
         streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -147,7 +147,7 @@ class _Streamer(TextStreamer):
         say(text, end="\n" if stream_end else "")
 
 
-def opened(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     """The conversation as the template renders it, up to where the answer begins, whether or not it has a way to ask
     for that."""
     return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)

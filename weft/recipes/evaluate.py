@@ -205,7 +205,7 @@ class Evaluator:
             if part.name:
                 total.add_all(sums, f"{part.name}/")
         plans = " ".join(part.plan.fingerprint() for part in self._parts)
-        return total.reduce(self.engine.mesh.world_group, alike={"the plans of the evaluation": plans})
+        return total.reduce(self.engine.mesh.world_group, equal={"the plans of the evaluation": plans})
 
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
         """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%, exact 9.5%; the best so far (0.8 s)`."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import plan_files
-from weft.checkpoint.export import WholeTensors, export_alone, plan_export
+from weft.checkpoint.export import FullTensors, export_alone, plan_export
 from weft.checkpoint.resume import whole
-from weft.checkpoint.retention import TRAINER_STATE, commit, step_folder, whole_steps
+from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
 from weft.checkpoint.snapshot import DTYPES, exported
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
@@ -90,7 +90,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names: itself, or of a run folder the newest."""
-    steps = whole_steps(path / "checkpoints")
+    steps = complete_steps(path / "checkpoints")
     if steps:
         return step_folder(path / "checkpoints", steps[-1])
     if any((path / name).is_file() for name in ("config.json", CONFIG)):
@@ -131,7 +131,7 @@ def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None,
 
 
 @contextmanager
-def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[WholeTensors]:
+def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTensors]:
     """Tensors of a trainer state, put together from the files of all ranks. names: the model's own -> the state's."""
     with ExitStack() as stack:
         files = [(file.boxes, stack.enter_context(TensorFile.open(state.folder / file.name))) for file in state.files]
@@ -149,4 +149,4 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[WholeTen
                     values[box.within(all_of_it)] = file.read(kept)
             return values
 
-        yield WholeTensors(list(names), read)
+        yield FullTensors(list(names), read)

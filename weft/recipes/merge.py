@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint.export import WholeTensors, copy_companions, export_alone, plan_export
+from weft.checkpoint.export import FullTensors, copy_companions, export_alone, plan_export
 from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
@@ -52,7 +52,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
-        export_alone(plan, WholeTensors(names, _merged(load, lora, file, names)), folder)
+        export_alone(plan, FullTensors(names, _merged(load, lora, file, names)), folder)
     load.source.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from weft.cluster.options import PreviewOptions
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.opened import Source, open_data
+from weft.data.open_sources import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
 from weft.errors import UserError, first_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.checkpoint.retention import best_step, chosen_step, step_folder, whole_steps
+from weft.checkpoint.retention import best_step, chosen_step, complete_steps, step_folder
 from weft.cluster.options import PushOptions
 from weft.cluster.scratch import scratch_folder
 from weft.errors import UserError
@@ -22,7 +22,7 @@ from weft.sharding.source import INDEX
 def run(options: PushOptions) -> str:
     """Upload it; where it can be seen. UserError where it is not whole, or the hub does not take it."""
     checkpoint = choose_checkpoint(Path(options.path), options.step, best=options.best)
-    require_whole(checkpoint)
+    require_complete(checkpoint)
     repository = Repository(options.repository, options.private, options.revision)
     repository.prepare()
     with scratch_folder("push-") as scratch:
@@ -36,7 +36,7 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
     checkpoints = path / "checkpoints"
     if step is None and not best:
         return find_checkpoint(path)
-    if not whole_steps(checkpoints):
+    if not complete_steps(checkpoints):
         raise UserError(f"--step and --best choose a checkpoint of a run folder, and {path} is none: leave them out.")
     if step is not None:
         return chosen_step(checkpoints, path, step)
@@ -46,7 +46,7 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
     return step_folder(checkpoints, chosen)
 
 
-def require_whole(checkpoint: Path) -> None:
+def require_complete(checkpoint: Path) -> None:
     """UserError where a folder holds no model or adapter, or not all of it, or other weights than were written."""
     if checkpoint.suffix in (".partial", ".removing"):
         raise UserError(f"{checkpoint} is being written or removed, so it is not whole: name another checkpoint.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, redirect_stdout
@@ -27,6 +28,7 @@ from weft.objectives.policy import choose_policy_loss
 from weft.optim.schedule import learning_rate
 from weft.remote.uploads import Uploads, upload_all
 from weft.remote.uploads import prepare as prepare_uploads
+from weft.report.banner import say_stopped
 from weft.report.progress import Progress
 from weft.report.trackers import check_installed
 from weft.rl.actors import Actors, open_actors
@@ -43,7 +45,7 @@ from weft.rl.meter import Meter, Show
 from weft.rl.placement import TIMED, settle
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
-from weft.rl.recorder import RlRecorder, print_rl_opening, say_stopped
+from weft.rl.recorder import RlRecorder, print_rl_opening
 from weft.rl.reference_critic import Who
 from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
 from weft.rl.rewards import Failures, Rewards, decode
@@ -53,7 +55,7 @@ from weft.rl.trainer_group import Learners
 from weft.rollout.base import RolloutEngine, Sampling
 from weft.rollout.records import import_arrow, read_rollouts, recorded_files
 from weft.rollout.types import Group, Prompt, Sample, samples_of
-from weft.run.folder import Held, hold_folder, write_bad_rows, write_config
+from weft.run.folder import RunLock, lock_folder, write_bad_rows, write_config
 from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.run.resume import after_the_last
 from weft.telemetry import flight
@@ -75,7 +77,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
-    with hold_folder(config, resume=resume) as held:
+    with lock_folder(config, resume=resume) as held:
         start = FRESH
         if resume and options.rollout_only:
             start = find_collected(held.folder)
@@ -177,7 +179,7 @@ class Run:
     """What the controller's loop works with."""
 
     config: RlConfig
-    held: Held
+    held: RunLock
     task: Task
     actors: Actors
     plan: Plan
@@ -265,7 +267,7 @@ async def train(run: Run) -> None:
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
-        say_stopped(run.go_on, number * plan.per_rollout, stopped)
+        say_stopped(signal.Signals(stopped).name, number * plan.per_rollout, run.go_on)
         raise StoppedError(stopped)
 
 
@@ -279,7 +281,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
     try:
         with (
             redirect_stdout(io.StringIO()),
-            hold_folder(config) as held,
+            lock_folder(config) as held,
             open_actors(config, options, fill=True) as actors,
         ):
             task = read_task(config, hooks)
@@ -326,7 +328,7 @@ async def collect(run: Run) -> None:
         await run.learners.close()
         say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.own.beat))
     if signals.number and number < run.plan.rollouts:
-        say_stopped(run.go_on, number, signals.number)
+        say_stopped(signal.Signals(signals.number).name, number, run.go_on)
         raise StoppedError(signals.number)
 
 

@@ -39,7 +39,7 @@ from weft.recipes.run_data import RunData, dated, deal, read_run_data
 from weft.remote.uploads import Uploads, prepare, upload_all
 from weft.report.banner import print_dry_run, print_opening, say_finished, say_stopped
 from weft.report.progress import Progress, loading
-from weft.report.step_line import Taken
+from weft.report.step_line import StepOutcome
 from weft.report.trackers import check_installed
 from weft.run.folder import open_folder, write_bad_rows
 from weft.run.hooks import NO_HOOKS, Hooks
@@ -146,7 +146,7 @@ def train(
             if step.number == start.step + 1:
                 check_contract(engine)
             found = evaluator.at(step.number, len(steps))
-            memory_gib, stop, overdue, failed = meet(engine, signals, saver)
+            memory_gib, stop, overdue, failed = agree(engine, signals, saver)
             line = recorder.record(step, taken, memory_gib, found)
             progress.step(line)
             progress.notes(evaluator.take_news())
@@ -174,7 +174,8 @@ def train(
     flight.at("upload")
     say_all(uploads.finish(bool(stop), flight.own.beat))
     if stopped is not None:
-        say_stopped(folder, step.number, stopped, engine.ranks)
+        if engine.ranks.is_first:
+            say_stopped(stopped, step.number, f"weft sft --resume {folder}" + ("" if stop else f" {stopped}=null"))
         if stop:
             raise StoppedError(stop)
 
@@ -185,13 +186,13 @@ def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective,
     return plan, engine.rows(plan, own, objective).ahead()
 
 
-def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> Taken:
+def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> StepOutcome:
     """One optimizer step, as soon as it is laid out."""
     began = time.perf_counter()
     plan, rows = laid_out.result()
     metrics = engine.accumulate(plan, rows, objective)
     result = engine.apply(lr)
-    return Taken(plan, metrics, result, lr, time.perf_counter() - began)
+    return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
 
 def open_saver(
@@ -210,8 +211,9 @@ def open_saver(
     )
 
 
-def meet(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
-    """What all ranks agree on after a step, in one reduction: memory, a signal to stop, a save by the clock, errors."""
+def agree(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
+    """All-reduce what the ranks must agree on after a step: (peak memory in GiB, signal to stop or 0, whether a save by
+    the clock is due, whether a checkpoint writer failed)."""
     own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
     memory, stop, overdue, failed = largest(own, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from weft.checkpoint.retention import commit, point_best, point_latest, step_folder, whole_steps
+from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, step_folder
 from weft.cluster.scratch import scratch_folder
 from weft.config.urls import LocalCopy, url_problem
 from weft.errors import UserError
@@ -65,7 +65,7 @@ def go_on_with(url: str, staging: Path) -> LocalCopy:
     with _told("--resume", url), locked(staging, Path(folder).name):
         remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
         newest = max(remote.steps(), default=0)
-        if not _is_ours(remote, here) or max(whole_steps(here / CHECKPOINTS), default=0) < newest:
+        if not _is_ours(remote, here) or max(complete_steps(here / CHECKPOINTS), default=0) < newest:
             scratch = here.with_name(f"{here.name}.fetching")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
@@ -129,7 +129,7 @@ def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool
     if best in steps and best is not None:
         if best != newest:
             _newest(remote, [best], folder, lambda manifest: True)
-        if best in whole_steps(folder / CHECKPOINTS):
+        if best in complete_steps(folder / CHECKPOINTS):
             point_best(step_folder(folder / CHECKPOINTS, best))
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft.checkpoint.retention import best_step, step_folder, superseded, whole_steps
+from weft.checkpoint.retention import best_step, complete_steps, step_folder, superseded
 from weft.config.schema import CheckpointConfig
 from weft.errors import StorageError
 from weft.files import link_files, sha256
@@ -135,7 +135,7 @@ class Mirror:
         if self.fresh:
             self.remote.clear()
         self.remote.sweep()
-        here, there = whole_steps(self.run / CHECKPOINTS), self.remote.steps()
+        here, there = complete_steps(self.run / CHECKPOINTS), self.remote.steps()
         later = [step for step in there if step > max(here, default=0)]
         if later:
             self.remote.unmark(later, into=ASIDE)
@@ -165,7 +165,7 @@ class Mirror:
         return [path for path in files if not any(part.endswith(_PASSING) for part in path.parts)]
 
     def _link_new(self) -> None:
-        for step in whole_steps(self.run / CHECKPOINTS):
+        for step in complete_steps(self.run / CHECKPOINTS):
             waits = self.critic and not step_folder(self.run / CRITIC / CHECKPOINTS, step).is_dir()
             if step in self._seen or waits:
                 continue
@@ -180,7 +180,7 @@ class Mirror:
 
     def _linked(self) -> list[int]:
         """Steps that wait to be uploaded."""
-        return whole_steps(self._links)
+        return complete_steps(self._links)
 
     def _round(self, ends: bool) -> None:
         """Everything that is due; the other files first."""

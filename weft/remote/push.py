@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from weft.checkpoint.retention import TRAINER_STATE, best_step, step_folder, whole_steps
+from weft.checkpoint.retention import TRAINER_STATE, best_step, complete_steps, step_folder
 from weft.config.schema import CheckpointConfig
 from weft.files import link_files
 from weft.remote.card import CARD, model_card
@@ -56,7 +56,7 @@ class Pusher:
         self._done: Path | None = None  # uploaded, or tried
         self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
-        self._began = max(whole_steps(self._checkpoints), default=0)
+        self._began = max(complete_steps(self._checkpoints), default=0)
 
     @property
     def _checkpoints(self) -> Path:
@@ -100,7 +100,7 @@ class Pusher:
 
     def _work(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
-            steps = whole_steps(self._checkpoints) if self.config.push_at == "save" else []
+            steps = complete_steps(self._checkpoints) if self.config.push_at == "save" else []
             if steps and steps[-1] > self._began:
                 self._push(step_folder(self._checkpoints, steps[-1]))
         last = self._last()
@@ -114,7 +114,7 @@ class Pusher:
 
     def _last(self) -> Path | None:
         """What is on the hub in the end: the best checkpoint where it is kept (checkpoint.keep_best), else the last."""
-        steps = whole_steps(self._checkpoints)
+        steps = complete_steps(self._checkpoints)
         best = best_step(self._checkpoints) if self.config.keep_best else None
         step = best if best is not None else steps[-1] if steps else None
         return None if step is None else step_folder(self._checkpoints, step)

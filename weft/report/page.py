@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from weft.checkpoint.retention import TRAINER_STATE, step_folder, whole_steps
+from weft.checkpoint.retention import TRAINER_STATE, complete_steps, step_folder
 from weft.cluster.options import ReportOptions
 from weft.config.yaml12 import read_sections
 from weft.errors import UserError
@@ -240,7 +240,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
         return []
     links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
     found = []
-    for step in reversed(whole_steps(folder)):
+    for step in reversed(complete_steps(folder)):
         path = step_folder(folder, step)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         found.append(

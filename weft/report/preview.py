@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.opened import Source
+from weft.data.open_sources import Source
 from weft.data.order import Share
 from weft.data.sources import Part
 from weft.errors import UserError

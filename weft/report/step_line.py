@@ -11,7 +11,7 @@ from weft.models.flops import Throughput
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepOutcome:
     """What a step did. metrics: reduced over all ranks; seconds: from its plan to its update."""
 
     plan: StepPlan
@@ -21,7 +21,9 @@ class Taken:
     seconds: float
 
 
-def step_line(number: int, epoch: int, taken: Taken, throughput: Throughput, memory_gib: float) -> dict[str, object]:
+def step_line(
+    number: int, epoch: int, taken: StepOutcome, throughput: Throughput, memory_gib: float
+) -> dict[str, object]:
     """The line of an optimizer step. memory_gib: the largest rank's."""
     plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
     totals, loss = plan.totals, metrics.pop("loss")

@@ -93,7 +93,7 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
         opened.enter_context(ray_session(config.cluster.address, [*places.rooms, *others, *own]))
         make_trainer = partial(_make_trainer, config, options, fill)
         rooms = [places.trainer] * options.world
-        trainers = group("trainer rank", make_trainer, rooms, ranks(options.world), rooms=places.rooms)
+        trainers = group("trainer rank", make_trainer, rooms, ranks(options.world), reserve=places.rooms)
         asides = {
             who: group(f"{who} rank", partial(_make_aside, config, options, who, fill), [room] * world, ranks(world))
             for who, world in aside_ranks.items()
@@ -106,7 +106,7 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
         beside = None if places.colocated_with is None else (trainers, places.colocated_with)
         calls = CALLS if serves else 1
         limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
-        engines = group("rollout engine", make, places.engines, env, beside=beside, **limits)
+        engines = group("rollout engine", make, places.engines, env, share_with=beside, **limits)
         yield Actors(trainers, asides, engines)
 
 

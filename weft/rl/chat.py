@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding, unbounded
-from weft.data.loss_mask import Answers
+from weft.data.loss_mask import AssistantMasks
 from weft.data.prompts import up_to_the_answer
-from weft.data.records import Record, beside
+from weft.data.records import Record, template_inputs
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.rollout.types import Prompt
@@ -120,8 +120,8 @@ class Chats:
         return render(chat.messages, True) if self._asks[key] else up_to_the_answer(render, chat.messages)
 
     def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
-        return conversation(Record(where, "messages", {"messages": messages, **beside(where, row)}), "answers")
+        return conversation(Record(where, "messages", {"messages": messages, **template_inputs(where, row)}), "answers")
 
-    def _answers(self, where: str, chat: Conversation) -> tuple[Answers, dict[str, Any]]:
-        answers = self._encoder.answers_of(Record(where, "messages", {}), chat)
+    def _answers(self, where: str, chat: Conversation) -> tuple[AssistantMasks, dict[str, Any]]:
+        answers = self._encoder.masks_of(Record(where, "messages", {}), chat)
         return answers, {**self.encoding.template_kwargs, **chat.kwargs}

@@ -62,7 +62,7 @@ def environment_class(config: RlConfig) -> type[Environment] | None:
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise UserError(
             f"rl.environment: {path} is no environment: write a class of weft.rl.environments.Environment "
-            "(docs/environments.md)."
+            "(docs/how-to/environments.md)."
         )
     if not config.rl.reward and not found.gives_reward:
         raise UserError(

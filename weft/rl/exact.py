@@ -1,4 +1,4 @@
-"""rl.on_policy=exact: what is sampled comes from the policy that is trained, to the last bit. docs/exact.md
+"""rl.on_policy=exact: what is sampled comes from the policy that is trained, to the last bit. docs/explanation/exact.md
 
 Proven before training, on a few sequences of this model on this machine, and required of every sample afterwards.
 """

@@ -17,7 +17,7 @@ from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.messages import read_messages
-from weft.data.opened import Data, Source, open_data
+from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, order_of
 from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system

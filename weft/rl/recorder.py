@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.engine.metrics import MetricsFile
-from weft.report.closing import print_closing
+from weft.report.banner import print_closing
 from weft.report.trackers import Trackers
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
@@ -186,8 +186,3 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
         f"temperature {rollout.temperature:g}"
     )
     say(model.rstrip())
-
-
-def say_stopped(go_on: str, step: int, number: int) -> None:
-    """How to go on after a signal. go_on: the command."""
-    say(f"stopped  by {signal.Signals(number).name} after step {step}. Go on with: {go_on}")

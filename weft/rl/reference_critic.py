@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.checkpoint import rng
 from weft.checkpoint.resume import fill_from
-from weft.checkpoint.retention import step_folder, whole_steps
+from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
 from weft.cluster.consistency import largest, require_agreement, versions
@@ -74,10 +74,10 @@ def critic_checkpoint(run: Path, step: int) -> Path:
 
 def steps_of_all(run: Path) -> list[int]:
     """Steps whose checkpoints are whole, of the policy and of a critic in ranks of its own."""
-    steps, critics = whole_steps(run / "checkpoints"), run / CRITIC / "checkpoints"
+    steps, critics = complete_steps(run / "checkpoints"), run / CRITIC / "checkpoints"
     if not critics.is_dir():
         return steps
-    also = set(whole_steps(critics))
+    also = set(complete_steps(critics))
     return [step for step in steps if step in also or (step_folder(run / "checkpoints", step) / CRITIC).is_dir()]
 
 

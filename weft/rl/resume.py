@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.parts import RL_RUN
-from weft.checkpoint.resume import alone, from_weights, newest, nothing_whole, other_training, resumed_notes
-from weft.checkpoint.retention import point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.resume import alone, from_weights, newest, no_complete_checkpoint, other_training, resumed_notes
+from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
@@ -66,7 +66,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, 
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
-            raise UserError(nothing_whole(folder, skipped, "rl"))
+            raise UserError(no_complete_checkpoint(folder, skipped, "rl"))
         return RlStart(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
     content = state.content
     changed = dict(resume.changes(content["config"], to_dict(config), RlConfig))
@@ -107,7 +107,7 @@ def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Pro
 
 def find_collected(folder: Path) -> RlStart:
     """Where `--rollout-only` goes on: behind the last rollout step that is in RUN whole."""
-    if steps := whole_steps(folder / "checkpoints"):
+    if steps := complete_steps(folder / "checkpoints"):
         raise UserError(
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
             f"{from_weights(step_folder(folder / 'checkpoints', steps[-1]), 'rl')} --rollout-only"

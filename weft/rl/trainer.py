@@ -38,7 +38,7 @@ from weft.models.flops import Throughput
 from weft.objectives.policy import PolicyLoss
 from weft.parallel.fsdp import DTYPES
 from weft.report.banner import print_model
-from weft.report.step_line import Taken, step_line
+from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
 from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, policy_config, reference_engine
@@ -270,12 +270,12 @@ class Trainer:
         read = {documents.places[index]: found.numpy() for index, found in loss.old_logprobs().items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
 
-    def _take_step(self, documents: Sequence[Document], loss: PolicyLoss, lr: float, began: float) -> Taken:
+    def _take_step(self, documents: Sequence[Document], loss: PolicyLoss, lr: float, began: float) -> StepOutcome:
         engine = self.engine
         plan, own = engine.deal(documents)
         metrics = engine.accumulate(plan, own, loss)
         result = engine.apply(lr)
-        return Taken(plan, metrics, result, lr, time.perf_counter() - began)
+        return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
     # ------------------------------------------------------------ saving
 

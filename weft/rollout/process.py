@@ -14,7 +14,7 @@ from typing import Literal
 
 from weft.errors import ActorError
 
-_GUARD = Path(__file__).parent / "guard.py"
+_SUPERVISOR = Path(__file__).parent / "supervisor.py"
 _LINES, _WIDTH = 15, 400  # of the log's end, in messages
 # At a line's start, or after what a logger puts there; with its module or without.
 _ERROR = re.compile(r"(?:^|\] )(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception): .+)")
@@ -42,7 +42,7 @@ class EngineProcess:
         self._start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), str(folder or ""), *command], env=dict(environment),
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(folder or ""), *command], env=dict(environment),
                 start_new_session=True, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The run folder: where it is, that one run uses it at a time, and that nothing of another run is overwritten."""
+"""The run folder: its location, the lock that one run holds on it, and what is done to files of an earlier run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ AnyConfig = SftConfig | RlConfig
 
 @contextmanager
 def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
-    """RUN, made or entered again, which no other process uses meanwhile; all ranks agree on the path and share it."""
-    held: Held | None = None
+    """Create or re-enter RUN and lock it. All ranks agree on the path and check that they share it."""
+    held: RunLock | None = None
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
@@ -52,36 +52,36 @@ def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Ite
         yield folder
     finally:
         if held is not None:
-            held.leave()
+            held.release()
 
 
 @dataclass(frozen=True)
-class Held:
-    """RUN, taken by this process. token: what others find in its lock."""
+class RunLock:
+    """RUN, locked by this process. token: the content of the lock file."""
 
     folder: Path
     token: str
     lock: TextIO
 
-    def leave(self) -> None:
-        """Let others have it."""
+    def release(self) -> None:
+        """Remove the lock."""
         Path(self.lock.name).unlink(missing_ok=True)
         self.lock.close()
 
 
 @contextmanager
-def hold_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[Held]:
-    """RUN for a process that is no rank itself; its ranks `check_shared`."""
+def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]:
+    """Lock RUN from a process that is no rank, such as the controller of `weft rl`; its ranks call `check_shared`."""
     held = _hold(config, resume)
     try:
         if not resume:
             write_config(config, held.folder)
         yield held
     finally:
-        held.leave()
+        held.release()
 
 
-def _hold(config: AnyConfig, resume: bool) -> Held:
+def _hold(config: AnyConfig, resume: bool) -> RunLock:
     command = "rl" if isinstance(config, RlConfig) else "sft"
     try:
         folder = Path(str(config.run.dir)) if resume else make_folder(config.run, config.model.path, command)
@@ -91,21 +91,21 @@ def _hold(config: AnyConfig, resume: bool) -> Held:
             _clear(folder)
         if resume:
             sweep(folder / "checkpoints")
-        return Held(folder, token, lock)
+        return RunLock(folder, token, lock)
     except OSError as error:
         raise UserError(f"run.dir: {config.run.dir} cannot be used: {error.strerror}: {error.filename}.") from error
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """RUN/config.yaml, whole or not at all."""
+    """Write RUN/config.yaml atomically."""
     partial = folder / "config.yaml.partial"
     partial.write_text(to_yaml(config), encoding="utf-8")
     os.replace(partial, folder / "config.yaml")
 
 
 def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
-    """RUN/bad_rows.jsonl, a line for each row that was left out (data.bad_rows); none without such rows. bad: (its
-    source, what is wrong)."""
+    """Write RUN/bad_rows.jsonl: one line per row that data.bad_rows=drop left out; no file without such rows. bad:
+    (source, error) pairs."""
     path = folder / "bad_rows.jsonl"
     if not bad:
         path.unlink(missing_ok=True)
@@ -116,9 +116,9 @@ def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
 
 
 def cut_lines(path: Path, after: int) -> int:
-    """Move the lines of later steps than `after` from NAME.jsonl to NAME.dropped.jsonl; how many there were.
+    """Move the lines of steps after `after` from NAME.jsonl to NAME.dropped.jsonl; returns how many there were.
 
-    A line that a kill has cut short goes with them. After step 0 nothing stays, the line of step 0 itself included.
+    A line that a kill cut short is moved, too. With after=0 everything is moved, the line of step 0 included.
     """
     if not path.exists():
         return 0
@@ -136,7 +136,7 @@ def cut_lines(path: Path, after: int) -> int:
 
 
 def dropped_of(path: Path) -> Path:
-    """Where `cut_lines` moves what it cuts."""
+    """NAME.dropped.jsonl of NAME.jsonl."""
     return path.with_name(f"{path.stem}.dropped{path.suffix}")
 
 
@@ -148,12 +148,12 @@ def _step_of(line: str) -> float:
 
 
 def default_folder(model: str) -> Path:
-    """Where a run writes whose run.dir is null."""
+    """runs/NAME-DATE, the run folder where run.dir is null."""
     return Path("runs") / f"{Path(model).name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
-    """run.dir, or runs/NAME-DATE for null; UserError where it holds a run already that is not to be overwritten."""
+    """Create run.dir, or runs/NAME-DATE for null. UserError where it holds a run and run.overwrite is off."""
     folder = default_folder(model) if run.dir is None else Path(run.dir)
     if _holds_a_run(folder) and not run.overwrite:
         raise UserError(

@@ -16,8 +16,8 @@ from weft.engine.metrics import MetricsFile
 from weft.errors import UserError
 from weft.models.flops import Throughput
 from weft.parallel.timed import time_collectives
-from weft.report.closing import print_closing
-from weft.report.step_line import Taken, step_line
+from weft.report.banner import print_closing
+from weft.report.step_line import StepOutcome, step_line
 from weft.report.trackers import Trackers
 from weft.run.resume import Start
 from weft.telemetry.summary import Phases, RunSummary
@@ -86,7 +86,7 @@ class Recorder:
     def record(
         self,
         step: Step,
-        taken: Taken,
+        taken: StepOutcome,
         memory_gib: float,
         evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:

@@ -17,12 +17,12 @@ from weft.checkpoint.resume import (
     fill_from,
     from_weights,
     newest,
-    nothing_whole,
+    no_complete_checkpoint,
     other_training,
     resumed_notes,
     whole,
 )  # fmt: skip
-from weft.checkpoint.retention import forget_best, point_best, point_latest, set_aside, step_folder, whole_steps
+from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
 from weft.cluster.process import Ranks
 from weft.config import to_dict
@@ -69,11 +69,11 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
 
     steps: of the whole run. Raises UserError, the same on every rank. Nothing in RUN is changed yet.
     """
-    state, skipped = newest_whole(folder / "checkpoints", ranks)
+    state, skipped = newest_complete(folder / "checkpoints", ranks)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
-            raise UserError(nothing_whole(folder, skipped))
+            raise UserError(no_complete_checkpoint(folder, skipped))
         return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
     content = state.content
     changed = dict(changes(content["config"], to_dict(config), SftConfig))
@@ -97,9 +97,9 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
     )
 
 
-def newest_whole(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
+def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
     """The newest checkpoint that all ranks find whole, with trainer state; and why newer ones were skipped."""
-    listed = [whole_steps(checkpoints)]
+    listed = [complete_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0)
     return newest(
         checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world, RUN), ranks)

@@ -1,6 +1,6 @@
 """Planting known bugs in the running product: a check that was never seen to fail proves nothing.
 
-The bugs themselves are in bugs/. `python -m weft.verification.plants` writes docs/planted-bugs.md.
+The bugs themselves are in bugs/. `python -m weft.verification.plants` writes docs/explanation/planted-bugs.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find(name: str) -> Bug:
 
 
 def table() -> str:
-    """The text of docs/planted-bugs.md."""
+    """The text of docs/explanation/planted-bugs.md."""
     return _HEAD + "".join(_line(bug) for bug in sorted(PLANTS.values(), key=lambda bug: int(bug.id[1:])))
 
 

@@ -1,7 +1,8 @@
 """The update of reinforcement learning in one plain process, for policy and critic.
 
-Imports only the plain reference of weft. Formulas and their sources are in docs/algorithms.md. A row is a sample: its
-tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn tokens.
+Imports only the plain reference of weft. Formulas and their sources are in docs/reference/algorithms.md. A row is a
+sample: its tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn
+tokens.
 """
 
 from __future__ import annotations

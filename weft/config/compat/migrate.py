@@ -29,7 +29,7 @@ from weft.files import regular_file
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
 # {known}
-# Then look at it with `weft sft THIS --dry-run`. Every key is in docs/config.md.
+# Then look at it with `weft sft THIS --dry-run`. Every key is in docs/reference/config.md.
 """
 _ROUTED = r'"(num_experts|num_local_experts|n_routed_experts|router_aux_loss_coef)"'  # keys of config.json
 _SIGNS = 4  # names that are shown of those by which a trainer was recognised
@@ -66,14 +66,14 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
         known = ", ".join(trainer.title for trainer in TABLES.trainers)
         raise UserError(
             f"{what} of no trainer that `weft migrate` knows, which are {known}. Write a config for `weft sft` with "
-            "the keys of docs/config.md."
+            "the keys of docs/reference/config.md."
         )
     trainer, signs = by_signs
     for name, value in found.items():
         kind = trainer.task(entry_of(name, trainer.tasks) or "", value)
         if kind is not None:
             instead = (
-                f"Write a config for `weft rl`, which answers the names of others (docs/rl.md, docs/coming-from/"
+                f"Write a config for `weft rl`, which answers the names of others (docs/how-to/rl.md, docs/coming-from/"
                 f"{trainer.name}.md)."
                 if kind == REINFORCEMENT
                 else "Preference tuning is not in this version of weft."

@@ -38,7 +38,7 @@ _NAMES = """\
 You need not look names up: give weft the config you have, as in `weft sft theirs.yaml --dry-run`, or set a key under
 its old name, and the answer names what to set, for all keys at once. A name is known by its last part, so the sections
 around it do not matter; `name.*` is a section with all that is in it. Keys of weft are in
-[config.md](../config.md), with their defaults.
+[config.md](../reference/config.md), with their defaults.
 """
 
 
@@ -55,7 +55,7 @@ _DEFAULTS = """\
 _REINFORCEMENT = """\
 ## Reinforcement learning
 
-What `weft rl` answers to these names; formulas and presets are in [algorithms.md](../algorithms.md).
+What `weft rl` answers to these names; formulas and presets are in [algorithms.md](../reference/algorithms.md).
 
 | {title} | weft |
 | --- | --- |

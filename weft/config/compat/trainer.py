@@ -127,11 +127,12 @@ class Trainer:
         self.name, self.title, self.table = name, table.title, table
         self.short = table.title.partition(" and ")[0]
         self.headings = {
-            heading: answers(groups, say.sft, f"{file} names: {heading}:") for heading, groups in table.names.items()
+            heading: advice_by_name(groups, say.sft, f"{file} names: {heading}:")
+            for heading, groups in table.names.items()
         }
         inverse(self.headings, f"{file} names:")
         self.names = {name: text for group in self.headings.values() for name, text in group.items()}
-        self.rl = answers(table.rl, {**say.sft, **say.rl}, f"{file} rl:")
+        self.rl = advice_by_name(table.rl, {**say.sft, **say.rl}, f"{file} rl:")
         self.lora = next(((switch, _words(list(on))) for switch, on in table.lora.items()), ("", []))
         self.moves = inverse(table.moves, f"{file} moves:")
         self.tasks = _tasks(table.tasks, f"{file} tasks:")
@@ -181,7 +182,7 @@ class Tables:
     @cached_property
     def others(self) -> dict[str, str]:
         """Those of trainers that have no page."""
-        return answers(self.shared.names, self.sentences.sft, "shared.yaml: names:")
+        return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
 
     @cached_property
     def moves(self) -> dict[str, str]:
@@ -218,7 +219,7 @@ class Tables:
         return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
 
 
-def answers(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
+def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
     """name -> what to say. groups: SENTENCE -> names."""
     return {name: _sentence(key, sentences, where) for name, key in inverse(groups, where).items()}
 

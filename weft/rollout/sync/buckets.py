@@ -31,7 +31,7 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
 @dataclass(frozen=True)
 class Content:
-    """kind, adapter: as in wire.Part. pieces, manifest: of what is sent, as an export plans them. dtype: of its
+    """kind, adapter: as in protocol.Part. pieces, manifest: of what is sent, as an export plans them. dtype: of its
     parameters; None for those of an adapter."""
 
     kind: str

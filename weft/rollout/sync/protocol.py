@@ -9,7 +9,7 @@ a device, through a process group, or through files, a bucket at a time:
 
     engine                                    sender
     {hello, key, name, member, version, has, base, joined, mapped}
-                                              {begin: kind, version, verify, plane, manifest, adapter}
+                                              {begin: kind, version, verify, transport, manifest, adapter}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets: two are on their way at once
                                               {end: buckets}
@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from weft.rollout.sync.checksums import checksum
 
-PROTOCOL = 2
+PROTOCOL = 3
 GONE = -1  # in place of a version: the worker has died
 LONGEST = 1 << 26  # bytes of a message
 WIDTHS = {
@@ -56,8 +56,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SyncError(RuntimeError):
-    """A sync that did not deliver what it promised: says which engine, version and tensor. late: because the other end
-    said nothing in time."""
+    """A weight sync that failed. The message names engine, version and tensor. late: the peer sent nothing in time."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
@@ -66,10 +65,8 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a worker of an engine needs in order to take weights: where the sender listens, and who it is itself.
-
-    key: shows that a connection is from one that was invited. timeout: seconds that any one wait may take.
-    """
+    """What a worker of an engine needs in order to receive weights: the sender's address, and its own name and number.
+    key: a secret that authenticates the connection. timeout: seconds that any single wait may take."""
 
     host: str
     port: int
@@ -79,18 +76,18 @@ class Ticket:
     timeout: float = 120.0
 
     def to_json(self) -> dict[str, Any]:
-        """As it is given to another process."""
+        """The ticket for another process."""
         return asdict(self)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Ticket:
-        """From to_json()."""
+        """The inverse of to_json()."""
         return Ticket(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as a checkpoint names it. dtype: torch's name of it, as in "bfloat16"."""
+    """A tensor of the manifest, under its name in a checkpoint. dtype: torch's name of it, such as "bfloat16"."""
 
     name: str
     dtype: str
@@ -98,7 +95,7 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
     def __str__(self) -> str:
@@ -109,7 +106,7 @@ class Entry:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A message. ValueError where it is none."""
+    """Parse a message. ValueError where it is malformed."""
     try:
         message = json.loads(text)
     except RecursionError as error:
@@ -121,7 +118,7 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 @contextmanager
 def understood(peer: str) -> Iterator[None]:
-    """SyncError where the fields of a message of this peer are missing, or not what they should be."""
+    """Inside, missing or mistyped fields of a message of this peer become a SyncError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -130,7 +127,7 @@ def understood(peer: str) -> Iterator[None]:
 
 
 class Channel:
-    """JSON messages over a connected socket. peer: who is at the other end, in messages."""
+    """JSON messages over a connected socket. peer: the other end, for messages."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
         connection.settimeout(timeout)
@@ -138,7 +135,8 @@ class Channel:
         self.socket, self.peer, self.timeout = connection, peer, timeout
 
     def write(self, **message: Any) -> None:
-        """SyncError where the other end is gone, with what it said before it left, or takes nothing for too long."""
+        """Send a message. SyncError where the peer is gone, with the last error that it sent, or reads nothing in
+        time."""
         text = json.dumps(message).encode()
         self.socket.settimeout(self.timeout)
         try:
@@ -150,10 +148,8 @@ class Channel:
             raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
 
     def read(self, what: str, *expected: str) -> dict[str, Any]:
-        """The next message, which has one of these keys. what: is waited for, in messages.
-
-        SyncError where the other end says so, is gone, or says nothing for too long.
-        """
+        """Receive the next message, which has one of the `expected` keys. what: that is waited for, for messages.
+        SyncError where the peer reports an error, is gone, or sends nothing in time."""
         try:
             message = self._message()
         except (OSError, ValueError) as error:
@@ -166,7 +162,7 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.socket.close()
 
     def _last_words(self) -> str:
@@ -206,13 +202,14 @@ def _reason(error: Exception, timeout: float) -> str:
 
 
 class Checklist:
-    """Each tensor of a manifest once, as it was promised; SyncError, naming the tensor, for anything else."""
+    """Checks that each tensor of a manifest arrives exactly once, with its dtype, shape and size. SyncError names the
+    tensor."""
 
     def __init__(self, manifest: Mapping[str, Entry], version: int) -> None:
         self.manifest, self.version, self.missing = manifest, version, dict.fromkeys(manifest)
 
     def take(self, entry: Entry, length: int) -> None:
-        """Note one. length: of what came, in bytes."""
+        """Record the arrival of a tensor. length: bytes received."""
         promised = self.manifest.get(entry.name)
         if promised is None:
             raise SyncError(f"{entry.name} came with version {self.version} and is not in its manifest")
@@ -227,7 +224,7 @@ class Checklist:
         del self.missing[entry.name]
 
     def complete(self) -> None:
-        """To be called when all has come."""
+        """SyncError where a tensor of the manifest has not arrived."""
         if self.missing:
             first = ", ".join(list(self.missing)[:3])
             raise SyncError(
@@ -236,10 +233,8 @@ class Checklist:
 
 
 def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """What is going to come is what the engine's own model has; SyncError, naming tensors, where it is not.
-
-    wanted: name -> shape, by the engine's own account.
-    """
+    """SyncError, naming tensors, where the manifest differs from the engine's own model. wanted: name -> shape of that
+    model."""
     lacking, unknown = sorted(wanted.keys() - manifest.keys()), sorted(manifest.keys() - wanted.keys())
     if lacking:
         raise SyncError(f"the sync does not bring {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
@@ -254,15 +249,15 @@ def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int
 
 
 class Delivery:
-    """One sync, as a worker of an engine takes it; a context manager, which tells the sender of an error inside.
+    """One weight sync, at a worker of an engine. As a context manager it reports errors inside to the sender.
 
         with Delivery(ticket, version) as delivery:
             for part in delivery.parts():
                 load(part.tensors())
                 part.finish()
 
-    has: version of the weights that the engine has, which may not be a later one; base: whether it has an adapter's
-    base, or will never need one.
+    has: version of the weights that the engine has; it may not be later than `version`. base: whether the engine has
+    the base model of an adapter, or will never need it.
     """
 
     def __init__(self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True) -> None:
@@ -275,7 +270,8 @@ class Delivery:
         self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who)
 
     def parts(self) -> Iterator[Part]:
-        """Each is to be taken whole and finished before the next: weights, or an adapter, after its base if need be."""
+        """Yield the parts of the sync: the weights; or an adapter, after its base model where the engine lacks it. Each
+        must be received and finished before the next."""
         while True:
             message = self.channel.read(f"version {self.version} to begin", "begin", "done")
             if "done" in message:
@@ -314,19 +310,19 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
 
 
 class Part:
-    """One manifest and its tensors. kind: `weights`; `base`, weights that an adapter is for; `adapter`, in peft's
-    format, whose adapter_config.json is `adapter`. verify: whether checksums are to be reported."""
+    """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; `adapter`, in peft's format,
+    with its adapter_config.json in `adapter`. verify: whether checksums must be reported."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
         with understood(delivery.channel.peer):
             self.kind, self.version = str(message["begin"]), int(message["version"])
             self.verify, self.adapter = bool(message["verify"]), _of_type(message["adapter"], dict, type(None))
             self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
-            plane_of, plane = _planes[message["plane"]["kind"]], message["plane"]
+            transport_of, transport = _transports[message["transport"]["kind"]], message["transport"]
         self.received: dict[str, int] = {}
         self.finished = False
         self._delivery, self._channel = delivery, delivery.channel
-        self._plane = plane_of(plane, delivery.ticket)
+        self._transport = transport_of(transport, delivery.ticket)
         if self.version != delivery.version or self.version < (delivery.has or 0):
             raise SyncError(
                 f"stale weights: version {self.version} was sent, version {delivery.version} was asked for, and the "
@@ -334,18 +330,16 @@ class Part:
             )
 
     def tensors(self) -> Iterator[tuple[Entry, Bytes]]:
-        """Every tensor with its bytes (on CUDA: a uint8 tensor there), which stay only until the next one is asked for.
-
-        Of a device's memory, what was begun with them by then is waited for. SyncError, naming it, for one that is not
-        as the manifest says, and at the end for those missing.
-        """
+        """Yield (entry, bytes) of every tensor; on CUDA the bytes are a uint8 tensor there. They are valid until the
+        next one is requested; pending work of this process on device memory is awaited before that. SyncError, naming
+        the tensor, where one differs from the manifest or is missing at the end."""
         checklist = Checklist(self.manifest, self.version)
         while True:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
             if "end" in message:
                 break
             with understood(self._channel.peer):
-                memory = self._plane.take(message)
+                memory = self._transport.take(message)
                 rows = [(_entry(row[:3]), _number(row[3]), _number(row[4])) for row in message["rows"]]
             for entry, offset, length in rows:
                 checklist.take(entry, length)
@@ -356,16 +350,14 @@ class Part:
                 if self.verify:
                     self.received[entry.name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
                 yield entry, data
-            self._plane.release()
+            self._transport.release()
             del memory
             self._channel.write(took=message["bucket"])
         checklist.complete()
 
     def finish(self, placed: Mapping[str, int] | None = None) -> None:
-        """Report and wait until the sender has compared; SyncError where it says that something is wrong.
-
-        placed: checksums of the engine's own weights, in the manifest's layout and dtypes, where they can be read back.
-        """
+        """Report to the sender and wait for its comparison; SyncError where it found a difference. placed: checksums of
+        the engine's own weights, in the manifest's layout and dtypes, where they can be read back."""
         self._channel.write(received=self.received, placed=None if placed is None else dict(placed))
         self._channel.read(f"version {self.version} to be confirmed", "commit")
         self.finished = True
@@ -393,7 +385,7 @@ def _entry(row: Any) -> Entry:
 
 
 def as_torch(entry: Entry, data: Any) -> Any:
-    """The tensor that lies in these bytes; no copy."""
+    """A tensor over these bytes, without a copy."""
     import torch
 
     raw = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
@@ -407,10 +399,10 @@ _mapped = dict[str, Bytes]()  # of shared memory, by path: mapping it costs half
 
 
 class _Mapped:
-    """Buckets in files that are mapped: in shared memory, where a few are used in turn, or safetensors in a folder."""
+    """Receives buckets in mapped files: shared memory, whose slots are reused, or safetensors in a folder."""
 
-    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
-        self._in_turn = plane["kind"] == "shared"
+    def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
+        self._in_turn = transport["kind"] == "shared"
         for path in [path for path in _mapped if not os.path.exists(path)]:
             del _mapped[path]
 
@@ -429,26 +421,28 @@ class _Mapped:
         return memory
 
     def release(self) -> None:
-        """What reads such memory has read it when it returns."""
+        """Nothing to wait for: reads of mapped memory are synchronous."""
 
 
 class _Grouped:
-    """Buckets through a process group of the sender (its rank 0) and every worker that takes part."""
+    """Receives buckets by broadcast in a process group of the sender (rank 0) and all receiving workers."""
 
     joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
-    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
-        self._backend = plane["backend"]
+    def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
+        self._backend = transport["backend"]
         self._memory: Any = None  # of one bucket after the other, because the first touch of memory costs
-        if _Grouped.joined is None or _Grouped.joined[0] != plane["id"]:
+        if _Grouped.joined is None or _Grouped.joined[0] != transport["id"]:
             _Grouped.joined = None
-            store = open_store(ticket.host, plane["port"], ticket.timeout)
-            group = join_group(store, plane["id"], plane["rank"], plane["world"], self._backend, ticket.timeout)
-            _Grouped.joined = plane["id"], group
+            store = open_store(ticket.host, transport["port"], ticket.timeout)
+            group = join_group(
+                store, transport["id"], transport["rank"], transport["world"], self._backend, ticket.timeout
+            )
+            _Grouped.joined = transport["id"], group
         self._group = _Grouped.joined[1]
 
     def take(self, message: Mapping[str, Any]) -> Any:
-        """The bytes of a bucket, on the device of the backend."""
+        """The bytes of a bucket, on the backend's device."""
         import torch
 
         device = "cuda" if self._backend == "nccl" else "cpu"
@@ -463,18 +457,18 @@ class _Grouped:
         return memory if self._backend == "nccl" else memory.numpy()
 
     def release(self) -> None:
-        """The next broadcast into it is behind what reads it, on the same device."""
+        """Nothing to wait for: the next broadcast is ordered after the readers on the same device."""
 
 
 class _OnDevice:
-    """Buckets in memory of the sender's device: a few that are used in turn."""
+    """Receives buckets in memory of the sender's CUDA device (IPC), whose slots are reused."""
 
     mapped: tuple[str, list[Any]] | None = None  # (id, memories), kept between syncs
 
-    def __init__(self, plane: Mapping[str, Any], ticket: Ticket) -> None:
-        if _OnDevice.mapped is None or _OnDevice.mapped[0] != plane["id"]:
+    def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
+        if _OnDevice.mapped is None or _OnDevice.mapped[0] != transport["id"]:
             _OnDevice.mapped = None  # the memory of a sender that is gone, which it could not be given back before
-            _OnDevice.mapped = plane["id"], [_opened(handle, ticket) for handle in plane["handles"]]
+            _OnDevice.mapped = transport["id"], [_opened(handle, ticket) for handle in transport["handles"]]
         self._memories = _OnDevice.mapped[1]
         self._taken: Any = None
 
@@ -484,11 +478,11 @@ class _OnDevice:
         return self._taken
 
     def release(self) -> None:
-        """Wait until the device has read the bucket, because the sender is going to write to it."""
+        """Wait until the device has read the bucket, because the sender will overwrite it."""
         device_memory.wait(self._taken)
 
 
-_planes: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped, "ipc": _OnDevice}
+_transports: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped, "ipc": _OnDevice}
 
 
 def _opened(handle: Mapping[str, Any], ticket: Ticket) -> Any:
@@ -502,17 +496,17 @@ def _opened(handle: Mapping[str, Any], ticket: Ticket) -> Any:
 
 
 class DeviceMemory:
-    """Memory of a CUDA device that processes of one host share (CUDA IPC), by what torch itself shares tensors with.
+    """CUDA memory that processes of one host share (CUDA IPC), through the functions with which torch shares tensors.
 
-    torch.multiprocessing pickles the same eight values (torch/multiprocessing/reductions.py). A device is named by its
-    UUID, because processes number those that they see by themselves (CUDA_VISIBLE_DEVICES).
+    torch.multiprocessing pickles the same eight values (torch/multiprocessing/reductions.py). Devices are named by
+    UUID, because CUDA_VISIBLE_DEVICES renumbers them per process.
     """
 
     # What UntypedStorage._share_cuda_ returns and _new_shared_cuda takes, behind the number of the device.
     _FIELDS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_needed")
 
     def devices(self, device: Any) -> list[str]:
-        """UUIDs of all that this process sees, that of `device` first; [] where it is not a CUDA device."""
+        """UUIDs of the CUDA devices that this process sees, `device` first; [] where `device` is not CUDA."""
         import torch
 
         if torch.device(device).type != "cuda":
@@ -529,14 +523,14 @@ class DeviceMemory:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def share(self, memory: Any) -> dict[str, Any]:
-        """What one other process opens it with, as JSON; torch counts each handle as one reader."""
+        """A handle, as JSON, with which one other process opens the memory; torch counts each handle as one reader."""
         _, *values = memory.untyped_storage()._share_cuda_()
         plain = [base64.b64encode(v).decode() if isinstance(v, bytes) else v for v in values]
         return {"device": self.devices(memory.device)[0], **dict(zip(self._FIELDS, plain, strict=True))}
 
     def open(self, handle: Mapping[str, Any]) -> Any:
-        """The tensor in this process; it is mapped for as long as it lives. Memory of another device than this
-        process's own is read through peer access. RuntimeError where the device is not seen here, or refuses."""
+        """The shared tensor in this process, mapped while it lives. Memory of another device is read through peer
+        access. RuntimeError where this process does not see that device, or the device refuses."""
         import torch
 
         torch.cuda.init()
@@ -550,7 +544,7 @@ class DeviceMemory:
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
     def wait(self, memory: Any) -> None:
-        """Until all that this process has begun on its device, and on that of `memory`, is done."""
+        """Synchronise this process's device, and the device of `memory`."""
         import torch
 
         torch.cuda.synchronize()
@@ -561,7 +555,7 @@ device_memory = DeviceMemory()
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> Any:
-    """Where a group's members find each other; the sender serves it, on a free port if port is 0."""
+    """The TCPStore at which the members of a group meet; the sender serves it, on a free port if port is 0."""
     import torch.distributed as dist
 
     wait = timedelta(seconds=timeout)
@@ -574,7 +568,7 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> 
 
 
 def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeout: float) -> Any:
-    """A process group of its own, beside torch's default one, which engines and trainers use for themselves."""
+    """A process group besides torch's default one, which trainers and engines use themselves."""
     import torch.distributed as dist
 
     prefixed, wait = dist.PrefixStore(name, store), timedelta(seconds=timeout)
@@ -586,7 +580,7 @@ def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeo
 
 
 def broadcast(group: Any, memory: Any) -> Any:
-    """Rank 0's bytes to all; returns what is waited on."""
+    """Start the broadcast of rank 0's bytes; returns the handle to wait on."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()

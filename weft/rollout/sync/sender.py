@@ -30,8 +30,8 @@ from weft.rollout.sync import protocol
 from weft.rollout.sync.buckets import Buckets, Content, Plan, Row
 from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.server import Desk
-from weft.rollout.sync.transports import SLOTS, DeviceSlots, Group, Own, Slots
+from weft.rollout.sync.server import SyncServer
+from weft.rollout.sync.transports import SLOTS, BroadcastGroup, DeviceBuckets, IpcBuckets, SharedBuckets
 from weft.telemetry import flight
 
 T = TypeVar("T")
@@ -41,9 +41,12 @@ AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are wri
 
 @dataclass(frozen=True)
 class Receiver:
-    """An engine that is to get weights. host: address of the machine whose shared memory it sees, as own_address() says
-    there; None for the first rank's. workers: processes that each take all tensors. adapters: whether it takes those
-    alone. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its own first."""
+    """An engine that receives weights.
+
+    host: address of the machine whose shared memory it sees, as own_address() returns there; None for the first rank's.
+    workers: processes that each receive all tensors. adapters: whether it receives only adapters. devices: UUIDs of the
+    CUDA devices that its workers see (protocol.DeviceMemory), its own first.
+    """
 
     name: str
     host: str | None = None
@@ -54,10 +57,10 @@ class Receiver:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """transport: auto is memory of the device for engines that see a trainer rank's, shared memory for others on a host
-    of the trainer's, else a process group. bucket_bytes: of what is on its way at once. verify_every: syncs from one
-    whose values are read back to the next; 0: only an engine's first. timeout: seconds of any one wait. folder: where
-    `files` puts them. dtype: of the engines' weights; None for the trainer's compute dtype."""
+    """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
+    trainer's host, else a process group. bucket_bytes: size of a bucket. verify_every: syncs between two whose values
+    are read back; 0: only an engine's first. timeout: seconds of any single wait. folder: for transport `files`. dtype:
+    of the engines' weights; None for the trainer's compute dtype."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
@@ -68,7 +71,7 @@ class SyncOptions:
 
 
 def options_of(config: RlConfig, run: Path) -> SyncOptions:
-    """What the config says of sync. run: the run's folder."""
+    """The options of a config. run: the run's folder."""
     # While the first rank waits for an engine the others wait for it, in a collective that train.timeout ends.
     timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
     rollout = config.rollout
@@ -78,7 +81,7 @@ def options_of(config: RlConfig, run: Path) -> SyncOptions:
 
 
 class Sender:
-    """The trainer's end of weight sync; every method is called by all ranks together."""
+    """The trainer's end of weight sync. Every method is collective."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class Sender:
         key: str | None = None,
     ) -> None:
         """address: under which engines reach this rank; None for own_address(). port, key: the first rank's, if they
-        are to be known before. UserError where an engine cannot be reached by the transport that is asked for."""
+        must be known in advance. UserError where an engine is out of reach of the requested transport."""
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
@@ -102,12 +105,12 @@ class Sender:
         *_, self._key, self._slots = everyone[0]  # slots: in the names of shared memory; no other sender ever has it
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
-        self.desk = Desk(address, 0 if self._rank else port, self.options.timeout) if leads else None
-        places = self._gather((address, self.desk.port if self.desk else 0))
+        self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
+        places = self._gather((address, self.server.port if self.server else 0))
         self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
-        self._memories: dict[Transport, Slots | Own] = {}
+        self._memories: dict[Transport, SharedBuckets | DeviceBuckets] = {}
         self._plans: dict[tuple[str, Transport], Plan] = {}
-        self._group = Group(address, self._backend, self.options.timeout)
+        self._group = BroadcastGroup(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
         dtype = self.options.dtype or engine.precision.compute
         self._contents = [contents.weights(engine, dtype)] + ([contents.adapter(engine)] if self._adapters else [])
@@ -117,8 +120,8 @@ class Sender:
         self._folder: Path | None = None
 
     def send(self, version: int) -> Synced:
-        """Bring every engine to this version. It ends on all ranks alike: delivered and proven, or SyncError, after
-        which engines that did not confirm it have no weights to sample with."""
+        """Bring every engine to this version. The outcome is the same on all ranks: verified delivery, or SyncError,
+        after which engines that did not confirm have no weights to sample with."""
         began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
         flight.at("sync")
         sent = list[Content]()
@@ -130,14 +133,14 @@ class Sender:
         return Synced(version, tensors, total, seconds, extra)
 
     def close(self) -> None:
-        """Give memory of buckets back, remove files that were sent, and listen no more."""
+        """Free buckets, remove sent files, stop listening."""
         if self._folder is not None and self.engine.ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
         for memories in self._memories.values():
             memories.close()
         self._memories = {}
-        if self.desk is not None:
-            self.desk.close()
+        if self.server is not None:
+            self.server.close()
 
     # ------------------------------------------------------------ who sends to whom
 
@@ -186,16 +189,16 @@ class Sender:
         sent = []
         self._error = None
         try:
-            self._lead(Desk.welcome, self._mine(transport), version)
+            self._lead(SyncServer.welcome, self._mine(transport), version)
             self._agree()
             for content in self._wanted():
                 self._activate(content)
                 self._deliver(content, transport, version)
                 sent.append(content)
-            self._lead(Desk.leave, version)
+            self._lead(SyncServer.leave, version)
         except BaseException as error:
-            if self.desk is not None:
-                self.desk.leave(version, str(error))
+            if self.server is not None:
+                self.server.leave(version, str(error))
             self._group.leave()
             raise
         return sent
@@ -204,24 +207,26 @@ class Sender:
         """What is to be sent to those who are connected: a base only where one of them has none."""
         if not self._adapters:
             return self._contents
-        lacking = self.desk is not None and any(not link.base for link in self.desk.links)
+        lacking = self.server is not None and any(not connection.base for connection in self.server.connections)
         return self._contents if any(self._gather(lacking)) else self._contents[1:]
 
     def _activate(self, content: Content) -> None:
-        if self.desk is not None:
-            self.desk.active = [link for link in self.desk.links if content.kind != "base" or not link.base]
+        if self.server is not None:
+            self.server.active = [
+                connection for connection in self.server.connections if content.kind != "base" or not connection.base
+            ]
 
     def _deliver(self, content: Content, transport: Transport, version: int) -> None:
         sent = dict[str, int]()
-        had = [link.has for link in self.desk.active] if self.desk is not None else []
+        had = [connection.has for connection in self.server.active] if self.server is not None else []
         verify = is_proven(self._count, self.options.verify_every, had, self._last)
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
         else:
             number = self._by_buckets(content, transport, version, verify, sent)
-        self._lead(Desk.prove, number, version, sent)
+        self._lead(SyncServer.prove, number, version, sent)
         self._agree()
-        self._lead(Desk.commit, version)
+        self._lead(SyncServer.commit, version)
         self._agree()
 
     def _by_buckets(
@@ -255,35 +260,35 @@ class Sender:
             self._plans[content.kind, transport] = contents.Plan(self.engine, content, memories.size)
         return self._plans[content.kind, transport].write(self.engine, memories)
 
-    def _begin(self, desk: Desk, content: Content, transport: Transport, version: int, verify: bool) -> None:
+    def _begin(self, server: SyncServer, content: Content, transport: Transport, version: int, verify: bool) -> None:
         if transport == "ipc":
             memories = self._memories[transport]
-            assert isinstance(memories, DeviceSlots)
-            desk.begin(content, version, memories.describe(desk.active), verify)
+            assert isinstance(memories, IpcBuckets)
+            server.begin(content, version, memories.describe(server.active), verify)
         elif transport != "group":
-            desk.begin(content, version, [{"kind": transport}] * len(desk.active), verify)
-        elif desk.active:
-            desk.begin(content, version, self._group.describe(desk.active), verify)
+            server.begin(content, version, [{"kind": transport}] * len(server.active), verify)
+        elif server.active:
+            server.begin(content, version, self._group.describe(server.active), verify)
             self._group.join()
 
-    def _post(self, desk: Desk, transport: Transport, number: int, rows: list[Row]) -> None:
+    def _post(self, server: SyncServer, transport: Transport, number: int, rows: list[Row]) -> None:
         memories = self._memories[transport]
         memory = memories.memory(number)
-        if memory is None or not desk.active:
+        if memory is None or not server.active:
             return
-        if isinstance(memories, DeviceSlots):
-            desk.post(number, rows, memories.finish(number))
+        if isinstance(memories, IpcBuckets):
+            server.post(number, rows, memories.finish(number))
         elif transport == "shared":
-            assert isinstance(memories, Slots)
-            desk.post(number, rows, {"path": memories.path(number)})
+            assert isinstance(memories, SharedBuckets)
+            server.post(number, rows, {"path": memories.path(number)})
         else:
-            desk.post(number, rows, {"bytes": rows[-1].end})
+            server.post(number, rows, {"bytes": rows[-1].end})
             self._group.start(number, memory[: rows[-1].end])
 
-    def _wait(self, desk: Desk, transport: Transport, number: int, version: int) -> None:
+    def _wait(self, server: SyncServer, transport: Transport, number: int, version: int) -> None:
         began = time.perf_counter()
-        desk.wait_taken(number, version)
-        if transport == "group" and desk.active:
+        server.wait_taken(number, version)
+        if transport == "group" and server.active:
             self._group.wait(number)
         self._waited += time.perf_counter() - began
 
@@ -293,11 +298,11 @@ class Sender:
         folder, number = self.options.folder / f"{content.kind}-{version:06d}", 0
         self._lead(self._begin, content, "files", version, verify)
         for number, (path, rows) in enumerate(contents.exported(self.engine, content, folder)):
-            self._lead(Desk.post, number, rows, {"path": str(path)})
+            self._lead(SyncServer.post, number, rows, {"path": str(path)})
             if verify:
                 size = path.stat().st_size
                 sent |= _sums(rows, torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
-            self._lead(Desk.wait_taken, number, version)
+            self._lead(SyncServer.wait_taken, number, version)
         self._agree()
         if self._folder is not None and self.engine.ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -316,36 +321,36 @@ class Sender:
             return self._world == 1
         return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
 
-    def _open(self, transport: Transport) -> Slots | Own:
+    def _open(self, transport: Transport) -> SharedBuckets | DeviceBuckets:
         """The memories of buckets; kept from the first sync on."""
         if transport not in self._memories:
             full = self.options.bucket_bytes // SLOTS
             needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
             room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
             if transport == "shared" or (transport == "group" and self._on_one_host(transport)):
-                made: Slots | Own | None = self._open_shared(transport, room, full)
+                made: SharedBuckets | DeviceBuckets | None = self._open_shared(transport, room, full)
             else:
-                kind = DeviceSlots if transport == "ipc" else Own
+                kind = IpcBuckets if transport == "ipc" else DeviceBuckets
                 made = self._attempt(kind, room, full, self.engine.device, bool(self._mine(transport)))
                 self._agree()
-            self._memories[transport] = made or Own(room, full, self.engine.device, False)
+            self._memories[transport] = made or DeviceBuckets(room, full, self.engine.device, False)
         return self._memories[transport]
 
-    def _open_shared(self, transport: Transport, room: int, full: int) -> Slots | None:
+    def _open_shared(self, transport: Transport, room: int, full: int) -> SharedBuckets | None:
         """Shared memory of the host: of all its ranks or, where there are several hosts, of the rank that sends."""
         together = self._on_one_host(transport)
         name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
         if self._mine(transport):
-            made = self._attempt(Slots, name, owner, room, full, True)
+            made = self._attempt(SharedBuckets, name, owner, room, full, True)
         self._agree()
-        return Slots(name, owner, room, full, False) if made is None and together else made
+        return SharedBuckets(name, owner, room, full, False) if made is None and together else made
 
     # ------------------------------------------------------------ all ranks alike
 
     def _lead(self, action: Callable[..., None], *args: Any) -> None:
-        """action(desk, *args), on ranks that have a desk. What goes wrong is kept until all agree on it."""
-        if self.desk is not None and self._error is None:
-            self._attempt(action, self.desk, *args)
+        """action(server, *args), on ranks that have a server. What goes wrong is kept until all agree on it."""
+        if self.server is not None and self._error is None:
+            self._attempt(action, self.server, *args)
 
     def _attempt(self, action: Callable[..., T], *args: Any) -> T | None:
         try:
@@ -387,10 +392,8 @@ class Sender:
 
 
 def is_proven(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
-    """Whether a sync is: every so many, and where an engine comes with other weights than the last that all confirmed.
-
-    count: of this sync, from 1; had: the version that each engine comes with, None where it has none.
-    """
+    """Whether a sync is verified: every `every` syncs, and where an engine has other weights than the last version that
+    all confirmed. count: number of this sync, from 1. had: each engine's version, None for none."""
     due = every > 0 and count % every == 0
     return bool(had) and (due or any(version is None or version != last for version in had))
 

@@ -1,7 +1,7 @@
-"""Where engines come for weights: the sender's end of protocol.py's messages.
+"""The sender's end of protocol.py: accepts the workers of engines and exchanges messages with them.
 
-Whoever reaches the port may connect. Until it has shown a ticket it costs a few KB and a few seconds, during which
-others are heard as well, and nothing that it says ends or delays a sync.
+Anyone who reaches the port can connect. Until a connection has shown a ticket it costs a few KB and a few seconds, in
+which other connections are served, and nothing it sends can end or delay a sync.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.telemetry import flight
 
 _HELLO_SECONDS = 5.0  # that a peer has to show its ticket
 _HELLO_BYTES = 4096  # of what it says there
-_GUESTS = 64  # peers that have not shown one; the first of more has to go
+_MOST_PENDING = 64  # peers that have not shown one; the first of more has to go
 
 
 @dataclass(frozen=True)
-class Link:
-    """A worker of an engine that is connected, and what it said of itself (wire.Delivery)."""
+class Connection:
+    """An admitted worker of an engine, with the fields of its hello (protocol.Delivery)."""
 
     channel: Channel
     name: str
@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a worker of an engine (wire.Delivery)."""
+    """The first message of a worker of an engine (protocol.Delivery)."""
 
     protocol: int
     key: bytes
@@ -54,7 +54,7 @@ class Hello:
 
     @staticmethod
     def of(text: bytes) -> Hello:
-        """ValueError where it is no such message."""
+        """Parse it. ValueError where it is malformed."""
         message = parsed(text)
         kinds: dict[str, tuple[type, ...]] = {
             "hello": (int,), "key": (str,), "name": (str,), "member": (int,), "version": (int,),
@@ -69,20 +69,20 @@ class Hello:
         return Hello(message.pop("hello"), **message)
 
 
-class _Guest:
-    """One that is connected, and has not shown a ticket."""
+class _Pending:
+    """A connection that has not shown a ticket yet."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        self.socket = connection
         self.deadline = time.monotonic() + _HELLO_SECONDS
         self.gone = False
         self._said = bytearray()
         connection.setblocking(False)
 
     def hear(self) -> bool:
-        """Read what is there, and nothing behind the first message; whether that is whole."""
+        """Read without blocking, and no further than the first message; whether that is complete."""
         try:
-            part = self.connection.recv(self._lacking())
+            part = self.socket.recv(self._lacking())
         except BlockingIOError:
             return False
         except OSError:
@@ -92,41 +92,42 @@ class _Guest:
         return not self.gone and not self._lacking()
 
     def hello(self) -> Hello | None:
-        """What it has said; None where that is no hello."""
+        """Its first message; None where that is malformed."""
         try:
             return Hello.of(bytes(self._said[4:]))
         except ValueError:
             return None
 
     def _lacking(self) -> int:
-        """Bytes."""
+        """Bytes that the first message still lacks."""
         if len(self._said) < 4:
             return 4 - len(self._said)
         return 4 + int.from_bytes(self._said[:4], "big") - len(self._said)
 
 
-class Desk:
-    """A listening socket of one rank, and whoever is connected during a sync."""
+class SyncServer:
+    """The listening socket of one sending rank, and its connections during a sync. active: the connections that receive
+    the part that is being sent."""
 
     def __init__(self, address: str, port: int, timeout: float) -> None:
         self.timeout = timeout
-        self.links = list[Link]()  # all who are connected
-        self.active = list[Link]()  # those who take the content that is being sent
+        self.connections = list[Connection]()  # all who are connected
+        self.active = list[Connection]()  # those who take the content that is being sent
         self._listener = socket.create_server((address, port), backlog=128)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
 
     def welcome(self, tickets: Iterable[Ticket], version: int) -> None:
-        """Wait until every worker that has a ticket is connected, and asks for this version."""
+        """Accept connections until every worker that has a ticket asks for this version."""
         missing = {(ticket.name, ticket.member): ticket for ticket in tickets}
-        guests, deadline = list[_Guest](), time.monotonic() + self.timeout
+        waiting, deadline = list[_Pending](), time.monotonic() + self.timeout
         try:
             while missing:
                 flight.beat()
-                for guest in self._heard(guests, deadline):
-                    link = self._admit(guest, missing, version)
-                    if link is not None:
-                        self.links.append(link)
+                for pending in self._heard(waiting, deadline):
+                    connection = self._admit(pending, missing, version)
+                    if connection is not None:
+                        self.connections.append(connection)
                 if missing and time.monotonic() > deadline:
                     names = ", ".join(sorted({name for name, _ in missing}))
                     raise SyncError(
@@ -135,36 +136,38 @@ class Desk:
                         late=True,
                     )
         finally:
-            for guest in guests:
-                guest.connection.close()
+            for pending in waiting:
+                pending.socket.close()
 
-    def _heard(self, guests: list[_Guest], deadline: float) -> list[_Guest]:
-        """Those that have said all that they have to say to be let in; others stay guests, or are sent away."""
+    def _heard(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
+        """The pending connections whose first message is complete; late and surplus ones are closed."""
         now = time.monotonic()
-        until = min([deadline, now + 1.0, *(guest.deadline for guest in guests)])
+        until = min([deadline, now + 1.0, *(pending.deadline for pending in waiting)])
         # poll and not select, which knows no descriptors above 1023
         poll = select.poll()
-        for one in (self._listener, *(guest.connection for guest in guests)):
+        for one in (self._listener, *(pending.socket for pending in waiting)):
             poll.register(one, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000)}
         if self._listener.fileno() in ready:
             with suppress(OSError):  # it has left again
-                guests.append(_Guest(self._listener.accept()[0]))
-        whole = [guest for guest in guests if guest.connection.fileno() in ready and guest.hear()]
-        sent_away = [guest for guest in guests if guest.gone or time.monotonic() > guest.deadline] + guests[:-_GUESTS]
-        for guest in {*whole, *sent_away}:
-            guests.remove(guest)
-            if guest not in whole:
-                guest.connection.close()
+                waiting.append(_Pending(self._listener.accept()[0]))
+        whole = [pending for pending in waiting if pending.socket.fileno() in ready and pending.hear()]
+        sent_away = [pending for pending in waiting if pending.gone or time.monotonic() > pending.deadline] + waiting[
+            :-_MOST_PENDING
+        ]
+        for pending in {*whole, *sent_away}:
+            waiting.remove(pending)
+            if pending not in whole:
+                pending.socket.close()
         return whole
 
-    def _admit(self, guest: _Guest, missing: dict[tuple[str, int], Ticket], version: int) -> Link | None:
-        """None for one that was not invited."""
-        hello = guest.hello()
+    def _admit(self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int) -> Connection | None:
+        """The connection of a worker with a valid ticket; None, and closed, for others."""
+        hello = pending.hello()
         who = (hello.name, hello.member) if hello is not None else None
         ticket = missing.get(who) if who is not None else None
         if hello is None or who is None or ticket is None or not hmac.compare_digest(ticket.key.encode(), hello.key):
-            guest.connection.close()
+            pending.socket.close()
             return None
         if hello.protocol != PROTOCOL:
             raise SyncError(
@@ -175,71 +178,74 @@ class Desk:
         if hello.version != version:
             raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[who]
-        channel = Channel(guest.connection, ticket.name, self.timeout)
-        return Link(channel, *who, hello.has, hello.base, hello.joined, hello.mapped)
+        channel = Channel(pending.socket, ticket.name, self.timeout)
+        return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped)
 
-    def begin(self, content: Content, version: int, planes: Sequence[Mapping[str, Any]], verify: bool) -> None:
-        """planes: what each active link needs to know of how buckets come."""
+    def begin(self, content: Content, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
+        """Announce a part. transports: what each active connection needs to know about how buckets travel."""
         manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
-        for link, plane in zip(self.active, planes, strict=True):
-            link.channel.write(
-                begin=content.kind, version=version, verify=verify, plane=plane, manifest=manifest,
+        for connection, transport in zip(self.active, transports, strict=True):
+            connection.channel.write(
+                begin=content.kind, version=version, verify=verify, transport=transport, manifest=manifest,
                 adapter=content.adapter,
             )  # fmt: skip
 
     def post(self, number: int, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
-        """A bucket is there. where: path, bytes or slot of it."""
+        """Announce a bucket. where: its path, number of bytes or slot."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
-        for link in self.active:
-            link.channel.write(bucket=number, rows=table, **where)
+        for connection in self.active:
+            connection.channel.write(bucket=number, rows=table, **where)
 
     def wait_taken(self, number: int, version: int) -> None:
-        """Until all have taken a bucket."""
-        for link, message in self._answers(f"bucket {number} of version {version} to be taken", "took"):
+        """Wait until every active connection has taken this bucket."""
+        for connection, message in self._answers(f"bucket {number} of version {version} to be taken", "took"):
             if message["took"] != number:
-                raise SyncError(f"{link.name} took bucket {message['took']} of version {version}, not {number}")
+                raise SyncError(f"{connection.name} took bucket {message['took']} of version {version}, not {number}")
 
     def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> None:
-        """All buckets were posted: compare what was sent with what every engine says; sent: {} where it need not."""
-        for link in self.active:
-            link.channel.write(end=buckets)
-        for link, report in self._answers(f"what it received of version {version}", "received"):
-            with understood(link.name):
+        """After the last bucket: compare the checksums that every engine reports with those of what was sent. sent: {}
+        where nothing is compared."""
+        for connection in self.active:
+            connection.channel.write(end=buckets)
+        for connection, report in self._answers(f"what it received of version {version}", "received"):
+            with understood(connection.name):
                 received, placed = sums_of(report["received"]), report["placed"]
                 placed = None if placed is None else sums_of(placed)
-            compare(version, link.name, sent, received, placed)
+            compare(version, connection.name, sent, received, placed)
 
     def commit(self, version: int) -> None:
-        """Engines may sample with it from here on."""
-        for link in self.active:
-            link.channel.write(commit=version)
+        """Allow the engines to sample with this version, and wait for their confirmation."""
+        for connection in self.active:
+            connection.channel.write(commit=version)
         for _ in self._answers(f"version {version} to be confirmed", "committed"):
             pass
 
     def leave(self, version: int, error: str | None = None) -> None:
-        """Tell all who are connected that it is done, or what went wrong, and end the connections."""
-        for link in self.links:
+        """Tell every connection that the sync is done, or the error, and close it."""
+        for connection in self.connections:
             with suppress(SyncError):
-                link.channel.write(**({"done": version} if error is None else {"error": error}))
-            link.channel.close()
-        self.links = self.active = []
+                connection.channel.write(**({"done": version} if error is None else {"error": error}))
+            connection.channel.close()
+        self.connections = self.active = []
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listener.close()
 
-    def _answers(self, what: str, key: str) -> Iterator[tuple[Link, dict[str, Any]]]:
-        for link in self.active:
+    def _answers(self, what: str, key: str) -> Iterator[tuple[Connection, dict[str, Any]]]:
+        for connection in self.active:
             flight.beat()
             try:
-                yield link, link.channel.read(what, key)
+                yield connection, connection.channel.read(what, key)
             except SyncError as error:
                 text = str(error)
-                raise SyncError(text if text.startswith(link.name) else f"{link.name}: {text}", error.late) from error
+                raise SyncError(
+                    text if text.startswith(connection.name) else f"{connection.name}: {text}", error.late
+                ) from error
 
 
 def sums_of(value: Any) -> dict[str, int]:
-    """Checksums by name. TypeError where they are none."""
+    """Checksums by name, validated. TypeError."""
     if not isinstance(value, dict) or not all(isinstance(number, int) for number in value.values()):
         raise TypeError("checksums are numbers by name")
     return value

@@ -1,4 +1,4 @@
-"""How buckets travel from the ranks that send to the engines."""
+"""Transports of buckets from the sending ranks to the engines: shared memory, CUDA IPC, and a process group."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch import Tensor
 from weft.errors import UserError, first_line
 from weft.rollout.sync import protocol
 from weft.rollout.sync.protocol import SyncError, broadcast, join_group, open_store
-from weft.rollout.sync.server import Link
+from weft.rollout.sync.server import Connection
 
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 4  # one is written, one is taken, and two are agreed on or wait, so that neither end does
 _PREFIX = "weft-sync-"
 
 
-class Slots:
-    """Bucket memories in files of shared memory, which all ranks of a host and its engines map.
+class SharedBuckets:
+    """Bucket buffers in files of shared memory, which all ranks of a host and its engines map.
 
-    They stay from sync to sync, because the first touch of memory costs more than a copy. The rank that makes them
-    holds a lock on each, so that those of a process that was killed can be told, and are removed by the next.
+    They are kept between syncs, because the first touch of memory costs more than a copy. The rank that creates them
+    locks each file, so that the next run recognises and removes the files of a killed process.
     """
 
     def __init__(self, key: str, owner: int, room: int, size: int, create: bool) -> None:
-        """key: no other's, not even of one that has ended, because engines keep what they have mapped. owner: the rank
-        that makes them; others open them after it has. room: bytes of each; size: at which a bucket is full. UserError
-        where memory is short."""
+        """key: unique, even among ended runs, because engines keep their maps. owner: the rank that creates the files;
+        others open them afterwards. room: bytes of each buffer. size: bytes at which a bucket is full. UserError where
+        memory is short."""
         self.size = size
         self.paths = [SHARED_MEMORY / f"{_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
@@ -46,15 +46,15 @@ class Slots:
         self._memories = [torch.from_file(str(path), shared=True, size=room, dtype=torch.uint8) for path in self.paths]
 
     def memory(self, number: int) -> Tensor:
-        """Of bucket `number`: slots are used in turn."""
+        """The buffer of bucket `number`; buffers are reused in turn."""
         return self._memories[number % SLOTS]
 
     def path(self, number: int) -> str:
-        """The file of it."""
+        """The file of that buffer."""
         return str(self.paths[number % SLOTS])
 
     def close(self) -> None:
-        """Give the memory back, where this rank has made it."""
+        """Unmap the buffers; the rank that created the files removes them."""
         self._memories = []
         for path, lock in zip(self.paths, self._locks, strict=False):
             with suppress(FileNotFoundError):
@@ -64,7 +64,7 @@ class Slots:
 
 
 def _locked(path: Path) -> int:
-    """A new file, locked. Another run may remove it as stale before it is: then it is made again."""
+    """Create and lock a file; again, if another run removed it as stale before it was locked."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -74,7 +74,8 @@ def _locked(path: Path) -> int:
 
 
 def _create(path: Path, size: int) -> int:
-    """A locked file with its memory taken: a write to a map of what is not there would kill the process."""
+    """Create a locked file with its memory reserved: a write to unreserved pages would kill the process when memory
+    runs out."""
     descriptor = _locked(path)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -91,7 +92,7 @@ def _create(path: Path, size: int) -> int:
 
 
 def _remove_stale() -> None:
-    """Slots whose owner is gone: nobody holds their lock."""
+    """Remove files whose owner is gone: nobody holds their lock."""
     for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
@@ -102,11 +103,12 @@ def _remove_stale() -> None:
                 os.close(descriptor)
 
 
-class Own:
-    """Bucket memories on the device of a rank that sends; nothing on others."""
+class DeviceBuckets:
+    """Bucket buffers on the device of a sending rank; none on other ranks."""
 
     def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
-        """room: bytes of each; size: at which a bucket is full. UserError where memory is short."""
+        """room: bytes of each buffer. size: bytes at which a bucket is full. leads: whether this rank sends. UserError
+        where memory is short."""
         self.size = size
         try:
             self._memories = [protocol.device_memory.allocate(room, device) for _ in range(SLOTS if leads else 0)]
@@ -117,44 +119,44 @@ class Own:
             ) from error
 
     def memory(self, number: int) -> Tensor | None:
-        """Of bucket `number`: slots are used in turn."""
+        """The buffer of bucket `number`; buffers are reused in turn."""
         return self._memories[number % SLOTS] if self._memories else None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self._memories = []
 
 
-class DeviceSlots(Own):
-    """Bucket memories that engines on the same device, or one that they see, map (CUDA IPC); they stay mapped."""
+class IpcBuckets(DeviceBuckets):
+    """Bucket buffers that engines map by CUDA IPC, on the same device or one that they see; maps are kept."""
 
     def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
         super().__init__(room, size, device, leads)
         self._id = secrets.token_hex(8)
 
-    def describe(self, links: Sequence[Link]) -> list[dict[str, Any]]:
-        """What each link must know to map them, where it has not. SyncError where they cannot be shared."""
-        return [{"kind": "ipc", "id": self._id, "handles": self._handles(link)} for link in links]
+    def describe(self, connections: Sequence[Connection]) -> list[dict[str, Any]]:
+        """What each connection needs to know to map the buffers. SyncError where they cannot be shared."""
+        return [{"kind": "ipc", "id": self._id, "handles": self._handles(connection)} for connection in connections]
 
-    def _handles(self, link: Link) -> list[dict[str, Any]]:
-        if link.mapped == self._id:
+    def _handles(self, connection: Connection) -> list[dict[str, Any]]:
+        if connection.mapped == self._id:
             return []
         try:
             return [protocol.device_memory.share(memory) for memory in self._memories]
         except RuntimeError as error:
             raise SyncError(
-                f"memory of this device cannot be shared with {link.name} (CUDA IPC): {first_line(error)}. Where this "
-                "machine does not allow it, set rollout.transport=shared"
+                f"memory of this device cannot be shared with {connection.name} (CUDA IPC): {first_line(error)}. Where "
+                "this machine does not allow it, set rollout.transport=shared"
             ) from error
 
     def finish(self, number: int) -> dict[str, Any]:
-        """Wait until bucket `number` is written; where it is."""
+        """Wait until bucket `number` is written; its slot."""
         protocol.device_memory.wait(self._memories[number % SLOTS])
         return {"slot": number % SLOTS}
 
 
-class Group:
-    """A process group of a sending rank, its rank 0, and the workers of engines; kept while these stay the same."""
+class BroadcastGroup:
+    """A process group of a sending rank (rank 0) and the workers of engines, kept while its members stay the same."""
 
     def __init__(self, address: str, backend: str, timeout: float) -> None:
         self.address, self.backend, self.timeout = address, backend, timeout
@@ -164,18 +166,18 @@ class Group:
         self._members = list[tuple[str, int]]()
         self._works = dict[int, Any]()
 
-    def describe(self, links: Sequence[Link]) -> list[dict[str, Any]]:
-        """What each link must know to join; a new group where one of them is new."""
-        members = [(link.name, link.member) for link in links]
+    def describe(self, connections: Sequence[Connection]) -> list[dict[str, Any]]:
+        """What each connection needs to know to join; a new group where one of them is new."""
+        members = [(connection.name, connection.member) for connection in connections]
         known = self._group is not None and members == self._members
-        if not known or any(link.joined != self._id for link in links):
+        if not known or any(connection.joined != self._id for connection in connections):
             self._group, self._members, self._id = None, members, secrets.token_hex(8)
             self._store = open_store(self.address, 0, self.timeout, serve=True)
         common = {"kind": "group", "backend": self.backend, "id": self._id, "port": self._store.port}
-        return [{**common, "rank": rank, "world": len(links) + 1} for rank in range(1, len(links) + 1)]
+        return [{**common, "rank": rank, "world": len(connections) + 1} for rank in range(1, len(connections) + 1)]
 
     def join(self) -> None:
-        """After the links were told; waits for them."""
+        """Create the group; waits for all members, which must have been told."""
         if self._group is None:
             world = len(self._members) + 1
             try:
@@ -185,19 +187,19 @@ class Group:
                 raise SyncError(f"no process group with {names} within {self.timeout:g} s: {error}") from error
 
     def start(self, number: int, memory: Tensor) -> None:
-        """Send a bucket; memory must stay as it is until wait(number)."""
+        """Start to send a bucket; the buffer must stay unchanged until wait(number)."""
         self._works[number] = broadcast(self._group, memory)
 
     def wait(self, number: int) -> None:
-        """Until a bucket has left."""
+        """Wait until a bucket is sent."""
         try:
             self._works.pop(number).wait()
         except RuntimeError as error:
             raise SyncError(f"bucket {number} did not go through the group: {error}") from error
 
     def leave(self) -> None:
-        """After a failure: the next sync makes another. A group ends when what it was sending has come to its end, by
-        the timeout where nobody takes it; that is not waited for."""
+        """Drop the group after a failure; the next sync creates another. A thread destroys it, because that waits for
+        pending broadcasts until their timeout."""
         left = [self._group, self._works]
         self._group, self._works = None, {}
         threading.Thread(target=left.clear, name="weft group that is left", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What shows that an engine has the weights that it was sent."""
+"""Verification that an engine has the weights that were sent to it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from weft.rollout.sync.protocol import SyncError
 def compare(
     version: int, receiver: str, sent: Mapping[str, int], received: Mapping[str, int], placed: Mapping[str, int] | None
 ) -> None:
-    """Checksums of a sync: of what was sent, of what came, and of what the engine holds now, where it can tell.
-
-    SyncError, naming the engine and the tensors, where any differ or are not there.
-    """
+    """Compare checksums: of what was sent, of what the engine received, and of what it now holds, where it can tell.
+    SyncError names the engine and the tensors that differ or are missing."""
     told = {"received": received} if placed is None else {"received": received, "placed": placed}
     for what, sums in told.items():
         lacking = [name for name in sent if name not in sums]
@@ -45,11 +43,11 @@ PARITY = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
 def check_parity(
     receiver: str, version: int, engine: Sequence[Floats], trainer: Sequence[Floats], dtypes: Sequence[str]
 ) -> float:
-    """The mean distance of the engine's logprobs from the trainer's, of the same tokens under the same weights.
+    """Mean distance between the engine's and the trainer's logprobs of the same tokens under the same weights.
 
-    engine, trainer: for each completion [G] logprobs of logits / temperature. dtypes: of both, as in "bf16"; they say
-    how far apart is too far. SyncError there, or where something is no number: the engine then samples from another
-    model, or after another prompt, than the trainer trains.
+    engine, trainer: [G] logprobs of logits / temperature per completion. dtypes: of both, such as "bf16", which
+    determine the tolerance. SyncError beyond it, or where a value is not finite: the engine then samples from another
+    model, or after another prompt.
     """
     empty = np.zeros(0)
     ours, theirs = (np.concatenate([empty, *parts]).astype(np.float64) for parts in (trainer, engine))

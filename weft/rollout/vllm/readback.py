@@ -42,7 +42,7 @@ def digest(values: Tensor) -> int:
     return total % (1 << 64)
 
 
-def held(model: torch.nn.Module) -> Digests:
+def digests_of(model: torch.nn.Module) -> Digests:
     """Of every parameter, by its name; of a head, which keeps its weight beside the packed copy that it uses, also
     whether they differ."""
     found, seen = Digests(), set[int]()
@@ -89,8 +89,8 @@ class Proof:
 
     def check(self, model: Any, sent: Digests, before: Digests) -> None:
         """SyncError, naming vLLM's parameters, where one is not as it was sent. sent: by the tensors' names. before:
-        what was `held` before the first load."""
-        now = held(model)
+        what was `digests_of` before the first load."""
+        now = digests_of(model)
         groups = _groups(now, sent, getattr(model, "packed_modules_mapping", {}))
         differing = [own for own, theirs in groups if _total(now, own) != _total(sent, theirs)]
         plain = {own for own, _ in groups} - set(differing) if self._plain is None else self._plain

@@ -111,7 +111,7 @@ class Receiver:
         model, sent = self.model_runner.get_model(), readback.Digests()
         verify = verify and self.parallel_config.world_size == 1  # else a worker has a part of each tensor
         proof = self._weft_proof()
-        before = readback.held(model) if verify and proof.first else {}
+        before = readback.digests_of(model) if verify and proof.first else {}
         if self.device.type == "cpu":
             _forget_packed_experts(model)
         try:

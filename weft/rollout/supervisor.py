@@ -1,9 +1,9 @@
-"""`python guard.py FOLDER COMMAND ...` runs COMMAND in a process group of its own, and ends the whole group when its
-standard input is closed: which happens when the process that started it ends, however that ends. Then FOLDER, if one is
-named, is removed. Imports nothing of weft.
+"""`python supervisor.py FOLDER COMMAND ...`: runs COMMAND in its own process group and kills the group when standard
+input is closed, which happens when the process that started this one ends, in whatever way. Then FOLDER, if not empty,
+is removed. Imports nothing of weft.
 
-It does so in a child of its own: Ray ends the children of its processes when it ends these, but not theirs. Should that
-child be killed, the parent does the rest.
+A forked child does the work, because Ray kills the children of its processes, but not the grandchildren. If the child
+is killed, the parent cleans up.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ _GRACE = 5.0  # seconds between asking and ending
 
 
 def main(folder: str, command: list[str]) -> int:
-    """Wait for the child that guards. Returns the exit status of the command."""
-    group, tells = os.pipe()
-    guard = os.fork()
-    if guard == 0:
+    """Wait for the supervising child. Returns the exit status of the command."""
+    group, pipe = os.pipe()
+    child = os.fork()
+    if child == 0:
         os.close(group)
-        return _guard(folder, command, tells)
-    os.close(tells)
-    status = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+        return _supervise(folder, command, pipe)
+    os.close(pipe)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status < 0:
         _clear(int(os.read(group, 32) or b"0"), folder)
-    return _told(status)
+    return _exit_status(status)
 
 
-def _guard(folder: str, command: list[str], tells: int) -> int:
-    """Run it to its end. tells: a pipe that is told its process group."""
+def _supervise(folder: str, command: list[str], pipe: int) -> int:
+    """Run the command to its end. pipe: receives its process group."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent)
-    os.write(tells, str(child.pid).encode())
+    os.write(pipe, str(child.pid).encode())
     threading.Thread(target=_end_when_closed, args=(child.pid,), daemon=True).start()
     status = child.wait()
     _clear(child.pid, folder)
-    return _told(status)
+    return _exit_status(status)
 
 
 def _clear(group: int, folder: str) -> None:
-    """End what a command has left of its group, and remove its folder. group: 0 where it never began."""
+    """Kill what is left of the command's process group and remove its folder. group: 0 where the command never
+    started."""
     if group:
         _signal(group, signal.SIGKILL)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(status: int) -> int:
-    """As a shell says it where a signal was the end."""
+def _exit_status(status: int) -> int:
+    """The status as a shell reports it: 128 + signal for a command that a signal ended."""
     return status if status >= 0 else 128 - status
 
 

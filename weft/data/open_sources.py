@@ -1,5 +1,4 @@
-"""What `load_documents` takes, as sources whose files have been found. Imports neither torch nor
-transformers."""
+"""The data sections of a config, as sources whose files have been found. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] |
 
 @dataclass(frozen=True)
 class Source:
-    """A source that is open. label: for reports; name: of its documents, "" without data.sources."""
+    """A source with its files. label: for reports. name: as in data.sources; "" without it."""
 
     label: str
     parts: list[Part]
@@ -29,12 +28,12 @@ class Source:
     roles: Mapping[str, str] = field(default_factory=dict)
 
     def reading(self, chat: bool) -> Reading:
-        """How its rows are read. chat: whether there is a chat template."""
+        """How its rows are parsed. chat: whether there is a chat template."""
         return Reading(self.columns, self.roles, chat)
 
 
 def open_data(data: Data) -> list[Source]:
-    """The sources of what `load_documents` takes. Raises UserError where a file is not there or is no such file."""
+    """Find the files of a data section. Raises UserError where a file is missing or of another kind."""
     if isinstance(data, DataConfig):
         if data.sources is not None:
             return [_open(source, data.roles, named=True, most=data.max_row_bytes) for source in data.sources]
