@@ -91,6 +91,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "shards of parameters, gradients and optimizer state",
         "test_engine.py::test_uneven_shards_add_up",
     ),
+    "mesh.cp": (
+        "ranks over which long documents are cut",
+        "test_context_parallel.py::test_steps_are_those_of_plain_transformers",
+    ),
+    "mesh.ulysses": (
+        "of these, those that exchange heads",
+        "test_context_parallel.py::test_bytes_that_travel_are_those_of_the_formula",
+    ),
     "mesh.tp": (
         "ranks that divide each layer",
         "test_tensor_parallel.py::test_steps_are_those_of_plain_transformers",

@@ -94,6 +94,10 @@ class FakeMesh:
     cp_size: int = 1
 
     @property
+    def shards(self) -> int:
+        return self.dp_shard
+
+    @property
     def loss_ranks(self) -> int:
         return self.dp_replicate * self.dp_shard
 

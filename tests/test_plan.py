@@ -277,7 +277,7 @@ def test_fingerprints_tell_plans_apart() -> None:
 def test_refusals_say_what_to_set() -> None:
     with pytest.raises(ValueError, match="at least one document"):
         plan_step([], ranks=1, budget=8)
-    message = r"document 1 of the step has 9 tokens, but a row holds 8 .*step\.max_tokens_per_device=12 or more"
+    message = r"document 1 of the step has 9 tokens, but a row holds 8: .*step\.max_tokens_per_device=12 or more"
     with pytest.raises(ValueError, match=message):
         plan_step([DocumentMeta(3, 1.0, 1), DocumentMeta(9, 1.0, 1)], ranks=1, budget=10, multiple=4)
     with pytest.raises(ValueError, match=r"step\.shapes=buckets"):

@@ -455,6 +455,7 @@ def _fit_to_machine(
     sizes = resolve_mesh(mesh, fewest_ranks(mesh))
     arguments.nproc = sizes.world
     overrides = [f"mesh.{axis}={getattr(sizes, axis)}" for axis in AXES]
+    overrides.append(f"mesh.ulysses={'null' if mesh.ulysses is None else mesh.ulysses}")
     return replace(config, mesh=mesh), [*words, *overrides]
 
 

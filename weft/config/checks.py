@@ -239,11 +239,14 @@ def _held_out(config: Any) -> bool:
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     """(key, message) for values that do not go together."""
     longest, row, tokens = config.data.max_length, config.step.max_tokens_per_device, config.step.tokens
-    if longest is not None and longest > row:
+    cp = config.mesh.cp
+    if longest is not None and longest > row * cp:
+        ranks = f" on each of {cp} ranks of mesh.cp" if cp > 1 else ""
         yield (
             "data.max_length",
-            f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens and documents "
-            f"are never cut over rows: set step.max_tokens_per_device={longest}, or data.max_length={row}.",
+            f"data.max_length is {longest}, but a row holds step.max_tokens_per_device = {row} tokens{ranks} and a "
+            f"document is cut over no others: set step.max_tokens_per_device={-(-longest // cp)}, or "
+            f"data.max_length={row * cp}, or mesh.cp={-(-longest // row)}.",
         )
     if tokens is not None and longest is not None and longest > tokens:
         yield (
@@ -266,6 +269,12 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
     """Those of the sections that all training has. free_columns: the data may have columns of any name."""
+    cp, ulysses = config.mesh.cp, config.mesh.ulysses
+    if ulysses is not None and cp % ulysses:
+        yield (
+            "mesh.ulysses",
+            f"mesh.ulysses is {ulysses}, which does not divide mesh.cp = {cp}: set mesh.ulysses=null, or a divisor.",
+        )
     yield from _source_problems(config.data, free_columns)
     day = config.data.template_date
     if day is not None and not _is_day(day):

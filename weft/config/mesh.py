@@ -92,7 +92,8 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
         for axis in AXES
         if sizes[axis] > shrunk[axis]
     ]
-    return replace(mesh, **shrunk), notes
+    ulysses = mesh.ulysses if shrunk["cp"] == mesh.cp else None
+    return replace(mesh, **shrunk, ulysses=ulysses), notes
 
 
 def _product(sizes: dict[str, int]) -> int:

@@ -250,6 +250,8 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
+    if config.mesh.cp > 1:
+        yield "mesh.cp", f"mesh.cp is {config.mesh.cp}: weft rl does not have it yet in this version: set mesh.cp=1."
     if config.mesh.tp > 1:
         yield "mesh.tp", f"mesh.tp is {config.mesh.tp}: weft rl does not have it yet in this version: set mesh.tp=1."
     if config.cluster.max_staleness and config.rollout.engine == "embedded":

@@ -101,6 +101,8 @@ class Limits:
         length, of = _longest(table), sum(len(table) for table in tables)
         if self.key == "step.max_tokens_per_device":
             fix = f"Set step.max_tokens_per_device to at least {length} if memory allows"
+        elif self.key == _OVER_CP:
+            fix = f"Raise step.max_tokens_per_device or mesh.cp until their product is at least {length}"
         else:
             fix = f"Set {self.key} to at least {length} (step.max_tokens_per_device must be as large)"
         raise UserError(
@@ -124,11 +126,15 @@ class Limits:
             )
 
 
-def length_limit(data: DataConfig, budget: int) -> tuple[int, str]:
-    """Longest document in tokens, and the key that says so. budget: step.max_tokens_per_device."""
+_OVER_CP = "step.max_tokens_per_device x mesh.cp"
+
+
+def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, str]:
+    """Longest document in tokens, and the key that says so. budget: step.max_tokens_per_device. ranks: of mesh.cp, over
+    which a document may be cut."""
     if data.max_length is None:
-        return budget, "step.max_tokens_per_device"
-    return min(data.max_length, budget), "data.max_length"
+        return budget * ranks, "step.max_tokens_per_device" if ranks == 1 else _OVER_CP
+    return min(data.max_length, budget * ranks), "data.max_length"
 
 
 def _longest(table: Table) -> int:

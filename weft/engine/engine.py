@@ -82,7 +82,7 @@ class Engine:
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
         self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
-        self._context = cut.context
+        self.context = cut.context
         self._planner = StepPlanner(config.step, self.mesh, built, cut.context)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
@@ -224,12 +224,12 @@ class Engine:
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
         """[T] of each document of this rank, where other ranks have parts of some: their values in place of zeros."""
         shared = plan.shared(micro, self.mesh.loss_rank)
-        if not shared or self._context is None:
+        if not shared or self.context is None:
             return by_document
         lengths = [plan.documents[index].length for index in shared]
         parts = [by_document.get(index, torch.zeros(length)) for index, length in zip(shared, lengths, strict=True)]
         total = torch.cat(parts).to(self.device)
-        self._context.ranks.sum_(total)
+        self.context.ranks.sum_(total)
         whole = dict(zip(shared, total.cpu().split(lengths), strict=True))
         return {index: whole.get(index, own) for index, own in by_document.items()}
 

@@ -32,7 +32,7 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         offload = CPUOffloadPolicy(pin_memory=mesh.dp.device_type != "cpu")  # pinning needs an accelerator
     meshes: dict[int, DeviceMesh] = {}
     for unit in units:
-        size = mesh.dp_shard if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
+        size = mesh.shards if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
         if size not in meshes:
             meshes[size] = mesh.sharded_over(size)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]

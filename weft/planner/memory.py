@@ -146,7 +146,7 @@ def check_draws(module: nn.Module, room: int) -> None:
 
 def hint(needs: Needs, room: int, mesh: Mesh) -> str | None:
     """Advice on an accelerator whose memory would hold the whole model several times: sharding costs speed there."""
-    if mesh.dp_shard == 1 or needs.whole > SMALL * room:
+    if mesh.shards == 1 or needs.whole > SMALL * room:
         return None
     return (
         f"the whole model takes {byte_count(needs.whole)} of {byte_count(room)} on each device: with "

@@ -93,7 +93,7 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     bad = [text for one in read for _, text in bad_rows(one.table)]
     if config.data.bad_rows == "error":
         refuse_bad(bad, sum(len(one.table) + len(one.table.bad) for one in read))
-    limit = length_limit(config.data, config.step.max_tokens_per_device)
+    limit = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
     # What training would refuse is left out of the plan, to show what the rest makes.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
@@ -129,7 +129,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.shapes
     plans = [
-        plan_step([meta(i) for i in step.documents], ranks=world, budget=budget, shapes=shapes)
+        plan_step([meta(i) for i in step.documents], ranks=world, budget=budget, shapes=shapes, ring=config.mesh.cp)
         for step in islice(steps, _PLANNED)
     ]
     return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world)

@@ -56,7 +56,7 @@ def read_data(
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
     """Every document, tokenised. shown: told (bytes done, bytes in all)."""
-    max_length, key = length_limit(config.data, config.step.max_tokens_per_device)
+    max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,
         tokenizer,

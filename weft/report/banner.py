@@ -123,6 +123,8 @@ def print_model(
         say(f"warning  {line}")
     say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters")
     say(f"layout   documents {built.layout}; {_attention(config, engine)}")
+    if engine.mesh.cp_size > 1:
+        say(f"cp       {_context(engine)}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
         "eager forward, documents do not see each other"
@@ -241,6 +243,16 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _context(engine: Engine) -> str:
+    """How mesh.cp shares documents."""
+    context, most = engine.context, engine.config.step.max_tokens_per_device
+    if context is None:
+        return "documents of this family are not cut, but dealt whole to these ranks"
+    parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
+    how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+    return f"documents longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing"
+
+
 def axis_rows(engine: Engine) -> list[AxisRow]:
     """The mesh's axes and which ranks they join."""
     mesh = engine.mesh
@@ -249,6 +261,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     meaning = {
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
+        "cp": "parts of long documents; shards, as those of dp_shard",
         "tp": "heads, intermediate widths and vocabulary divided; the same documents",
     }
     return [
@@ -305,7 +318,7 @@ def _sharding(unit: Unit) -> str:
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
-    sizes = engine.mesh.axes
+    sizes = {**engine.mesh.axes, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
         _parameter_row(name, parameter, sizes, cuts.get(name)) for name, parameter in engine.module.named_parameters()

@@ -10,7 +10,7 @@ same documents as right-padded batches of four. A tolerance widens to ten times 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
-from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
+from weft.verification.observed import Observed, Step, Tensors, cutting_budget, neighbours, observe, one_gradient
 from weft.verification.routing import Differences, Routes
 
 GRADIENT = 1e-5
@@ -85,7 +85,23 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
         dist.broadcast_object_list(shared, src=0)
     seen = renamed(engine, observe(engine, steps, lrs, shared[0]))
     narrowest = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    return None if expected is None else judge(seen, expected, engine.config.optimizer.name, narrowest)
+    if expected is None:
+        return None
+    verdict = judge(seen, expected, engine.config.optimizer.name, narrowest)
+    return replace(verdict, remarks=[*verdict.remarks, *_context_remarks(engine, steps)])
+
+
+def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
+    if engine.mesh.cp_size == 1:
+        return []
+    budget, context = cutting_budget(engine, steps), engine.context
+    if budget is None or context is None:
+        why = "its documents are padded" if context is None else "its rotary table depends on a document's length"
+        return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
+    return [
+        f"cp       documents longer than {budget} tokens were cut over {context.size} ranks "
+        f"(ring {context.ring_size} x ulysses {context.ulysses_size})"
+    ]
 
 
 def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None) -> Trainer:
