@@ -1,18 +1,45 @@
-"""Context parallelism: gradients and steps of plain transformers, wherever documents are cut."""
+"""Context parallelism: gradients and steps of plain transformers, wherever documents are cut, and what travels for it.
+
+Pairs of family and mesh are chosen so that each way of cutting is met: keys and values in a ring, even (2) and uneven
+(3); heads (Ulysses), repeated where there are fewer of keys (qwen3); both; windows, sinks, soft-caps, MLA; data ranks
+and tp beside it.
+"""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.cases import describe, parity, saved_model, world_of
+from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
+from tests.zoo import tiny_config
+from weft.config.rl_schema import RlAlgorithm
+from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.engine.pieces import Group, place, spread, zigzag
+from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
+from weft.engine.startup import examine
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.flops import AttentionFacts, FlopFacts
+from weft.objectives.cross_entropy import HeldOutLoss
+from weft.objectives.policy import PolicyLoss
+from weft.objectives.shared_documents import SharedDocuments
+from weft.ops import context
+from weft.ops.communicator import OverGroup
 
-SHORT = {"step": {"max_tokens_per_device": 40}}  # of the harness's documents, most are longer
+SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
 CASES = [
     ("llama", "cp2"), ("qwen3", "cp2u2"), ("gemma3_text", "cp4u2"), ("gpt_oss", "cp2xtp2"), ("qwen3_moe", "2xcp2"),
-    ("deepseek_v3", "cp2u2"), ("glm4", "cp3"), ("olmo3", "cp4u2"), ("cohere2", "2x1xcp2"),
+    ("deepseek_v3", "cp2u2"), ("glm4", "cp3"), ("olmo3", "cp4u2"), ("cohere2", "2x1xcp2"), ("gpt2", "cp2"),
+    ("llama_tied", "cp2xtp2"),
 ]  # fmt: skip
 
 
@@ -20,20 +47,299 @@ CASES = [
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, SHORT)[0]
     assert verdict.passed, describe(verdict)
+    assert "were cut over" in verdict.remarks[-1]
 
 
-@pytest.mark.parametrize("sections", [
-    {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
-    {"fsdp": {"reduce": "scatter", "cpu_offload": True}},
-    {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
-    {"model": {"router_aux_loss": "step", "router_aux_loss_coef": 0.1}},
-    {"lora": {"rank": 4}},
-], ids=["recompute and last", "scatter and offload", "experts balanced", "experts balanced by step", "lora"])  # fmt: skip
-def test_with_other_knobs(sections: dict[str, Any]) -> None:
-    verdict = run(2, parity, saved_model("qwen3_moe"), "cp2", SHORT | sections)[0]
+KNOBS: dict[str, dict[str, Any]] = {
+    "recompute and last": {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
+    "scatter and offload": {"fsdp": {"reduce": "scatter", "cpu_offload": True}},
+    "experts balanced": {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
+    "experts balanced by step": {"model": {"router_aux_loss": "step", "router_aux_loss_coef": 0.1}},
+    "lora": {"lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_with_other_knobs(name: str) -> None:
+    verdict = run(2, parity, saved_model("qwen3_moe"), "cp2", SHORT | KNOBS[name])[0]
+    assert verdict.passed, describe(verdict)
+
+
+def test_with_compiled_layers() -> None:
+    verdict = run(2, parity, saved_model("qwen3"), "cp2u2", SHORT | {"model": {"compile": True}})[0]
     assert verdict.passed, describe(verdict)
 
 
 def test_documents_that_are_padded_are_dealt_whole() -> None:
     verdict = run(2, parity, saved_model("jamba"), "cp2", {})[0]
     assert verdict.passed, describe(verdict)
+    assert "dealt whole" in verdict.remarks[-1]
+
+
+# ---------------------------------------------------------------- bugs, planted
+
+PREDICTIONS = import_module("weft.engine.context_row")._predictions
+KEYS = context.ContextRow._keys
+
+
+def predictions_within_a_piece(selected_N: Any, kept_M: Any, tokens: int) -> Any:
+    """Labels shifted after the cut: the last token of a piece predicts nothing."""
+    chosen, places = PREDICTIONS(selected_N, kept_M, tokens)
+    inside = torch.isin(selected_N[chosen] + 1, kept_M)
+    return chosen[inside], places[inside]
+
+
+def keys_as_they_come(row: Any, *rest: Any) -> Any:
+    found = KEYS(row, *rest)
+    return replace(found, run=found.run.sort()[0])
+
+
+def half_of_the_gradient(ctx: Any, grad: Any) -> Any:
+    ranks, sent, received = ctx.rest
+    return 0 * ranks.exchange(grad, received, sent), None, None, None
+
+
+def windows_forgotten(call: Any, row: Any, run_kernel: Any) -> Any:
+    return ATTEND(replace(call, window=None), row, run_kernel)
+
+
+ATTEND = context._attend
+HEADS = context._heads_for_tokens
+
+
+def sinks_of_the_first_heads(call: Any, row: Any, ranks: Any) -> Any:
+    found = HEADS(call, row, ranks)
+    return replace(found, sinks_H=call.sinks_H[: found.query_BHTD.shape[1]])
+
+
+def counted_everywhere(self: Any, values: Any) -> Any:
+    return COMPLETE(self, values)
+
+
+COMPLETE = SharedDocuments.complete
+# name -> family, mesh, (module or class, what in it is replaced, by what).
+PLANTS: dict[str, tuple[str, str, tuple[Any, str, Any]]] = {
+    "labels are shifted after the cut": (
+        "llama", "cp2", ("weft.engine.context_row", "_predictions", predictions_within_a_piece)),
+    "keys in the order of ranks": ("llama", "cp2", (context.ContextRow, "_keys", keys_as_they_come)),
+    "gradients of keys stay away": ("llama", "cp2", (context._Exchange, "backward", half_of_the_gradient)),
+    # huggingface/accelerate#4177: a sliding window that becomes full attention.
+    "windows are forgotten": ("gemma3_text", "cp2", (context, "_attend", windows_forgotten)),
+    "sinks of the first heads": ("gpt_oss", "cp2u2", (context, "_heads_for_tokens", sinks_of_the_first_heads)),
+    "positions begin with the piece": (
+        "llama", "cp2", ("weft.engine.context_row", "_padded", lambda values, tail: torch.cat(
+            [values - values.amin(-1, keepdim=True) if values.ndim == 2 else values,
+             tail.expand(*values.shape[:-1], -1)], -1))),
+    "experts balanced by parts of documents": (
+        "qwen3_moe", "cp2", (SharedDocuments, "complete", lambda self, values: values)),
+}  # fmt: skip
+PLANTED_KNOBS = {"experts balanced by parts of documents": KNOBS["experts balanced"]}
+
+
+def with_a_bug(path: str, mesh: str, name: str) -> bool:
+    """Whether the verdict is that all agrees."""
+    where, what, wrong = PLANTS[name][2]
+    owner = where if not isinstance(where, str) else import_module(where)
+    wrong = staticmethod(wrong) if what == "backward" else wrong
+    started = mock.patch("weft.engine.stages.check_context")  # which would refuse most of them
+    with started, mock.patch.object(owner, what, wrong):
+        verdict = parity(path, mesh, SHORT | PLANTED_KNOBS.get(name, {}))
+    return verdict is None or verdict.passed
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_bug_is_seen(name: str) -> None:
+    family, mesh, _ = PLANTS[name]
+    assert not run(world_of(mesh), with_a_bug, saved_model(family), mesh, name)[0]
+
+
+# ---------------------------------------------------------------- before it starts: documents of a small copy are cut
+
+CUT = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "cohere2", "gpt2",
+    "olmo3", "glm4", "phi3_longrope", "mixtral", "granite", "glm4_moe",
+)  # fmt: skip
+
+
+def checked(family: str, cp: int, ulysses: int) -> float:
+    config = hf.without_noise(tiny_config(family))
+    return check_context(config, examine(config), FlopFacts(1), cp, ulysses, 1)
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_documents_of_a_small_copy_of_each_family_are_cut(family: str) -> None:
+    assert max(checked(family, 4, 2), checked(family, 2, 1)) < 5e-5
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "stablelm"])
+def test_a_family_whose_attention_needs_whole_documents_is_refused_by_name(family: str) -> None:
+    """Chunks that begin with the document; code that hands on positions alone."""
+    with pytest.raises(UserError, match=rf"mesh\.cp: weft cannot cut documents of model_type '{family}'.*mesh\.cp=1"):
+        checked(family, 2, 1)
+
+
+def test_a_bug_is_seen_at_the_start() -> None:
+    with mock.patch.object(context.ContextRow, "_keys", keys_as_they_come), pytest.raises(UserError, match="differ"):
+        checked("llama", 2, 1)
+
+
+def test_heads_that_cannot_be_exchanged_are_refused() -> None:
+    config = tiny_config("llama")
+    facts = FlopFacts(1, (AttentionFacts(6, 8),))
+    with pytest.raises(UserError, match=r"mesh\.ulysses=4 does not divide the 6 attention heads of a rank"):
+        check_context(config, examine(config), facts, 4, 4, 1)
+
+
+def test_ulysses_is_chosen_by_bytes() -> None:
+    """All heads have keys of their own: heads cost less than keys. Few have: keys cost less."""
+    own = FlopFacts(1, (AttentionFacts(32, 128),))
+    assert choose_ulysses(own, tiny_config("llama", num_attention_heads=32, num_key_value_heads=32), 8, 1) == 8
+    assert choose_ulysses(own, tiny_config("llama", num_attention_heads=32, num_key_value_heads=8), 2, 1) == 1
+    odd = FlopFacts(1, (AttentionFacts(9, 64),))
+    assert (
+        choose_ulysses(odd, tiny_config("llama", num_attention_heads=9, num_key_value_heads=9, hidden_size=72), 2, 1)
+        == 1
+    )
+
+
+# ---------------------------------------------------------------- plans
+
+
+def random_metas(source: random.Random, longest: int) -> list[DocumentMeta]:
+    lengths = [source.choice([source.randint(1, 60), source.randint(1, longest)]) for _ in range(source.randint(1, 40))]
+    return [DocumentMeta(n, 1.0, n, cost=document_cost(n, linear=60.0, quadratic=1.0)) for n in lengths]
+
+
+def check_plan(plan: StepPlan, budget: int) -> None:
+    """Every token once, in the ranks of one group; what fits on a rank is whole."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for k, micro_batch in enumerate(plan.rows):
+        for rank, row in enumerate(micro_batch):
+            pieces = plan.pieces[k][rank] if plan.pieces else [((0, plan.documents[i].read),) for i in row]
+            assert sum(b - a for own in pieces for a, b in own) <= budget
+            for document, own in zip(row, pieces, strict=True):
+                seen.setdefault(document, []).extend(own)
+    assert sorted(seen) == list(range(len(plan.documents)))
+    for document, pieces in seen.items():
+        length = plan.documents[document].read
+        assert [t for a, b in sorted(pieces) for t in range(a, b)] == list(range(length))
+        assert length > budget or pieces == [(0, length)]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_random_plans_are_whole(ulysses: int) -> None:
+    source, utilisation = random.Random(ulysses), []
+    for _ in range(200):
+        metas = random_metas(source, 4 * 128)
+        plan = plan_step(metas, ranks=4, budget=128, ring=4 // ulysses, ulysses=ulysses)
+        check_plan(plan, 128)
+        utilisation.append(plan.utilisation)
+    assert sum(utilisation) / len(utilisation) > 0.75
+
+
+def test_groups_share_documents_among_themselves() -> None:
+    metas = [DocumentMeta(n, 1.0, n) for n in (100, 90, 18, 12, 10)]
+    plan = plan_step(metas, ranks=4, budget=64, ring=2)
+    check_plan(plan, 64)
+    assert plan.micro_batches == 1
+    assert sorted(tuple(plan.shared(0, rank)) for rank in range(4)) == [(0,), (0,), (1,), (1,)]
+
+
+def test_the_ring_costs_each_member_the_same() -> None:
+    assert zigzag(16, 2) == [[(0, 4), (12, 16)], [(4, 12)]]
+    assert spread([(0, 4), (12, 16)], 2) == [[(0, 4)], [(12, 16)]]
+    assert spread([(0, 3), (12, 16)], 3) == [[(0, 2)], [(2, 3), (12, 13)], [(13, 16)]]
+
+
+def test_a_row_that_is_full_to_the_last_token() -> None:
+    for ring, capacity in ((2, 5), (3, 7), (4, 9)):
+        for missing in range(3):
+            group = Group(ring, 1, capacity)
+            placed, left = place([ring * capacity - missing], [1], group)
+            assert not left
+            assert max(sum(b - a for own in one.values() for a, b in own) for one in placed) <= capacity
+
+
+def test_a_document_that_is_too_long_for_all_ranks() -> None:
+    with pytest.raises(UserError, match=r"a row holds 100 on each of 2 ranks of mesh\.cp.*=150 or more"):
+        plan_step([DocumentMeta(300, 1.0, 1)], ranks=2, budget=100, ring=2)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[int, float]:
+    """(bytes that the ranks of cp send each other in one forward, loss)."""
+    engine = open_engine(path, mesh, step={"max_tokens_per_device": budget})
+    documents = {i: Document(torch.arange(n) % 90 + 3, torch.ones(n)) for i, n in enumerate(lengths)}
+    plan, sent = engine.plan([engine.meta(d) for d in documents.values()]), [0]
+    place, exchange = engine.context.place if engine.context else 0, OverGroup.exchange
+
+    def counting(self: OverGroup, x: Any, counts: Any, received: Any) -> Any:
+        own = self.group.rank()
+        sent[0] += sum(n for rank, n in enumerate(counts) if rank != own) * x[:1].numel() * x.element_size()
+        return exchange(self, x, counts, received)
+
+    with mock.patch.object(OverGroup, "exchange", counting):
+        metrics = engine.evaluate(plan, documents, HeldOutLoss()).reduce(engine.mesh.loss_group)
+    total = torch.tensor([float(sent[0])])
+    torch.distributed.all_reduce(total)
+    assert place >= 0
+    return int(total), metrics["loss"] or 0.0
+
+
+@pytest.mark.parametrize("mesh", ["cp2", "cp2u2"])
+def test_bytes_that_travel_are_those_of_the_formula(mesh: str) -> None:
+    """None where no document is cut. llama: 2 layers, heads of 16, 4 of queries and 2 of keys."""
+    path, config = saved_model("llama"), tiny_config("llama")
+    width = config.hidden_size // config.num_attention_heads
+    heads, keys, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
+    nothing, loss = run(2, bytes_sent, path, mesh, [65, 60, 40], 128)[0]
+    some, same = run(2, bytes_sent, path, mesh, [65, 60, 40], 40)[0]
+    assert nothing == 0
+    assert same == pytest.approx(loss, rel=1e-6)
+    read = [64, 59]  # of those that are cut, without the last token, which predicts nothing
+    if mesh == "cp2":  # one member has chunks 0 and 3 and gets the half between; the other gets the first quarter
+        expected = sum(n / 2 + n / 4 for n in read) * 2 * keys * width
+    else:  # half of the tokens of each rank, for half of the heads
+        expected = sum(n / 2 for n in read) * 2 * (heads + keys) * width
+    assert some == pytest.approx(expected * layers * 4, rel=0.05)
+
+
+# ---------------------------------------------------------------- sums over documents
+
+
+def sampled(documents: int) -> dict[int, Document]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [61, 9, 47, 22, 35][:documents]
+    made = {}
+    for index, n in enumerate(lengths):
+        arrays = {"old_logprob": -4 - torch.rand(n, generator=generator), "advantage": torch.full((n,), 1.0 - index)}
+        arrays["correction"] = torch.ones(n)
+        ids = torch.randint(3, 120, (n,), generator=generator)
+        made[index] = Document(ids, (torch.arange(n) >= 5).float() / (n - 5), arrays=arrays)
+    return made
+
+
+def policy_step(path: str, mesh: str, policy_loss: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(metrics, gradients) of one step of whole samples' ratios."""
+    engine: Engine = open_engine(path, mesh, step={"max_tokens_per_device": 40 if "cp" in mesh else 128})
+    documents = sampled(5)
+    plan = engine.plan([engine.meta(d) for d in documents.values()])
+    loss = PolicyLoss(RlAlgorithm(policy_loss=policy_loss, aggregation="sequence_mean"))
+    metrics = engine.accumulate(plan, documents, loss)
+    return metrics, dict(engine.gradients())
+
+
+@pytest.mark.parametrize("policy_loss", ["gspo", "ppo_sequence"])
+def test_ratios_of_whole_samples(policy_loss: str) -> None:
+    """Their sums run over parts of documents on several ranks, and each sample counts once."""
+    path = saved_model("qwen3")
+    expected, gradients = run(1, policy_step, path, "1", policy_loss)[0]
+    for mesh in ("cp2", "cp4u2"):
+        metrics, found = run(world_of(mesh), policy_step, path, mesh, policy_loss)[0]
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        for name, gradient in gradients.items():
+            off = float((found[name] - gradient).abs().max())
+            assert off <= 1e-5 * max(float(gradient.abs().max()), 1e-3 * largest), name

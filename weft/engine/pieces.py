@@ -14,8 +14,6 @@ from itertools import accumulate, pairwise
 
 Interval = tuple[int, int]  # tokens of a document: the first, and one behind the last
 
-_MOST_TRIES = 24
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -33,57 +31,74 @@ class Group:
 Placed = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens, rising
 
 
-def place(lengths: Sequence[int], costs: Sequence[int], group: Group) -> Placed:
-    """Deal the documents of one row, together at most ranks x capacity tokens, to the ranks of its group.
+def place(lengths: Sequence[int], costs: Sequence[int], group: Group) -> tuple[Placed, list[int]]:
+    """Deal the documents of one row to the ranks of its group: (of each rank what it has, documents without room).
 
-    Each document goes to the cheapest rank that has room, those that are cut first. Where that leaves one without room,
-    more are cut, over more of the ring, and at last all are laid end to end and cut wherever a rank is full.
+    Documents that are longer than a rank holds are cut, over as few members of the ring as hold them; whole ones go to
+    the cheapest rank with room, or, where that leaves more out, the longest first.
     """
-    by_length = sorted(range(len(lengths)), key=lambda d: (-lengths[d], d))
-    members = {d: _fewest(lengths[d], group) for d in by_length if lengths[d] > group.capacity}
-    for _ in range(_MOST_TRIES):
-        placed = _try(lengths, costs, members, group)
-        if placed is not None:
-            return placed
+    long = sorted((d for d in range(len(lengths)) if lengths[d] > group.capacity), key=lambda d: (-lengths[d], d))
+    cut, left = _cut(lengths, costs, long, group)
+    whole = sorted(set(range(len(lengths))) - set(long))
+    orders = [
+        sorted(whole, key=lambda d: (-costs[d], d)),
+        sorted(whole, key=lambda d: (-lengths[d], d)),
+    ]
+    found = [_deal_whole(lengths, costs, order, cut, group) for order in orders]
+    placed, rest = min(found, key=lambda one: sum(lengths[d] for d in one[1]))
+    return placed, sorted([*left, *rest])
+
+
+def _cut(lengths: Sequence[int], costs: Sequence[int], long: list[int], group: Group) -> tuple[Placed, list[int]]:
+    """The documents that must be cut, and those of them that the others leave no room for."""
+    members = {d: min(group.ring, -(-lengths[d] // (group.capacity * group.ulysses))) for d in long}
+    while long:
+        placed = _spread_over_ranks(lengths, costs, members, group)
+        if max(_tokens(placed)) <= group.capacity:
+            return placed, [d for d in long if d not in members]
         narrow = [d for d in members if members[d] < group.ring]
-        whole = [d for d in by_length if d not in members]
         if narrow:
             members[narrow[0]] += 1
-        elif whole:
-            members[whole[0]] = min(2, group.ring)
+        elif len(members) > 1:
+            members.popitem()
         else:
-            break
-    return _end_to_end(lengths, group)
+            return _end_to_end(*next((d, lengths[d]) for d in members), group), [d for d in long if d not in members]
+    return [{} for _ in range(group.ranks)], []
 
 
-def _fewest(length: int, group: Group) -> int:
-    return min(group.ring, -(-length // (group.capacity * group.ulysses)))
-
-
-def _try(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: Group) -> Placed | None:
+def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: Group) -> Placed:
+    """Each document over so many members of the ring, those that cost least so far."""
     placed: Placed = [{} for _ in range(group.ranks)]
-    tokens, spent = [0] * group.ranks, [0.0] * group.ranks
-    for document in sorted(members, key=lambda d: (-lengths[d], d)):
-        dearness = [max(spent[m * group.ulysses : (m + 1) * group.ulysses]) for m in range(group.ring)]
-        chosen = sorted(sorted(range(group.ring), key=lambda m: (dearness[m], m))[: members[document]])
-        for member, own in zip(chosen, zigzag(lengths[document], len(chosen)), strict=True):
+    spent = [0.0] * group.ring
+    for document, count in members.items():
+        chosen = sorted(sorted(range(group.ring), key=lambda m: (spent[m], m))[:count])
+        for member, own in zip(chosen, zigzag(lengths[document], count), strict=True):
+            spent[member] += costs[document] / count
             for place, intervals in enumerate(spread(own, group.ulysses)):
-                rank, count = member * group.ulysses + place, _count(intervals)
-                if count:
-                    placed[rank][document] = intervals
-                tokens[rank] += count
-                spent[rank] += costs[document] * count / lengths[document]
-    if max(tokens) > group.capacity:
-        return None
-    for document in sorted(set(range(len(lengths))) - members.keys(), key=lambda d: (-costs[d], d)):
-        fitting = [r for r in range(group.ranks) if tokens[r] + lengths[document] <= group.capacity]
+                if intervals:
+                    placed[member * group.ulysses + place][document] = intervals
+    return placed
+
+
+def _deal_whole(
+    lengths: Sequence[int], costs: Sequence[int], order: Sequence[int], cut: Placed, group: Group
+) -> tuple[Placed, list[int]]:
+    placed, left, tokens = [dict(one) for one in cut], list[int](), _tokens(cut)
+    spent = [sum(costs[d] * _count(own) / lengths[d] for d, own in one.items()) for one in cut]
+    for document in order:
+        fitting = [rank for rank in range(group.ranks) if tokens[rank] + lengths[document] <= group.capacity]
         if not fitting:
-            return None
+            left.append(document)
+            continue
         rank = min(fitting, key=lambda r: (spent[r], r))
         placed[rank][document] = [(0, lengths[document])]
         tokens[rank] += lengths[document]
         spent[rank] += costs[document]
-    return placed
+    return placed, left
+
+
+def _tokens(placed: Placed) -> list[int]:
+    return [sum(_count(own) for own in one.values()) for one in placed]
 
 
 def zigzag(length: int, members: int) -> list[list[Interval]]:
@@ -127,15 +142,7 @@ def _count(intervals: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _end_to_end(lengths: Sequence[int], group: Group) -> Placed:
-    placed: Placed = [{} for _ in range(group.ranks)]
-    rank, room = 0, group.capacity
-    for document, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            if not room:
-                rank, room = rank + 1, group.capacity
-            taken = min(room, length - start)
-            placed[rank][document] = [(start, start + taken)]
-            start, room = start + taken, room - taken
-    return placed
+def _end_to_end(document: int, length: int, group: Group) -> Placed:
+    """Cut wherever a rank is full: always possible."""
+    ends = [min(length, group.capacity * rank) for rank in range(group.ranks + 1)]
+    return [{document: [own]} if own[0] < own[1] else {} for own in pairwise(ends)]

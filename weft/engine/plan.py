@@ -201,16 +201,15 @@ def plan_step(
     scale = 2.0**_COST_BITS / max(costs)
     weighed = [round(cost * scale) for cost in costs]
     if any(d.read > sizes.capacity for d in documents):
-        return _plan_cut(documents, costs, weighed, ranks // group.ranks, sizes, group, budget, alone_above)
+        return _plan_cut(documents, costs, weighed, ranks, sizes, group, budget, alone_above)
+    # Like lengths stand side by side, so that attention may take them together.
     if layout == "packed":
-        limit = sizes.capacity if alone_above is None else alone_above
-        lengths = [d.read if d.read <= limit else sizes.capacity for d in documents]
-        rows = pack(lengths, weighed, ranks=ranks, capacity=sizes.capacity)
+        rows = _packed(range(len(documents)), documents, weighed, ranks, sizes.capacity, alone_above)
+        dealt = tuple(tuple(tuple(row) for row in k) for k in rows)
     else:
         widths = [sizes.of(d.read) for d in documents]
-        rows = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
-    # Like lengths stand side by side, so that attention may take them together.
-    dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in rows], ranks)
+        padded = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
+        dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in padded], ranks)
     join = sum if layout == "packed" else max
     return StepPlan(
         documents=tuple(documents),
@@ -226,39 +225,70 @@ def _plan_cut(
     documents: Sequence[DocumentMeta],
     costs: Sequence[float],
     weighed: Sequence[int],
-    groups: int,
+    ranks: int,
     sizes: _Sizes,
     group: Group,
     budget: int,
     alone_above: int | None,
 ) -> StepPlan:
-    """A plan where some documents are longer than a row: rows of whole groups first, then each over its ranks."""
-    capacity = sizes.capacity * group.ranks
-    limit = capacity if alone_above is None else alone_above
-    lengths = [d.read if d.read <= limit else capacity for d in documents]
-    rows, pieces, row_lengths, row_costs = [], [], [], []
-    for micro_batch in _deal_to_ranks(pack(lengths, weighed, ranks=groups, capacity=capacity), groups):
-        placed = [one for row in micro_batch for one in _over_ranks(sorted(row), documents, weighed, group)]
-        rows.append(tuple(tuple(one) for one in placed))
-        pieces.append(tuple(tuple(one.values()) for one in placed))
-        counts = [{i: sum(stop - start for start, stop in own) for i, own in one.items()} for one in placed]
-        row_lengths.append(tuple(sizes.of(sum(own.values())) for own in counts))
-        row_costs.append(tuple(math.fsum(costs[i] * n / documents[i].read for i, n in own.items()) for own in counts))
+    """A plan where some documents are longer than a row: rows of whole groups first, then each over its ranks. Whole
+    documents that find no room beside them are dealt to all ranks as ever."""
+    rows: list[list[_Row]] = []
+    left = list(range(len(documents)))
+    while any(documents[i].read > sizes.capacity for i in left):
+        packed = _packed(left, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
+        left = []
+        for micro_batch in packed:
+            dealt = [_over_ranks(row, documents, weighed, group) for row in micro_batch]
+            rows.append([one for placed, _ in dealt for one in placed])
+            left += [i for _, rest in dealt for i in rest]
+    for micro_batch in _packed(left, documents, weighed, ranks, sizes.capacity, alone_above) if left else ():
+        rows.append([{i: ((0, documents[i].read),) for i in row} for row in micro_batch])
+    counts = [[{i: sum(b - a for a, b in own) for i, own in one.items()} for one in k] for k in rows]
     return StepPlan(
-        tuple(documents), tuple(rows), tuple(row_lengths), tuple(row_costs), budget, "packed", tuple(pieces), group
+        documents=tuple(documents),
+        rows=tuple(tuple(tuple(one) for one in k) for k in rows),
+        lengths=tuple(tuple(sizes.of(sum(own.values())) for own in k) for k in counts),
+        costs=tuple(
+            tuple(math.fsum(costs[i] * n / documents[i].read for i, n in own.items()) for own in k) for k in counts
+        ),
+        budget=budget,
+        layout="packed",
+        pieces=tuple(tuple(tuple(one.values()) for one in k) for k in rows),
+        group=group,
     )
+
+
+_Row = dict[int, tuple[Interval, ...]]  # document -> its tokens there
+
+
+def _packed(
+    chosen: Sequence[int],
+    documents: Sequence[DocumentMeta],
+    weighed: Sequence[int],
+    ranks: int,
+    capacity: int,
+    alone_above: int | None,
+) -> list[list[list[int]]]:
+    """[k][r] some of the documents, in rows of this capacity, in each the longest first."""
+    limit = capacity if alone_above is None else alone_above
+    lengths = [documents[i].read if documents[i].read <= limit else capacity for i in chosen]
+    rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
+    by_length = [sorted((chosen[n] for n in row), key=lambda i: (-documents[i].read, i)) for row in rows]
+    return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
 
 
 def _over_ranks(
     row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: Group
-) -> list[dict[int, tuple[Interval, ...]]]:
-    """Of each rank: document -> its tokens there. Documents that are cut come first, rising, then whole ones by
+) -> tuple[list[_Row], list[int]]:
+    """(of each rank, its row; documents without room). Documents that are cut come first, rising, then whole ones by
     length."""
     lengths = [documents[i].read for i in row]
-    placed = place(lengths, [weighed[i] for i in row], group)
-    ranks_of = [sum(place in one for one in placed) for place in range(len(row))]
-    order = sorted(range(len(row)), key=lambda n: (ranks_of[n] == 1, -lengths[n] * (ranks_of[n] == 1), row[n]))
-    return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed]
+    placed, left = place(lengths, [weighed[i] for i in row], group)
+    order = sorted(
+        range(len(row)), key=lambda n: (lengths[n] <= group.capacity, row[n] if lengths[n] > group.capacity else n)
+    )
+    return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed], [row[n] for n in left]
 
 
 def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int) -> None:
