@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, Sections]] = {
             "optimizer": {"state_dtype": "bf16", "betas": (0.9, 0.95)},
         },
     ),
+    "cp 2, documents that are cut": ("cp2", {"step": {"max_tokens_per_device": 24}}),
     "2 x tp 2, async, with an average": (
         "2xtp2",
         {"checkpoint": {"async_": True, "weights": "ema"}, "optimizer": {"ema_decay": 0.9}},
@@ -149,6 +150,8 @@ RESHARDED = {
     "HSDP 2x2 -> 1": ("2x2", "1"),
     "2 -> tp 2": ("2", "tp2"),
     "2 x tp 2 -> 3": ("2xtp2", "3"),
+    "2 -> cp 2": ("2", "cp2"),
+    "cp 2 x tp 2 -> 2": ("cp2xtp2", "2"),
 }
 
 

@@ -257,7 +257,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     """The mesh's axes and which ranks they join."""
     mesh = engine.mesh
     ranks = torch.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
-    groups = {name: ranks.movedim(place, -1).flatten(0, 1).tolist() for place, name in enumerate(AXES)}
+    groups = {name: ranks.movedim(place, -1).reshape(-1, ranks.shape[place]).tolist() for place, name in enumerate(AXES)}
     meaning = {
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
