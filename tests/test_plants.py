@@ -172,7 +172,7 @@ def rates_of_a_run(plant: str | None) -> bool:
     ]
 
 
-def hopeless_run_ends(plant: str | None) -> bool:
+def diverged_run_ends(plant: str | None) -> bool:
     """A run of nothing but poisoned documents stops, and saves nothing."""
     with tempfile.TemporaryDirectory() as folder:
         run(1, recipe, plant, saved_model("llama"), folder, tuple(range(7)))
@@ -322,7 +322,7 @@ TESTS: dict[str, Check] = {
     UPDATE: test_policy_parity.update_is_the_plain_one,
     HELD_OUT: test_eval.held_out_loss_is_the_references,
     "weft.engine.contract.check_contract": contract_holds,
-    "tests/test_plants.py: a hopeless run ends": hopeless_run_ends,
+    "tests/test_plants.py: a diverged run ends": diverged_run_ends,
     "tests/test_plants.py: llama passes the start-up check packed": laid_out_packed,
     "tests/test_plants.py: initial weights are those of one process": initial_weights,
     "tests/test_plants.py: layer inputs have the dtypes of transformers' own forward": layer_inputs,

@@ -39,7 +39,7 @@ Schema = TypeVar("Schema", SftConfig, RlConfig)
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in its folder."""
+    """The files of a run."""
 
     folder: Path
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json says."""
+        """The content of summary.json."""
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         return found
 
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def rollouts(self) -> list[Path]:
-        """Of weft.rl: the Parquet files of what was sampled, one for each rollout step."""
+        """The Parquet files of the samples of weft.rl, one for each rollout step."""
         return sorted((self.folder / "rollouts").glob("step-*.parquet"))
 
 
@@ -79,17 +79,16 @@ def sft(
 ) -> Run:
     """Supervised fine-tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
 
-    config: what all else is set over: a YAML file, its sections as a dict, or a config that was loaded. model, data: a
-    path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or a
-    Dataset of them; beside other keys, data={"rows": [...], "max_length": 2048}. They are written to RUN/data.jsonl, so
-    that the run can go on from the command line. sections: those of the config (docs/reference/config.md), as in
+    config: the base that the other arguments override: a YAML file, its sections as a dict, or a loaded config. model,
+    data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or
+    a Dataset of them; with other keys, data={"rows": [...], "max_length": 2048}. Rows are written to RUN/data.jsonl, so
+    that the run can be resumed from the command line. sections: of the config (docs/reference/config.md), as in
     optimizer={"lr": 1e-5}.
 
-    objective: in place of cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on
-    every rank, with the step's line of metrics.jsonl. resume: the folder of a run that goes on, with its config; what
-    else is given is set over it. overwrite: as run.overwrite, so that the cell of a notebook can be run again.
-
-    Raises UserError for what the command line would refuse; StoppedError where a signal ended the run early.
+    objective: replaces cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on every
+    rank, with the step's line of metrics.jsonl. resume: the folder of a run to resume, with its config, which other
+    arguments override. overwrite: as run.overwrite, so that a notebook cell can be run again. Raises UserError for what
+    the command line would refuse; StoppedError where a signal ended the run early.
     """
     join_launcher()
     _check_on_step(on_step)
@@ -118,14 +117,13 @@ def rl(
 ) -> Run:
     """Reinforcement learning, with this process as the controller of trainers and engines on Ray.
 
-    config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward, where functions may stand for their
-    import paths (docs/how-to/write-a-reward.md): one of this program or notebook is sent, with what it uses, to the
-    processes that run it; a run that goes on has to be given such a one again. on_step: called in this process after
-    each optimizer step with its line of metrics.jsonl. sections: those of the config (docs/reference/config.md), as in
-    rl={"prompts": 32}; cluster={"trainer": 2} has two trainer ranks. replay, rollout_only: as the options of `weft rl`.
-
-    Raises UserError for what the command line would refuse, StoppedError where a signal ended the run early, and
-    ActorError where a trainer or an engine failed.
+    config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward; functions may replace import paths
+    (docs/how-to/write-a-reward.md). A function of this program or notebook is pickled and sent to the processes that
+    run it; a resumed run must be given such a function again. on_step: called in this process after each optimizer step
+    with its line of metrics.jsonl. sections: of the config (docs/reference/config.md), as in rl={"prompts": 32};
+    cluster={"trainer": 2} asks for two trainer ranks. replay, rollout_only: as the options of `weft rl`. Raises
+    UserError for what the command line would refuse, StoppedError where a signal ended the run early, and ActorError
+    where a trainer or an engine failed.
     """
     join_launcher()
     if joined():
@@ -143,7 +141,7 @@ def rl(
 
 
 class _Given:
-    """What a program says of a run: values of sections, set over a file, and rows in memory, which go into a file."""
+    """The arguments of a call: values of sections, set over a file, and rows in memory, which are written to a file."""
 
     def __init__(
         self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
@@ -164,7 +162,7 @@ class _Given:
             raise UserError("resume reads the data of its run: leave out data.")
 
     def load(self, schema: type[Schema]) -> Schema:
-        """The config. Rows are written only once all else of it is right."""
+        """The config. Rows are written only after everything else is valid."""
         if self.resume is not None:
             staging = {key: value for key, value in self.values.get("run", {}).items() if key == "staging"}
             self.values["run"] = {**staging, "dir": str(self.resume)}
@@ -183,8 +181,8 @@ class _Given:
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
-    """Device and trainer ranks of a config. nproc: ranks where it says nothing. UserError where the mesh does not fit
-    them."""
+    """Device and number of trainer ranks of a config. nproc: the number if the config does not say. UserError where the
+    mesh does not fit it."""
     accelerators = accelerator_count(device)
     world = config.cluster.trainer or nproc or accelerators or 1
     check_reshard(config, resolve_mesh(config.mesh, world))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class StoppedError(Exception):
-    """The run was asked to end by a signal, has saved, and has more steps to do. number: the signal's."""
+    """A signal ended the run, which has saved and has steps left to do. number: of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")
@@ -14,19 +14,17 @@ class StoppedError(Exception):
 
 
 class UserError(ValueError):
-    """Something the user can mend: the message says what is wrong, where, and what to set instead.
-
-    The command line prints it without a traceback and exits with status 2.
-    """
+    """An error that the user can fix: the message says what is wrong, where, and what to set instead. The command line
+    prints it without a traceback and exits with status 2."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of a library says, as a part of a sentence."""
+    """A library's exception as a part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserError | None:
-    """What to say where transformers would only read `path` by running code that lies in it; None for another error."""
+    """The message where transformers would have to run code from `path`; None for other errors."""
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
@@ -36,20 +34,20 @@ def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserE
 
 
 class BadRowError(UserError):
-    """Of one row of the data, which data.bad_rows=drop leaves out."""
+    """An invalid row of data, which data.bad_rows=drop skips."""
 
 
 class StorageError(UserError):
-    """Files of the run could not be written or read: what to mend is the storage, not the config. Exit status 13."""
+    """Files of the run could not be written or read; the storage must be fixed, not the config. Exit status 13."""
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks that should be alike are not: other config, data, code or plan. Every rank raises the same message."""
+    """Ranks that must be equal differ: in config, data, code or plan. Every rank raises the same message."""
 
 
 class ActorError(RuntimeError):
-    """An actor of a cluster, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py;
-    report: its own, where it left one."""
+    """An actor, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py. report: its
+    own, where it left one."""
 
     def __init__(self, message: str, kind: str, report: Any = None) -> None:
         super().__init__(message)

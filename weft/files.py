@@ -1,5 +1,5 @@
-"""Files that others wrote: refused by what they are before anything waits for them, and JSON read as one object; and
-files under other names, which stay when the folder goes."""
+"""Files that others wrote, refused by type before a read can block; JSON files as objects; and links to files that
+outlive their folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DEEPEST = 100  # levels of JSON
 
 
 def regular_file(path: Path, what: str) -> Path:
-    """The path itself, where it leads to a regular file. UserError that says what else is there: opening a FIFO or a
-    device may wait, or read, without an end. what: what the file should be, with its article."""
+    """The path, if it leads to a regular file. UserError otherwise: opening a FIFO or a device may block, or read
+    without end. what: what the file should be, with its article."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except OSError as error:
@@ -43,7 +43,7 @@ def _is_not(path: Path, kind: str, what: str) -> UserError:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object that a file holds; UserError where it holds none. what: as for `regular_file`."""
+    """The JSON object of a file; UserError where there is none. what: as in `regular_file`."""
     try:
         found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
         if is_deeper(found, _DEEPEST - 1):  # values are a level, too
@@ -62,13 +62,13 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal, of a file's content."""
+    """Hexadecimal digest of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a name can be that of a file in the very folder that names it."""
+    """Whether a name is a plain file name, which cannot lead out of its folder."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
@@ -78,7 +78,7 @@ _GENERATION = "generation_config.json"
 
 
 def check_folder(path: str) -> None:
-    """Of a model in a directory here: all files that are read are regular ones, and its configs are objects."""
+    """Check a local model folder: every file that is read is a regular one, and its configs are JSON objects."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -93,10 +93,8 @@ def check_folder(path: str) -> None:
 
 
 def link_files(folder: Path, files: Iterable[Path], into: Path) -> None:
-    """Hard links, which cost nothing, and stay when the folder goes; symbolic ones where the file system has none.
-
-    Raises FileNotFoundError where a file is gone already.
-    """
+    """Hard links to files, which outlive the folder; symbolic ones where the file system has no hard links. Raises
+    FileNotFoundError where a file is gone."""
     into.mkdir(parents=True)
     for file in files:
         target = into / file

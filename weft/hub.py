@@ -1,4 +1,4 @@
-"""The HuggingFace hub, before its client is asked: without a network that would retry for most of a minute."""
+"""A check that the HuggingFace hub is in reach: without a network its client would retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ _SECONDS = 5.0
 
 
 def check_model_is_there(path: str) -> None:
-    """UserError where model.path is no folder, its repository is not in the hub's cache, and the hub is out of reach.
-
-    Nothing is asked where the client is told to stay offline, which it says at once, or has a proxy.
-    """
+    """UserError where model.path is no folder, is not in the hub's cache, and the hub is out of reach. Skipped where
+    the client is set to offline mode, which fails at once, or has a proxy."""
     if Path(path).exists() or constants.HF_HUB_OFFLINE or getproxies():
         return
     if isinstance(try_to_load_from_cache(path, "config.json"), str):

@@ -1,4 +1,4 @@
-"""Things of the user's own code, by their import path."""
+"""Objects of the user's own code, by import path."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ MAIN = "__main__"  # the module that functions are said to be of which no other 
 
 
 def import_extra(module: str, extra: str, need: str) -> Any:
-    """A module that only one of weft's extras brings. need: what wants it, as in "data.path: a Parquet file".
-
-    UserError, with the extra, where it is not installed.
-    """
+    """A module that belongs to one of weft's extras. need: what requires it, as in "data.path: a Parquet file".
+    UserError, naming the extra, where it is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -34,10 +32,8 @@ def import_extra(module: str, extra: str, need: str) -> Any:
 
 
 def import_named(path: str, key: str) -> Any:
-    """What `package.module:Name` or `package.module.Name` is; the last dot counts where there is no colon.
-
-    The working folder is looked through last. key: the config's, for the UserError where there is no such thing.
-    """
+    """The object at `package.module:Name` or `package.module.Name`. The working directory is searched last. key: the
+    config key, for the UserError where there is no such object."""
     module_name, colon, name = path.partition(":")
     if not colon:
         module_name, _, name = path.rpartition(".")
@@ -66,8 +62,8 @@ def import_named(path: str, key: str) -> Any:
 
 
 def named_problem(path: str, key: str) -> str:
-    """Why import_named would refuse a path, from files alone: nothing of the user's is run. Empty where it would not,
-    or where only running the module can tell."""
+    """Why import_named would fail, found from files alone, without running them. Empty where it would succeed, or where
+    only running the module could tell."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())

@@ -29,7 +29,11 @@ SUMMARIES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, with a hint where an override was written as an option."""
+    """The parser of a command. Errors are UserErrors, with a hint where an override was written as an option."""
+
+    def __init__(self, name: str, usage: str | None = None) -> None:
+        super().__init__(prog=f"weft {name}", usage=usage, description=SUMMARIES[name], allow_abbrev=False)
+        self.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
 
     def error(self, message: str) -> NoReturn:
         foreign = _foreign_options(message)
@@ -87,14 +91,9 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _attempts(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of restarts: 0 or more")
-    return int(text)
-
-
-def _parser(name: str, summary: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"weft {name}", description=summary, allow_abbrev=False)
+def _config_parser(name: str) -> argparse.ArgumentParser:
+    """Of a command that reads a config and starts ranks."""
+    parser = _Parser(name)
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
     )
@@ -105,44 +104,42 @@ def _parser(name: str, summary: str) -> argparse.ArgumentParser:
         help="ranks to start here (default: those of --resume RUN, else one per accelerator, or 1)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
-def sft_parser() -> argparse.ArgumentParser:
-    parser = _parser("sft", SUMMARIES["sft"])
+def _training_parser(name: str) -> argparse.ArgumentParser:
+    parser = _config_parser(name)
     parser.add_argument(
         "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
+    return parser
+
+
+def sft_parser() -> argparse.ArgumentParser:
+    parser = _training_parser("sft")
     parser.add_argument(
-        "--restarts", type=_attempts, default=0, metavar="N",
+        "--restarts", type=_number, default=0, metavar="N",
         help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
     )  # fmt: skip
     return parser
 
 
 def rl_parser() -> argparse.ArgumentParser:
-    parser = _parser("rl", SUMMARIES["rl"])
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
-    )
+    parser = _training_parser("rl")
     parser.add_argument(
         "--rollout-only", action="store_true", help="generate and reward into RUN/rollouts, and train nothing"
     )
     parser.add_argument(
         "--replay", metavar="RUN/rollouts", help="train from these rollouts in their order, in place of new ones"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
-    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
-    parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
     return parser
 
 
 def verify_parser() -> argparse.ArgumentParser:
-    parser = _parser("verify", SUMMARIES["verify"])
+    parser = _config_parser("verify")
     parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
     parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
     parser.add_argument(
@@ -153,12 +150,11 @@ def verify_parser() -> argparse.ArgumentParser:
 
 def data_parser() -> argparse.ArgumentParser:
     usage = "weft data preview [CONFIG ...] [section.key=value ...] [options]"
-    parser = _Parser(prog="weft data", usage=usage, description=SUMMARIES["data"], allow_abbrev=False)
+    parser = _Parser("data", usage)
     parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft")
     parser.add_argument(
         "--nproc", type=_count, metavar="N", help="ranks that rows are planned for (default: what mesh says, else 1)"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     parser.add_argument(
         "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
     )
@@ -170,7 +166,7 @@ def data_parser() -> argparse.ArgumentParser:
 
 
 def export_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft export", description=SUMMARIES["export"], allow_abbrev=False)
+    parser = _Parser("export")
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), help="default: bf16")
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
@@ -180,12 +176,11 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def push_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft push", description=SUMMARIES["push"], allow_abbrev=False)
+    parser = _Parser("push")
     parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
     parser.add_argument("repository", type=_hub_name, metavar="OWNER/NAME", help="made where it is missing")
     parser.add_argument("--private", action="store_true", help="make it a private one, where it is missing")
@@ -194,24 +189,22 @@ def push_parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=_count, metavar="N", help="of a run folder the checkpoint of this step")
     which.add_argument("--best", action="store_true", help="of a run folder the best one (checkpoint.keep_best)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def merge_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft merge", description=SUMMARIES["merge"], allow_abbrev=False)
+    parser = _Parser("merge")
     parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
     parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
     )
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def migrate_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft migrate", description=SUMMARIES["migrate"], allow_abbrev=False)
+    parser = _Parser("migrate")
     parser.add_argument(
         "files", nargs="+", metavar="FILE",
         help="YAML or TOML of TRL, axolotl, LLaMA-Factory, torchtune, accelerate, verl, ROLL, torchtitan or Automodel; "
@@ -220,12 +213,11 @@ def migrate_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def chat_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft chat", description=SUMMARIES["chat"], allow_abbrev=False)
+    parser = _Parser("chat")
     parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
     parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
@@ -237,12 +229,11 @@ def chat_parser() -> argparse.ArgumentParser:
         help="0: always the likeliest token (default: as generation_config.json says)",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def rollouts_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft rollouts", description=SUMMARIES["rollouts"], allow_abbrev=False)
+    parser = _Parser("rollouts")
     parser.add_argument("run", metavar="RUN", help="the folder of a run of weft rl")
     parser.add_argument("--step", type=_count, metavar="N", help="rollout step (default: the last)")
     parser.add_argument("--groups", type=_count, default=5, metavar="N", help="prompts to show (default: %(default)s)")
@@ -252,26 +243,23 @@ def rollouts_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--order", choices=("drawn", "best", "worst"), default="drawn", help="of the prompts (default: %(default)s)"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def report_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="weft report", description=SUMMARIES["report"], allow_abbrev=False)
+    parser = _Parser("report")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
     parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser
 
 
 def engine_parser() -> argparse.ArgumentParser:
     usage = "weft engine install vllm [options]"
-    parser = _Parser(prog="weft engine", usage=usage, description=SUMMARIES["engine"], allow_abbrev=False)
+    parser = _Parser("engine", usage)
     parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
     parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
     parser.add_argument(
         "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
     return parser

@@ -1,4 +1,4 @@
-"""JSON of others: as json.loads reads it, less what has no meaning, or attacks who reads it."""
+"""JSON from outside: json.loads without its extensions, and without what could harm the reader."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TOO_DEEP = f"it is nested more than {_DEEPEST} deep"
 
 
 class JsonError(ValueError):
-    """The text is no JSON, or such as nothing is to read; the message is a part of a sentence."""
+    """The text is no JSON, or JSON that is refused; the message is a part of a sentence."""
 
 
 def parse(text: str | bytes) -> Any:
-    """The value that a text holds. Raises JsonError, and UnicodeDecodeError for bytes that are not UTF-8."""
+    """The value of a text. Raises JsonError, and UnicodeDecodeError for bytes that are not UTF-8."""
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
         value = _DECODER.decode(decoded)
@@ -31,7 +31,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def item(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins there, and the place behind it. Raises JsonError, and json.JSONDecodeError."""
+    """(the value that begins at `at`, the index after it). Raises JsonError, and json.JSONDecodeError."""
     try:
         value, end = _DECODER.raw_decode(text, at)
     except RecursionError:
@@ -40,14 +40,14 @@ def item(text: str, at: int) -> tuple[Any, int]:
 
 
 def named(error: json.JSONDecodeError) -> str:
-    """What is wrong, with bytes that nobody sees called by their name."""
+    """The error's message, with an invisible NUL byte named."""
     if error.doc[error.pos : error.pos + 1] == "\0":
         return "it holds a NUL byte (the file is cut, or not UTF-8)"
     return error.msg
 
 
 def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> Any:
-    """The value, unless it is nested too deeply: what renders and writes it goes down as deep."""
+    """The value, unless it is nested too deeply for code that renders and writes it recursively."""
     brackets = text.count("[", begin, end) + text.count("{", begin, end)
     if brackets > _DEEPEST and is_deeper(value, _DEEPEST):
         raise JsonError(_TOO_DEEP)
@@ -55,7 +55,7 @@ def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> An
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether there are more than `most` lists and objects in one another: who walks through them may fail on that."""
+    """Whether lists and objects are nested more than `most` levels deep; recursion over them may fail."""
     level = [value]
     for _ in range(most + 1):
         level = [one for one in level if isinstance(one, dict | list)]
@@ -66,7 +66,7 @@ def is_deeper(value: Any, most: int) -> bool:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, no key of which is there twice: readers would take one or the other. Raises JsonError."""
+    """An object without duplicate keys, of which readers would take different ones. Raises JsonError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

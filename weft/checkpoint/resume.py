@@ -34,7 +34,8 @@ Judge = Callable[[Path], tuple[TrainerState | None, str]]
 
 
 def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[TrainerState | None, list[str]]:
-    """The newest whole checkpoint, and why newer ones were skipped. judge: returns its state, or why it is damaged."""
+    """The newest complete checkpoint, and why newer ones were skipped. judge: returns a checkpoint's state, or why it
+    is damaged."""
     skipped: list[str] = []
     for step in reversed(steps):
         folder = step_folder(checkpoints, step)
@@ -47,7 +48,7 @@ def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[Train
 
 
 def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
-    """A judge for one process, which reads everything itself. parts: as in `whole`."""
+    """A judge for a single process, which reads everything itself. parts: as in `whole`."""
     try:
         return whole(checkpoint, 0, 1, parts), ""
     except DamagedError as error:
@@ -55,9 +56,11 @@ def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | No
 
 
 def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True) -> TrainerState:
-    """The trainer state of a checkpoint, after comparing this rank's share of its files, and of further engines' (a
-    critic), with checksums, and the weights with their digests. parts: the schema of the run's part of state.json.
-    weights: False where they have been compared already. DamagedError."""
+    """The trainer state of a checkpoint, after verifying this rank's share of its files. DamagedError.
+
+    Files, also those of further engines (a critic), are compared with their checksums, and weights with their digests.
+    parts: the schema of the run's part of state.json. weights: False where the weights were verified before.
+    """
     state = read_state(checkpoint)
     check_parts(state.content, parts)
     if "updates" in parts and state.content["updates"] > state.step:

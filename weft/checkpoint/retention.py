@@ -1,6 +1,6 @@
 """RUN/checkpoints: names, atomic commits, the links `latest` and `best`, and retention.
 
-A folder is named step-000100 only while it is whole: it is written as step-000100.partial, and renamed to
+A folder is named step-000100 only while it is complete: it is written as step-000100.partial, and renamed to
 step-000100.removing before its first file is deleted. Only one process (the first rank) calls these functions.
 """
 
@@ -29,7 +29,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
-    """Steps with a whole checkpoint, rising."""
+    """Steps with a complete checkpoint, rising."""
     if not checkpoints.is_dir():
         return []
     matches = (_WHOLE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
@@ -50,7 +50,7 @@ def ranks_of(run: Path) -> int | None:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Rename a whole folder to its final name, durably. An existing one is renamed away first."""
+    """Rename a complete folder to its final name, durably. An existing one is renamed away first."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
     removing = _removing(target)
@@ -88,7 +88,7 @@ def forget_best(checkpoints: Path) -> None:
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step that `best` points at, where that checkpoint is whole."""
+    """The step that `best` points at, where that checkpoint is complete."""
     link = checkpoints / "best"
     match = _WHOLE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
     return None if match is None else int(match[1])
@@ -139,7 +139,7 @@ def _removing(folder: Path) -> Path:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Remove what a killed process left behind, and point `latest` at the newest whole checkpoint."""
+    """Remove what a killed process left behind, and point `latest` at the newest complete checkpoint."""
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
         inside = [*entry.iterdir(), *entry.glob("*/*")] if _WHOLE.fullmatch(entry.name) else []
         for leftover in [entry, *inside]:

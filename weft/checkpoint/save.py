@@ -68,7 +68,7 @@ class Job:
 
 
 class _CancelledError(Exception):
-    """Another rank has failed, or is gone: this one need not wait for it."""
+    """Another rank has failed or is gone; this one need not wait for it."""
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class _HostShard:
-    """Of a copy: what this rank writes, alone."""
+    """What this rank alone writes of a copied tensor."""
 
     box: Box
     values: HostTensor

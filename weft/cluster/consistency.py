@@ -1,5 +1,5 @@
-"""Ranks that must be alike: the same config, data, code and versions, compared before anything is computed, and one
-run folder for all; and what ranks agree on later: numbers, and whether to go on."""
+"""Agreement between ranks: config, data, code and versions before anything is computed, and later numbers and
+decisions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ _MOST = 8
 
 
 def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Compare what this rank says of itself, name -> value, with all others of the group; collective.
-
-    Raises RanksDisagreeError, the same on every rank, that names each difference and the ranks that differ.
-    """
+    """Compare the values of named items across all ranks of the group; collective. RanksDisagreeError, the same on
+    every rank, names each difference and the ranks that differ from the majority."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
     found = differences(said, dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -36,7 +34,8 @@ def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup | None 
 
 
 def differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One line per item that is not the same on all ranks, the few named against the many. ranks: who said it."""
+    """One line for each item that differs between ranks, with the minority named. ranks: the ranks of `said`, in
+    order."""
     lines = []
     for name in sorted({name for items in said for name in items}):
         values = [items.get(name, "nothing") for items in said]
@@ -57,7 +56,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def code_digest() -> str:
-    """16 hexadecimal digits of weft's own source files: another checkout has others, whatever its version says."""
+    """16 hexadecimal digits of weft's source files, which differ between checkouts of one version."""
     digest = hashlib.blake2b(digest_size=8)
     root = PACKAGE
     for path in sorted(root.rglob("*.py")):
@@ -66,12 +65,12 @@ def code_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of this code; those of torch and transformers are in telemetry.summary.versions()."""
+    """Versions of Python and of this code; those of torch and transformers are in telemetry.summary.versions()."""
     return {"python": platform.python_version(), "weft's files": code_digest()}
 
 
 def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
-    """Every rank must see the first rank's lock: shards and weights are written by all of them into one folder."""
+    """Every rank must see the first rank's lock, because all ranks write into one run folder."""
     try:
         seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
     except (OSError, ValueError, KeyError):
@@ -88,7 +87,7 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Each number where it is largest among the ranks of `group`; one all-reduce, collective."""
+    """The maximum of each number over the ranks of `group`, by one all-reduce; collective."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
     vector = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
@@ -97,7 +96,7 @@ def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
 
 
 def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
-    """Let the first rank do something, and all raise its UserError; collective."""
+    """Call `do` on the first rank; its UserError is raised on all ranks. Collective."""
     said: list[str | None] = [None]
     if ranks.is_first:
         try:

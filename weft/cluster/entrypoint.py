@@ -1,4 +1,4 @@
-"""One rank, or the only process: run its body, and turn however it ends into a report and an exit status."""
+"""The body of a rank, or of the only process: every outcome becomes a report and an exit status."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ Body = Callable[[], bool | None]
 
 
 def joined() -> bool:
-    """Whether this process is one rank of several that something (torchrun, weft) has started."""
+    """Whether torchrun or weft started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def program(main: Callable[[], int]) -> NoReturn:
-    """The life of a process: `main`, and its exit status.
+    """Run `main`; its exit status.
 
-    A rank that ended well, its process group left, ends after all that Python does for threads and at exit, and before
-    native destructors: those of libraries run beside threads that others of them still have, and have crashed ranks
-    whose work was done.
+    A rank that ended well and left its process group exits after Python's own cleanup and before native destructors.
+    Those of libraries race with threads of other libraries, and have crashed ranks whose work was done.
     """
     ended: list[int] = []
 
@@ -60,9 +59,9 @@ def program(main: Callable[[], int]) -> NoReturn:
 
 
 def guarded(body: Body, debug: bool = False) -> int:
-    """Run `body`, which may return False for a failed verdict; turn exceptions into messages and an exit status.
+    """Run `body`, which may return False for a failed verdict; exceptions become messages and an exit status.
 
-    In a rank of several this ends the process on failure: what it holds (collectives, threads) must not keep it alive.
+    In a rank of several a failure ends the process, because collectives and threads would keep it alive.
     """
     into = reports.folder()
     if into is not None:
@@ -89,7 +88,7 @@ def guarded(body: Body, debug: bool = False) -> int:
 
 
 def own_rank() -> int:
-    """0 in the only process."""
+    """This process's rank; 0 in the only process."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -102,8 +101,8 @@ def _settle_in(scratch: Path) -> None:
 
 
 def settle_actor(number: int) -> Path:
-    """What an actor does first: its record is where the controller finds it, and a hang ends it with a report. Returns
-    the folder for its reports."""
+    """Set up an actor's process: its flight record is where the controller reads it, and a hang ends it with a report.
+    Returns the folder for reports."""
     into = reports.folder()
     assert into is not None
     write_stacks_to(into / STACKS / str(number))

@@ -1,4 +1,5 @@
-"""From reports, exit statuses and flight records to one message: which rank, where, why, and what to do about it."""
+"""Reports, exit statuses and flight records as one message: which rank failed first, where, why, and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ _KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if st
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a run that failed. message: all that is shown. step: 0 before the first. run: RUN, or empty."""
+    """A failed run. message: the whole text for the user. step: 0 before the first. run: RUN, or empty."""
 
     kind: Kind
     message: str
@@ -70,8 +71,8 @@ def diagnose(
 ) -> Failure:
     """Which rank failed first, and how.
 
-    found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that did not end
-    well, in the order in which they were seen.
+    found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in
+    the order in which the launcher noticed. seen: what the launcher saw of the ranks.
     """
     errors = sorted((report for report in found if not report.is_verdict), key=lambda r: (r.is_consequence, r.time))
     unlike = _unlike_plans(seen.records)
@@ -99,7 +100,7 @@ def diagnose(
 
 
 def explain(report: RankReport, title: str, debug: bool) -> str:
-    """A report as text: what and where, then what to do, or a traceback where only that helps."""
+    """A report as text: what failed and where, then what to do; a traceback only where nothing else helps."""
     lines = [title + report.message, report.where]
     if report.plain:
         pass
@@ -117,7 +118,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
 
 
 def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
-    """What a rank shows that has no launcher of weft: its own failure, and which rank it waited for."""
+    """The message of a rank that weft did not launch: its own failure, and the rank for which it waited."""
     text = explain(report, f"rank {report.rank} failed: " if several else "error: ", debug)
     run = flight.own.record().run
     if report.waited and run:
@@ -129,7 +130,8 @@ def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
 
 
 def what_stands(run: str) -> str:
-    """Lines on what a failed run has left; empty where it left nothing."""
+    """Lines about what a failed run left behind: its last checkpoint, and the records of its ranks; empty without a run
+    folder."""
     if not run:
         return ""
     latest, text = Path(run) / "checkpoints" / "latest", ""
@@ -139,12 +141,12 @@ def what_stands(run: str) -> str:
 
 
 def keep_own(report: RankReport) -> bool:
-    """RUN/flight, from a rank that has no launcher of weft; whether it could be written."""
+    """Write this rank's record to RUN/flight, for ranks that weft did not launch; whether that worked."""
     return keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
 
 
 def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
-    """RUN/flight: each rank's record, and how it ended; whether all could be written."""
+    """Write each rank's record, and how it ended, to RUN/flight; whether that worked for all."""
     by_rank, kept = {report.rank: report for report in found}, True
     for rank, record in seen.records.items():
         more: dict[str, object] = {"where": record.where(), "exit_status": exits.get(rank)}
@@ -200,7 +202,7 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
 
 
 def by_kernel(who: str, where: str) -> str:
-    """Who was killed for want of memory, where (a line, or nothing), and what to do."""
+    """The message for a process that was killed for want of memory. where: a line on its step and phase, or ""."""
     return f"{who} was killed by the kernel, which is short of memory{where}\n{_memory_advice(where)}"
 
 
@@ -208,7 +210,8 @@ def by_kernel(who: str, where: str) -> str:
 
 
 def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
-    """Name the rank that is stuck, not the one that waited for it. name: what a rank is called."""
+    """(rank, message) of the rank that is stuck, as opposed to those that waited for it. name: what a rank is
+    called."""
     suspects = stuck_ranks(errors, seen)
     first = errors[0]
     if not suspects or not any(report.waited for report in errors):
@@ -227,7 +230,8 @@ def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name
 
 
 def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
-    """Ranks that are stopped; else those that are in no collective while others are; else those furthest behind."""
+    """The ranks that are stopped; else those outside of a collective while others are inside one; else those furthest
+    behind."""
     waiting = {report.rank for report in errors if report.waited}
     frozen = sorted(seen.states.keys() & seen.records.keys())
     if frozen:

@@ -32,14 +32,15 @@ from weft.versions import launch_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended. failure: None where they ended well, or the launcher was told to stop."""
+    """How the ranks ended. failure: None where they ended well, or the launcher itself was told to stop."""
 
     status: int
     failure: Failure | None = None
 
 
 def run(body: Body, command: Sequence[str], nproc: int, debug: bool = False) -> int:
-    """Run `body` here if this is a rank or the only one, else `command` in `nproc` ranks. Returns the exit status."""
+    """Run `body` here if this is a rank or the only process, else `command` in `nproc` ranks. Returns the exit
+    status."""
     if joined() or nproc == 1:
         return guarded(body, debug)
     return launch(command, nproc, debug)
@@ -51,7 +52,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
 
 
 def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
-    """As `launch`, and says what failed."""
+    """Like `launch`, and returns the failure, too."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

@@ -1,5 +1,5 @@
-"""What this machine offers: cores that may be used, and accelerators; those that a dry run assumes. Imports no torch
-but to count accelerators."""
+"""The resources of this machine: cores and accelerators, and the accelerators that a dry run can assume. Imports torch
+only to count accelerators."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ADDRESS = "WEFT_ADDRESS"  # variable of the environment in which an actor finds 
 
 
 def own_address() -> str:
-    """Of this machine, as the others of the cluster reach it; all processes of one machine have the same."""
+    """This machine's address, as other hosts reach it; the same in all processes of a machine."""
     return os.environ.get(ADDRESS, "127.0.0.1")
 
 
 def free_port() -> int:
-    """One that nobody listens on, for a server that is told its port before it starts."""
+    """A port on which nobody listens, for a server that must be told its port before it starts."""
     source = random.SystemRandom()  # a seeded one would find the same in every process
     for port in source.sample(PORTS, len(PORTS)):
         with socket.socket() as server, suppress(OSError):
@@ -50,7 +50,7 @@ def cpu_cores() -> int:
 
 
 def accelerator_count(device: Device) -> int:
-    """Accelerators that ranks of this machine may take; 0 means that they run on CPU. Imports torch."""
+    """The number of accelerators for ranks of this machine; 0 means CPU ranks. Imports torch."""
     if device == "cpu":
         return 0
     import torch
@@ -65,7 +65,7 @@ def accelerator_count(device: Device) -> int:
 
 
 def check_ranks_fit(ranks: int, device: Device) -> None:
-    """UserError where so many ranks would have to share accelerators."""
+    """UserError where `ranks` would have to share accelerators."""
     count = accelerator_count(device)
     if count and ranks > count:
         raise UserError(
@@ -138,10 +138,8 @@ def _cgroup_quota() -> int | None:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One that a dry run can assume where there is none.
-
-    memory: bytes that torch reports for it, to within a few percent: makers state more than a process can have.
-    """
+    """An accelerator that a dry run can assume. memory: bytes that torch reports, within a few percent; vendors state
+    more than a process can use."""
 
     name: str
     memory: int
@@ -158,7 +156,7 @@ ACCELERATORS = {
 
 
 def accelerator(name: str | None) -> Accelerator | None:
-    """Of that name, or None for None; UserError, naming all, where there is none."""
+    """The accelerator of this name; None for None. UserError, listing all names, for an unknown one."""
     if name is None:
         return None
     if name not in ACCELERATORS:

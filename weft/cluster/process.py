@@ -22,11 +22,9 @@ from weft.telemetry import flight
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place among all. As a context manager it leaves the process group at its end.
-
-    owner: whether join() made the process group; one that was there before stays. assumed: an accelerator that this
-    machine does not have, for which a dry run is; its tensors are all on meta.
-    """
+    """This rank among all. As a context manager it leaves the process group at the end. owner: whether join() created
+    the process group; an existing one is kept. assumed: in a dry run, the accelerator that each rank is assumed to
+    have; all tensors are then on meta."""
 
     rank: int
     world: int
@@ -37,7 +35,7 @@ class Ranks:
 
     @property
     def mesh_device(self) -> str:
-        """The type of device that a mesh of these ranks is made for."""
+        """The device type of this rank's meshes."""
         return "cpu" if self.assumed is not None else self.device.type
 
     @property
@@ -118,7 +116,7 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
 
 
 def pretend(world: int, device: Device = "cpu", assumed: Accelerator | None = None) -> Ranks:
-    """Rank 0 of `world` ranks that do not exist: shapes and meshes are those of the real run, nothing is sent."""
+    """Rank 0 of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing."""
     assert not dist.is_initialized(), "a pretended process group needs a process of its own"
     dist.init_process_group("fake", rank=0, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")

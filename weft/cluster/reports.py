@@ -1,6 +1,6 @@
-"""What each rank leaves behind for the process that started it: one JSON file per rank.
+"""The report that each rank leaves for the process that started it: one JSON file per rank.
 
-Exit statuses alone would not say which rank failed first, nor why.
+Exit statuses alone would say neither which rank failed first nor why.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """An exception of one rank, a failed verdict, or no progress. time: monotonic clock, when it was found.
+    """An exception of one rank, a failed verdict, or a hang.
 
-    where: step, phase and documents. plain: the message itself says what to do. collectives: the last ones of the rank,
-    the oldest first. waited: it is another rank that did not come; within: what time. gone: ranks that had ended before
-    this one did. is_verdict: no error; the rank ran to its end. exit_status: one that does not follow from the kind.
+    time: monotonic clock, when it was detected. where: step, phase and documents. plain: the message itself says what
+    to do. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in time;
+    within: that time, in words. gone: ranks that had ended before this one. is_verdict: no error; the rank ran to its
+    end. exit_status: where it does not follow from the kind.
     """
 
     rank: int
@@ -47,7 +48,7 @@ class RankReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank's failure is probably behind it."""
+        """Whether another rank's failure is the probable cause."""
         return self.kind == "peer" or self.waited
 
     @property

@@ -1,6 +1,6 @@
-"""`--restarts N`: run the command again after a failure that is not the user's to mend.
+"""`--restarts N`: run the command again after a failure that the user cannot prevent.
 
-Each attempt has a launcher and ranks of its own, so that nothing of a failed one is left in the next.
+Each attempt has a new launcher and new ranks, so that nothing of a failed attempt is left in the next.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Attempt = Callable[[Sequence[str], int, bool], Outcome]
 def run_with_restarts(
     command: Sequence[str], again: Again, nproc: int, restarts: int, debug: bool = False, attempt: Attempt = attempt
 ) -> int:
-    """Run `command` in `nproc` ranks, and up to `restarts` times more after failures. Returns the exit status.
+    """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
-    An attempt goes on from the newest whole checkpoint of the run's folder, or from step 1 where there is none. Two
-    failures in a row at the same step end it: the third would be at that step too.
+    Later attempts run `again`: they resume from the newest complete checkpoint of the run's folder, or start at step 1.
+    Two failures in a row at the same step end it, because the third would be there, too.
     """
     before: Failure | None = None
     for number in range(restarts + 1):

@@ -1,4 +1,5 @@
-"""Folders in the temporary directory: removed at the end, and those of processes that were killed by the next start."""
+"""Scratch folders in the temporary directory: removed when they are left; those of killed processes are removed by the
+next start."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _LOCK = "in-use"  # a file that is locked by those who use the folder
 
 @contextmanager
 def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
-    """A folder that only this user can read, for the body. kind: of its name. base: where, if not in the temporary
-    directory."""
+    """A folder that only this user can read, removed with the context. kind: prefix of its name. base: its parent, if
+    not the temporary directory."""
     base = base or tempfile.gettempdir()
     remove_abandoned(base)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}", dir=base))
@@ -34,7 +35,7 @@ def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned(base: str) -> None:
-    """Folders whose users are gone: nobody holds their lock."""
+    """Remove folders whose users are gone: nobody holds their lock."""
     for folder in Path(base).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

@@ -29,10 +29,10 @@ class Handlers:
         self._before: dict[int, Any] = {}
 
     def first(self, number: int) -> None:
-        """Noted in `number` already."""
+        """The first signal; its number is in `number` already."""
 
     def again(self, number: int) -> None:
-        """End this process, as if nobody had listened."""
+        """A later signal: ends this process as if there were no handler."""
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -56,7 +56,7 @@ class Handlers:
 
 
 def say_what_ends() -> None:
-    """Of a process that nobody listens in yet, or that has nothing to save: it ends at a signal, and says by which."""
+    """Install handlers that print which signal ended the process; for a process that has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
@@ -67,9 +67,11 @@ def say_what_ends() -> None:
 
 
 class StopSignals(Handlers):
-    """In a rank: the loop looks at `number` between steps. promise: what it will do then, which is said at once.
+    """The handlers of a rank, whose loop polls `number` between steps. promise: what the loop will do then, which is
+    printed at once.
 
-    Python lets the main thread alone listen. In another one it is what the main thread has entered, if anything.
+    Only Python's main thread can handle signals. In another thread this is the instance that the main thread entered,
+    if any.
     """
 
     _listening: ClassVar[StopSignals | None] = None
@@ -106,7 +108,7 @@ class StopSignals(Handlers):
 
 
 class Forwarder(Handlers):
-    """In a launcher. ranks: the processes that it has started so far."""
+    """The handlers of a launcher. ranks: the processes started so far."""
 
     def __init__(self, ranks: Callable[[], Sequence[psutil.Process]]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What the launcher sees of its ranks beside their exit: records, stacks, states; and the end of those that stay."""
+"""What the launcher observes of its ranks besides their exit: records, stacks, process states. Kills those that outlive
+a failure."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of each rank what it was doing; where it hung or crashed, its main thread's stack, innermost call first, and its
-    state where that says why. oom_kills: processes killed by the kernel meanwhile, for want of memory, if it says so.
-    """
+    """What is known of each rank. records: what it was doing. stacks: where it hung or crashed, its main thread's
+    stack, innermost call first. states: its process state, where that explains a hang. oom_kills: processes that the
+    kernel killed meanwhile for want of memory, if it says so."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
@@ -39,13 +40,13 @@ class Evidence:
 
 
 class Silence:
-    """How long ranks show no progress, by their records. Time in which this process did not run is left out."""
+    """How long each rank has shown no progress, by its record. Time in which this process did not run is subtracted."""
 
     def __init__(self) -> None:
         self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
 
     def seconds(self, rank: int, record: Record, frozen_seconds: float) -> float:
-        """Since the record of a rank changed last."""
+        """Seconds since the rank's record last changed."""
         changes, excused = self._excused.get(rank, (-1, 0.0))
         if record.changes != changes:
             self._excused[rank] = (record.changes, frozen_seconds)
@@ -54,12 +55,12 @@ class Silence:
 
     @staticmethod
     def most(limit: float) -> float:
-        """What may go by before somebody else speaks for a rank that has so many seconds."""
+        """The seconds after which another process reports a rank whose own limit is `limit`."""
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
 
 def process_of(record: Record, scratch: Path) -> psutil.Process | None:
-    """The process of a record, where it is on this machine, runs, and names the folder of the record."""
+    """The process of a record, if it runs on this machine and its environment names the record's folder."""
     with suppress(psutil.Error):
         process = psutil.Process(record.pid)
         if process.environ().get(reports.FOLDER_VARIABLE) == str(scratch):
@@ -68,7 +69,7 @@ def process_of(record: Record, scratch: Path) -> psutil.Process | None:
 
 
 class Watch:
-    """Looks after the ranks whose environment names the folder `scratch`."""
+    """Observes the ranks whose environment names the folder `scratch`."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._kills = scratch, oom_kills()
@@ -77,7 +78,7 @@ class Watch:
         self._silence = Silence()
 
     def evidence(self) -> Evidence:
-        """Everything known now."""
+        """Everything known so far."""
         kills = oom_kills()
         kills = None if kills is None or self._kills is None else kills - self._kills
         records = flight.read_all(self._scratch / flight.FOLDER)
@@ -88,7 +89,7 @@ class Watch:
         return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, kills)
 
     def look(self, frozen_seconds: float) -> None:
-        """Ask for stacks where a rank has reported a hang; kill what outlives a failed rank by STOP_SECONDS."""
+        """Request stacks where a rank has reported a hang; kill ranks that outlive a failed one by STOP_SECONDS."""
         errors = [report for report in reports.read_all(self._scratch) if not report.is_verdict]
         if not errors:
             self._report_silent(frozen_seconds)
@@ -151,7 +152,7 @@ class Watch:
 
 @contextmanager
 def watching(scratch: Path) -> Iterator[Watch]:
-    """A thread that looks after the ranks until they have ended."""
+    """Observe the ranks in a thread until they have ended."""
     watch = Watch(scratch)
     with looking(watch.look, _TICK, "weft watch"):
         yield watch

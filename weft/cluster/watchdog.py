@@ -1,7 +1,7 @@
 """Ends a rank that makes no progress: outside of collectives nothing else would notice.
 
-A thread of each rank looks at the rank's own flight record. Collectives have a timeout of their own, which comes first
-where there are several ranks, because the ranks that wait know more: who did not come.
+A thread of each rank reads the rank's own flight record. Collectives have a timeout of their own, which expires first
+where there are several ranks, because waiting ranks know which one did not come.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _TICK = 0.5
 
 
 class Frozen:
-    """Time in which this process itself did not run: stopped, or its machine asleep. It is nobody's hang."""
+    """Time in which this process did not run, because it was stopped or its machine slept. It counts as nobody's
+    hang."""
 
     def __init__(self, tick: float) -> None:
         self._tick, self._last = tick, time.monotonic()
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Call every `tick` seconds: the frozen time so far."""
+        """Call every `tick` seconds; the frozen time so far."""
         now = time.monotonic()
         late = now - self._last - self._tick
         self.seconds += late if late > 4 * self._tick else 0.0
@@ -42,7 +43,7 @@ class Frozen:
 
 @contextmanager
 def looking(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
-    """A thread that calls look(frozen seconds so far) every so many seconds, for the body."""
+    """A thread that calls look(frozen seconds so far) every `every` seconds."""
     over, frozen = threading.Event(), Frozen(every)
 
     def loop() -> None:

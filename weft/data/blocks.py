@@ -1,6 +1,7 @@
-"""Pieces of a source that one process reads and tokenises at a time. They travel to worker processes.
+"""Pieces of a source that one process reads and tokenises at a time; they are sent to worker processes.
 
-What cannot be read of a source ends it with a UserError; a row that is no document is handed to `bad`, which may go on.
+A source that cannot be read raises UserError. A row that is no document is given to the callback `bad`, which may
+return to skip it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """number: of its line, or its place. where: in messages. escaped: its text may hold half a character."""
+    """number: of its line, or its index. where: for messages. escaped: the text may hold half of a surrogate pair."""
 
     number: int
     where: str
@@ -41,30 +42,30 @@ OnBad = Callable[[int, UserError], None]  # is given the number of a row, and wh
 
 
 def refuse(number: int, error: UserError) -> None:
-    """What becomes of a bad row where nobody keeps it."""
+    """The callback that raises the error of a bad row."""
     raise leave_out(error)
 
 
 def leave_out(error: UserError) -> UserError:
-    """The error of a bad row with the other thing that can be done about it."""
+    """The error of a bad row, with the advice to set data.bad_rows=drop."""
     return UserError(f"{error} Or set data.bad_rows=drop, which leaves such rows out.")
 
 
 class Block(Protocol):
-    """size: bytes of the source that it stands for."""
+    """size: the bytes of the source that it covers."""
 
     @property
     def size(self) -> int: ...
 
     def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
-        """Its rows in order, but for those that cannot be read."""
+        """Its readable rows, in order."""
 
     def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
-        """(line or row number, document) of each row, but for those that are none."""
+        """(line or row number, document) of each valid row."""
 
 
 class _Rows(ABC, Generic[_Item]):
-    """What all blocks do alike with their rows."""
+    """What all kinds of blocks share."""
 
     __slots__ = ()
 
@@ -98,11 +99,9 @@ class _Rows(ABC, Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class FileBlock(_Rows[bytes]):
-    """The lines of a JSONL file that begin in its bytes start..stop.
-
-    newlines: in the bytes before start; None where nobody has counted: then lines are numbered by their first byte.
-    most: bytes of a line. stamp: of the file when it was opened, which it must still have.
-    """
+    """The lines of a JSONL file that begin in its bytes start..stop. newlines: in the bytes before `start`; None if not
+    counted: then a line's number is its first byte. most: bytes of a line. stamp: the state of the file when it was
+    opened, for the check that it did not change."""
 
     path: str
     start: int
@@ -174,8 +173,8 @@ class LineBlock(_Rows[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(_Rows[Any]):
-    """Rows as Python values, an error in place of one that cannot be read. numbers: of their lines (by_line) or places.
-    escaped: text may hold half a character."""
+    """Rows as Python values, with an error in place of an unreadable one. numbers: of their lines (by_line), or
+    indices. escaped: as in Row."""
 
     origin: str
     values: Sequence[Any]
@@ -196,7 +195,7 @@ class RowBlock(_Rows[Any]):
 
 @dataclass(frozen=True, slots=True)
 class ArrowBlock(_Rows[Any]):
-    """Rows of a pyarrow.Table. first: the place of its first row in the whole. most: bytes of a row."""
+    """Rows of a pyarrow.Table. first: the index of its first row in the whole table. most: bytes of a row."""
 
     origin: str
     table: Any
@@ -223,14 +222,14 @@ class ArrowBlock(_Rows[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a file has while nobody writes to it."""
+    """Size and modification time of a file, which change when it is written."""
 
     size: int
     changed: int
 
     @classmethod
     def of(cls, path: str) -> Stamp:
-        """As it is now. Raises UserError for what is no regular file."""
+        """The present stamp of a file. Raises UserError for anything but a regular file."""
         with reading(path):
             found = regular_file(Path(path), "a file of data").stat()
             return cls(found.st_size, found.st_mtime_ns)
@@ -238,7 +237,7 @@ class Stamp:
 
 @contextmanager
 def reading(path: str, stamp: Stamp | None = None, key: str = "data.path") -> Iterator[None]:
-    """What can go wrong with a file, in words. stamp: what it must still have at the end."""
+    """Inside, errors of reading a file become UserErrors. stamp: the file must still have it at the end."""
     try:
         yield
         if stamp is not None:
@@ -260,7 +259,7 @@ class _Lines(Protocol[_Line]):
 
 
 def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
-    """Numbered lines. Raises UserError at the first that is longer than `most`, of which it reads no more."""
+    """Yield numbered lines. Raises UserError at the first line longer than `most` bytes, without reading all of it."""
     number = 0
     while line := file.readline(most + 1):
         number += 1
@@ -270,7 +269,7 @@ def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, 
 
 
 def too_large(name: str, most: int) -> UserError:
-    """Of a row that is larger than data.max_row_bytes."""
+    """The error of a row that is larger than data.max_row_bytes."""
     return UserError(
         f"{name}: is larger than data.max_row_bytes = {most:,} bytes. Remove it; or if it is a document, set "
         f"data.max_row_bytes to more."
@@ -282,7 +281,7 @@ def _row_of_line(number: int, name: str, line: bytes) -> Row:
 
 
 def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines without blank ones, and without a byte order mark."""
+    """Numbered lines without blank ones and without a byte order mark."""
     for number, line in lines:
         text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if text.strip():
@@ -290,12 +289,12 @@ def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]
 
 
 def where(origin: str, number: int, by_line: bool) -> str:
-    """How messages name a document: file:line, or file[row] with rows counted from 0 as tables are."""
+    """A document's name in messages: file:line, or file[row] with rows counted from 0."""
     return f"{origin}:{number}" if by_line else f"{origin}[{number}]"
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the nulls in its objects: in a table every object has the keys of all."""
+    """The value without nulls in its objects: in a table every object has the keys of all others."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Tokens of large data, kept in a folder by content: tokenised once for all ranks of a machine, and for later runs."""
+"""A cache of tokens on disk, by content, so that large data is tokenised once for all ranks of a machine and for later
+runs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _SECONDS = 0.2  # between two looks at a lock
 
 
 def key(part: Part, work: Work) -> str | None:
-    """All that tokens depend on: the data's bytes, how they are read, the tokenizer, the code. None: not known."""
+    """Digest of everything that the tokens depend on: the data's bytes, how rows are parsed, the tokenizer, the code.
+    None if unknown."""
     tokenizer = work.tokenizer
     if part.digest is None or not tokenizer.is_fast:
         return None
@@ -42,10 +44,8 @@ def key(part: Part, work: Work) -> str | None:
 
 
 def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:
-    """The table `name` of a cache folder; made from `chunks` by the first who asks, while others wait.
-
-    One that is damaged is made anew: a disk may lose what it was given before a crash.
-    """
+    """The table `name` of a cache folder; the first process that asks makes it from `chunks`, others wait. A damaged
+    table is made again, because a disk may lose recent writes in a crash."""
     root = Path(folder).expanduser() / "tokens"
     kept = root / name
     try:

@@ -58,11 +58,11 @@ class Rendering:
 
 
 class RenderError(Exception):
-    """A template has raised something: messages are such as it was not written for. The message says what."""
+    """A template raised an exception: it does not support these messages. The message is the template's."""
 
 
 class Unclear(Exception):
-    """What of a rendering is an answer cannot be told; the message says why."""
+    """The trained part of a rendering is ambiguous; the message says why."""
 
     def __init__(self, reason: str, rendering: Rendering) -> None:
         super().__init__(reason)
@@ -70,7 +70,7 @@ class Unclear(Exception):
 
 
 class Lost(Unclear):
-    """A rendering leaves out a text of its conversation."""
+    """A rendering omits a text of its conversation."""
 
 
 class ChatTemplate:
@@ -96,7 +96,7 @@ class ChatTemplate:
         self._track: Any = environment.activate_tracker if noted.unseen_markers else None
 
     def names(self, word: str) -> bool:
-        """Whether the template reads something of this name."""
+        """Whether the template uses a variable or attribute of this name."""
         return word in self._words
 
     def render(
@@ -107,8 +107,8 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         ask: bool = False,
     ) -> Rendering:
-        """The conversation as text; ask: with what the template writes to ask for an answer. Raises RenderError, and
-        UnboundedError where the template takes more than it may."""
+        """The conversation as text. ask: with the generation prompt. Raises RenderError; UnboundedError where the
+        template exceeds its limits."""
         try:
             messages = [self._as_read(message) for message in messages]
             self._bounds.begin()
@@ -313,12 +313,12 @@ def _output(name: str, near: nodes.Node) -> nodes.Output:
 
 
 def common_start(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
-    """The longest beginning that text and prompt share, which cuts none of the prompt's tokens in two."""
+    """The longest common prefix of text and prompt that splits none of the prompt's tokens."""
     n = common_start(text, prompt)
     cut = (
         i

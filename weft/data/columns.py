@@ -1,4 +1,4 @@
-"""data.columns: which of weft's columns lies where in a row of the user's."""
+"""data.columns: which of the user's columns holds which of weft's."""
 
 from __future__ import annotations
 

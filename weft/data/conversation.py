@@ -20,7 +20,7 @@ _REASONING = ("reasoning_content", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as templates want them. trained: places of the answers that are trained; kwargs: for this one alone."""
+    """Messages for a chat template. trained: indices of the trained answers. kwargs: for this conversation alone."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None

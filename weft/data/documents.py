@@ -25,12 +25,12 @@ from weft.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What data gave. Counts are of documents or tokens; longest is in tokens, after truncation.
+    """Statistics of data that was read. Counts are of documents or tokens.
 
-    path: of one source; the names of several. digest: hexadecimal, of all tokens and loss weights in their order, and
-    of the weights of sources. formats: documents by format. in_epoch: documents that an epoch takes.
-    sources: a report of each, where data.sources lists them. bad: (its source, what is wrong) of each row that was left
-    out.
+    longest: tokens of the longest document, after truncation. path: of one source; the names of several. digest:
+    hexadecimal, of all tokens and loss weights in order, and of the weights of sources. formats: documents by format.
+    in_epoch: documents of an epoch. sources: one report each, where data.sources is set. bad: (source, error) of each
+    row that was left out.
     """
 
     path: str
@@ -61,7 +61,7 @@ class DataReport:
 
 
 class Documents(MeasuredDocuments):
-    """Documents, made of flat arrays when they are asked for. shares: the sources they are of, for the order."""
+    """Documents, built from flat arrays on access. shares: their sources, which determine the order."""
 
     def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share], loaded: Sequence[_Loaded] = ()) -> None:
         self._pieces, self.shares, self.loaded = pieces, shares, loaded
@@ -100,7 +100,7 @@ class Documents(MeasuredDocuments):
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:
-    """Tokens of each document, without making it where they are known."""
+    """Tokens of each document, without building it where possible."""
     if isinstance(documents, MeasuredDocuments):
         lengths: list[int] = documents.measures().length.tolist()
         return lengths
@@ -108,7 +108,7 @@ def lengths_of(documents: Sequence[Document]) -> list[int]:
 
 
 def shares_of(documents: Sequence[Document]) -> Sequence[Share] | None:
-    """The sources that documents are of, where they are known."""
+    """The sources of documents, where known."""
     return documents.shares if isinstance(documents, Documents) else None
 
 
@@ -159,8 +159,8 @@ def load_documents(
 def hold_out(
     documents: Documents, share: float, seed: int
 ) -> tuple[tuple[Documents, DataReport], tuple[Documents, DataReport]]:
-    """(what is left, what is held out): of each source this share, to the nearest document and at least one, drawn from
-    the seed; both in their order. UserError where that would leave nothing."""
+    """(training documents, held-out documents): `share` of each source is held out, rounded, at least one document,
+    drawn from the seed; both keep their order. UserError where no training document would be left."""
     left, held = [], []
     for number, one in enumerate(documents.loaded):
         count = max(1, round(share * one.share.documents))

@@ -29,11 +29,8 @@ _SHOWN = 1500  # characters of a rendering that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How records become tokens.
-
-    chat_template: a Jinja source in place of the tokenizer's own. date: the day that templates write, YYYY-MM-DD; None:
-    today.
-    """
+    """How records become tokens. chat_template: a Jinja source that replaces the tokenizer's own. date: the date that
+    templates write, YYYY-MM-DD; None: today."""
 
     train_on: TrainOn = "answers"
     chat_template: str | None = None
@@ -50,10 +47,8 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records of one tokenizer: what it puts around a text is asked once, not for each record.
-
-    Threads may share one. Only the tokenising of chats runs beside anything else of it.
-    """
+    """Encodes records with one tokenizer, whose own additions to a text are determined once. Threads may share an
+    Encoder; they run in parallel only while chats are tokenised."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
         self.tokenizer = tokenizer
@@ -153,7 +148,7 @@ class Encoder:
         return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
     def masks_of(self, record: Record, chat: Conversation) -> AssistantMasks:
-        """What finds the answers of a conversation; with tools a tokenizer may have another template."""
+        """The loss masks for a conversation; with tools a tokenizer may have another template."""
         source = self.encoding.chat_template
         if source is None:
             source = _own_template(self.tokenizer, record.where, chat)
@@ -168,7 +163,7 @@ class Encoder:
         return self._answers[source]
 
     def plain(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts, with nothing put around them."""
+        """Token ids of texts, without special tokens."""
         out = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -176,10 +171,10 @@ class Encoder:
         return ids
 
     def continuations(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts that continue others.
+        """Token ids of texts that continue other texts.
 
-        SentencePiece-like tokenizers put a space before a text; within a document it would be one too many. They are
-        recognised by what they make of "a", and get each text behind a line break whose tokens are then cut off.
+        SentencePiece-like tokenizers put a space before a text, which is wrong inside a document. They are recognised
+        by their tokens of "a"; their texts are tokenised after a line break whose tokens are then removed.
         """
         plain = self.plain(texts)
         letter, anchor, both = self.plain(["a", "\n", "\na"])
@@ -213,7 +208,7 @@ class Encoder:
 
 
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The encoding that a config asks for. date is there only for templates that write one. Raises UserError."""
+    """The encoding of a config. date is set only for templates that write one. Raises UserError."""
     source = chosen_template(data)
     if data.chat_template == "chatml" and "<|im_end|>" not in tokenizer.get_added_vocab():
         raise UserError(
@@ -232,7 +227,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) 
 def renderer(
     tokenizer: PreTrainedTokenizerBase, encoding: Encoding
 ) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
-    """(messages, whether to ask for an answer) -> the rendering, by the template that documents are rendered by."""
+    """A function (messages, whether to add the generation prompt) -> rendering, by the template used for documents."""
     source = encoding.chat_template or tokenizer.get_chat_template()
     template = _template(source, tokenizer, encoding)
     return lambda messages, ask: template.render(messages, encoding.template_kwargs, ask=ask).text
@@ -249,7 +244,7 @@ def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encodin
 
 
 def unbounded(where: str, error: UnboundedError) -> str:
-    """What to say of a template that takes more than it may. where: the document that it renders."""
+    """The error of a template that exceeds its limits. where: the document that it renders."""
     return (
         f"{where}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
         "data.chat_template to another, or remove the document."
@@ -356,7 +351,7 @@ def _shown(rendering: Rendering) -> str:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model (a directory or hub id). Raises UserError where there is none that works."""
+    """The tokenizer of a model (a directory or hub id). Raises UserError where there is none that works."""
     from transformers import (  # brings torch and half of transformers, which workers may do without
         AutoTokenizer,
         PreTrainedTokenizerBase,

@@ -1,4 +1,4 @@
-"""What must hold of tokenised documents, and what happens to those that are too long. Messages name file and line."""
+"""Checks of tokenised documents, and the treatment of those that are too long. Messages name file and line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ LongDocuments = Literal["error", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A table as training sees it. source: its name, "" without data.sources. kept: documents; lengths: cut ones.
-    dropped: how many were too long."""
+    """The documents of a table that are trained on, after truncation and dropping. source: its name, "" without
+    data.sources. kept: indices into the table. lengths: tokens after truncation. dropped: documents that were too
+    long."""
 
     table: Table
     source: str
@@ -34,18 +35,18 @@ class Piece:
 
     @cached_property
     def losses(self) -> Array:
-        """Trained tokens of each document, the first left out, which nothing predicts."""
+        """Trained tokens of each document, except the first token, which nothing predicts."""
         losses = self.table.losses[self.kept].astype(np.int64)
         for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
             losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
         return losses
 
     def only(self, chosen: Array) -> Piece:
-        """Those of its documents for which `chosen`, a mask of them, is true."""
+        """The piece reduced to the documents where the mask `chosen` is true."""
         return replace(self, kept=self.kept[chosen], lengths=self.lengths[chosen])
 
     def digest(self) -> str:
-        """Of the documents as they are here."""
+        """Digest of the documents as they are trained on."""
         if len(self.kept) == len(self.table) and not self.truncated:
             return self.table.digest
         digest = Digest()
@@ -56,11 +57,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_length: longest document in tokens, from the config key `key`. long: what happens to longer ones.
-
-    vocab_size: ids must be below it, where it is given. drop_untrained: documents of which no token is trained are left
-    out; else they are an error.
-    """
+    """max_length: tokens of the longest document, from the config key `key`. long: what happens to longer ones.
+    vocab_size: ids must be below it, if given. drop_untrained: documents without a trained token are dropped; else they
+    are an error."""
 
     max_length: int
     key: str = "data.max_length"
@@ -69,7 +68,7 @@ class Limits:
     drop_untrained: bool = False
 
     def check(self, tables: Sequence[Table]) -> None:
-        """Raises UserError at the first document that cannot be trained."""
+        """Raises UserError at the first document that cannot be trained on."""
         for table in tables:
             _check_ids(table, self.vocab_size)
         if not self.drop_untrained:
@@ -86,7 +85,7 @@ class Limits:
             )
 
     def piece(self, table: Table, source: str) -> Piece:
-        """The documents of a table that stay, as they stay."""
+        """The documents of a table that are trained on."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
         kept = np.flatnonzero(good & short)
@@ -126,12 +125,17 @@ class Limits:
             )
 
 
+<<<<<<< HEAD
 _OVER_CP = "step.max_tokens_per_device x mesh.cp"
 
 
 def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, str]:
     """Longest document in tokens, and the key that says so. budget: step.max_tokens_per_device. ranks: of mesh.cp, over
     which a document may be cut."""
+=======
+def length_limit(data: DataConfig, budget: int) -> tuple[int, str]:
+    """(longest document in tokens, the key that sets it). budget: step.max_tokens_per_device."""
+>>>>>>> house
     if data.max_length is None:
         return budget * ranks, "step.max_tokens_per_device" if ranks == 1 else _OVER_CP
     return min(data.max_length, budget * ranks), "data.max_length"
@@ -155,7 +159,7 @@ def _check_ids(table: Table, vocab_size: int | None) -> None:
 
 
 def check_trained(tables: Sequence[Table]) -> None:
-    """The first token is predicted from nothing, so it does not count as trained."""
+    """UserError where a document has no trained token. Its first token is predicted from nothing and does not count."""
     empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
     if not empty:
         return
@@ -165,7 +169,7 @@ def check_trained(tables: Sequence[Table]) -> None:
 
 
 def bad_rows(table: Table) -> list[BadRow]:
-    """Rows that gave no document, and documents of which no token is trained, in their order."""
+    """The rows that gave no document or no trained token, with their errors, in order."""
     empty = (int(index) for index in np.flatnonzero(table.losses == 0))
     return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
 

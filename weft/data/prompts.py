@@ -27,7 +27,7 @@ _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """text: as people read it. tokens: what the model is given."""
+    """A prompt. text: for people. tokens: the model's input."""
 
     text: str
     tokens: tuple[int, ...]
@@ -123,8 +123,8 @@ def _of_chat(where: str, messages: list[Message], tokenizer: PreTrainedTokenizer
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
-    """The conversation as `render(messages, ask)` gives it, up to where the answer begins, whether or not the template
-    has a way to ask for that."""
+    """The conversation up to where the answer begins, whether or not the template has a generation prompt. render:
+    (messages, whether to add the generation prompt) -> text."""
     plain, asking = render(messages, False), render(messages, True)
     if asking != plain:
         return asking
@@ -134,7 +134,7 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """What one user said; of more messages, with who said it."""
+    """The text of a single user message; of several messages, with their roles."""
     if len(messages) == 1:
         return str(messages[0].get("content"))
     return "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)

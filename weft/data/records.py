@@ -55,8 +55,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are read. columns, roles: as data.columns and data.roles. chat: whether instructions become chats, else
-    plain text."""
+    """How rows are parsed. columns, roles: as data.columns and data.roles. chat: whether instructions become chats;
+    else plain text."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -222,7 +222,7 @@ assert set(_READERS) == set(FORMATS)
 
 
 def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """tools and chat_template_kwargs, where a document has them."""
+    """The row's `tools` and `chat_template_kwargs`, where it has them."""
     found: dict[str, Any] = {}
     if row.get("tools"):
         found["tools"] = read_tools(where, row["tools"])
@@ -235,7 +235,7 @@ def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages behind those of the column `system`, where there is one."""
+    """The messages after the column `system`, where the row has one."""
     if not row.get("system"):
         return messages
     if messages[0].get("role") == "system":

@@ -53,11 +53,9 @@ _SAMPLED = 16  # places of a large file that a sample is read from
 
 @dataclass(frozen=True)
 class Part:
-    """One file or table of a source.
-
-    origin: its name in messages. size: in bytes, about. by_line: documents are numbered by lines, else by rows from 0.
-    blocks: reads it, in order. digest: of its content; None for what is in memory. sample: blocks from all over it.
-    """
+    """One file or table of a source. origin: its name in messages. size: approximate bytes. by_line: documents are
+    numbered by line; else by row, from 0. blocks: yields its blocks in order. digest: of its content; None for data in
+    memory. sample: blocks spread over it."""
 
     origin: str
     size: int
@@ -69,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _File:
-    """most: bytes of a row. stamp: of the file when it was opened."""
+    """most: bytes of a row. stamp: the state of the file when it was opened."""
 
     path: str
     most: int
@@ -84,8 +82,8 @@ class _File:
 
 
 def open_source(source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES) -> list[Part]:
-    """The files or tables of a source. key: of the config, for messages; most: bytes of a row. Raises UserError where
-    there is nothing."""
+    """The files or tables of a source. key: of the config, for messages. most: bytes of a row. Raises UserError where
+    there are none."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
     if problem := data_problem(key, path):
         raise UserError(problem)
@@ -116,7 +114,7 @@ def _refuse_subset(source: SourceConfig) -> None:
 
 
 def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) -> Part:
-    """A file, by the ending of its name; whatever is none of the others is JSONL. most: bytes of a row."""
+    """A file, by the extension of its name; an unknown one is JSONL. most: bytes of a row."""
     chosen, file = split or Split(), _File(path, most, Stamp.of(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
@@ -429,8 +427,8 @@ def _datasets(path: str) -> Any:
 
 
 def file_digest(path: str, stamp: Stamp | None = None) -> str:
-    """Hexadecimal, of a file's bytes: the digest of its blocks' digests, which threads take side by side. stamp: what
-    it must have at the end."""
+    """Hexadecimal digest of a file: of its blocks' digests, which threads compute in parallel. stamp: the file must
+    still have it at the end."""
     with reading(path, stamp), ThreadPoolExecutor(4) as pool:
         whole, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
         for digest in pool.map(partial(_block_digest, path), range(0, size, 16 * BLOCK_BYTES)):

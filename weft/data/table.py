@@ -31,12 +31,9 @@ _META = "table.json"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some documents, tokenised.
-
-    ids, trained: of all their tokens. lengths: tokens of each. losses: trained tokens of each, the first left out,
-    which nothing predicts. numbers: of their lines or rows. formats: places in ALL_FORMATS. bad: rows that were left
-    out.
-    """
+    """Some tokenised documents. ids, trained: of all tokens. lengths: tokens of each. losses: trained tokens of each,
+    without the first, which nothing predicts. numbers: of their lines or rows. formats: indices into ALL_FORMATS. bad:
+    rows that were left out."""
 
     ids: Array
     trained: Array
@@ -54,7 +51,7 @@ class Chunk:
         encoded: Sequence[Encoded],
         bad: Sequence[BadRow] = (),
     ) -> Chunk:
-        """From what an Encoder gave for these records."""
+        """The chunk of these records, as an Encoder encoded them."""
         total = sum(len(item.ids) for item in encoded)
         return cls(
             ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
@@ -68,7 +65,7 @@ class Chunk:
 
 
 class Digest:
-    """Hexadecimal, of token ids, which are trained, and lengths, in their order, however they come in chunks."""
+    """Incremental hexadecimal digest of token ids, loss masks and lengths in order; independent of the chunks."""
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
@@ -129,7 +126,7 @@ class Table:
 
 
 def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
-    """A table of chunks, in memory."""
+    """A table in memory, of these chunks."""
     digest, kept = Digest(), list(chunks)
     for chunk in kept:
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
@@ -143,7 +140,7 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
 
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
-    """The same in files of a folder that is there; nothing but the chunk at hand is held in memory."""
+    """Write a table to files of an existing folder, one chunk in memory at a time."""
     digest, largest, documents, bad = Digest(), 0, 0, list[BadRow]()
     files = {name: (folder / name).open("wb") for name in _TOKENS | _DOCUMENTS}
     try:
@@ -166,7 +163,8 @@ class DamagedTableError(Exception):
 
 
 def read(folder: Path, origin: str, by_line: bool) -> Table:
-    """What `write` has written; tokens stay on the disk and are mapped. Raises DamagedTableError where it is not."""
+    """The table that `write` wrote; tokens are mapped from disk. Raises DamagedTableError where files are incomplete or
+    changed."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in _DOCUMENTS.items()}

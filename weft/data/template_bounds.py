@@ -1,8 +1,9 @@
-"""What a chat template may take while it renders: time, characters, nesting. It comes with a model, from others.
+"""Limits on what a chat template may use while it renders: time, characters, nesting. Templates come with models, from
+others.
 
-jinja's sandbox keeps a template from Python's internals, not from building gigabytes or looping for ever. Here whatever
-makes text or lists larger than what it was given is reckoned before it is done, and loops and calls look at the clock.
-Nothing is evaluated when a template is compiled.
+jinja's sandbox protects Python's internals, but does not prevent gigabytes of text or endless loops. Here every
+operation that makes text or lists larger than its inputs is estimated before it runs, and loops and calls check the
+clock. Nothing is evaluated when a template is compiled.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _BINARY = ("+", "*", "**", "%")
 
 
 class UnboundedError(Exception):
-    """A rendering takes more than any conversation needs; the message says what of."""
+    """A rendering exceeds a limit; the message says which."""
 
 
 class Bounds(threading.local):
-    """Of one template; each thread has its own rendering under way. source: its length in characters."""
+    """The limits of one template; each thread has its own counters. source: the template's length in characters."""
 
     def __init__(self, source: int = 0) -> None:
         self.source = source
@@ -45,11 +46,11 @@ class Bounds(threading.local):
         self._left, self._until = _CHARACTERS, _TICKS
 
     def begin(self) -> None:
-        """A rendering begins."""
+        """Start a rendering."""
         self._end, self._left, self._until = None, _CHARACTERS, _TICKS
 
     def tick(self) -> None:
-        """Called at every turn of a loop, and at every call. A clock may be slow: most renderings never look at it."""
+        """Called at every iteration of a loop and every call. The clock is read seldom, because it may be slow."""
         self._until -= 1
         if self._until > 0:
             return
@@ -60,7 +61,7 @@ class Bounds(threading.local):
             raise UnboundedError(f"it runs for more than {SECONDS:g} seconds")
 
     def charge(self, characters: int) -> None:
-        """Called before so many characters are made."""
+        """Called before `characters` characters are produced."""
         self._left -= characters
         if characters > _LONG:  # which takes time: the next tick looks at the clock
             self._until = 0
@@ -68,7 +69,7 @@ class Bounds(threading.local):
             raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def weigh(self, value: Any) -> int:
-        """About how many characters a value is when it is written out."""
+        """The approximate characters of a value when it is printed."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if not isinstance(value, (list, tuple, dict)):
@@ -89,12 +90,12 @@ class Bounds(threading.local):
 
     @pass_context
     def finalize(self, _: Any, value: Any) -> Any:
-        """Of every value that is written out."""
+        """Called with every value that is printed."""
         self.charge(len(value) if type(value) is str else self.weigh(value))
         return value
 
     def turns(self, items: Iterable[Any], text: int) -> Iterator[Any]:
-        """The items of a loop. text: characters of the template that a turn may write."""
+        """The items of a loop. text: characters of the template that one iteration may print."""
         for item in items:
             self.tick()
             self.charge(text)
@@ -106,7 +107,7 @@ class Bounds(threading.local):
         return "".join(map(str, parts))
 
     def literal(self, value: Any) -> Any:
-        """A list, tuple or mapping that a template writes: nested in one another they grow fast."""
+        """A list, tuple or mapping in a template; nested literals grow fast."""
         self.weigh(value)
         return value
 
@@ -127,7 +128,7 @@ class Bounds(threading.local):
         return table[operator](left, right)
 
     def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
-        """Of macros, loops, and methods of values."""
+        """Called before macros, loops, and methods of values."""
         self.tick()
         if isinstance(called, Macro | LoopContext):
             self.charge(self.source)
@@ -139,7 +140,7 @@ class Bounds(threading.local):
             self._check_method(owner, name, arguments)
 
     def before_filter(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
-        """value: what is filtered. arguments: the filter's own, by name, too."""
+        """Called before a filter. value: its input. arguments: its own, positional and by name."""
         self.tick()
         if name in ("length", "count"):
             return
@@ -203,7 +204,8 @@ class Bounds(threading.local):
 
 
 def bound(environment: Any, source: int) -> Bounds:
-    """Put an environment of transformers', which is this template's own, under bounds. source: characters of it."""
+    """Put an environment of transformers', private to this template, under limits. source: the template's length in
+    characters."""
     bounds = Bounds(source)
     call = environment.call
 
@@ -243,7 +245,7 @@ def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callabl
 
 
 class Bounded(NodeTransformer):
-    """Puts the bounds into the places of a template that jinja lets nobody listen to."""
+    """Inserts the limits into a parsed template where jinja has no hooks."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -1,6 +1,7 @@
-"""Whether every text of a conversation is where it belongs in its rendering: answers in their spans, others elsewhere.
+"""Checks that every text of a conversation is where it belongs in the rendering: answers inside trained spans, other
+texts outside.
 
-Templates drop what they were not written for, without a word: a list where they want a string, thoughts, a role.
+Templates silently drop what they do not support: a list where they expect a string, reasoning, a role.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft.data.loss_mask_fallback import SENTINEL
 
 @dataclass(frozen=True, slots=True)
 class TextChecks:
-    """A conversation, how it was rendered, and what of each trained answer is trained."""
+    """A conversation, its rendering, and the trained spans of each answer."""
 
     template: ChatTemplate
     chat: Conversation
@@ -25,10 +26,8 @@ class TextChecks:
     spans: Mapping[int, Sequence[Span]]
 
     def run(self) -> None:
-        """Looks for the texts as they are; only for those that it does not find the conversation is rendered again.
-
-        Raises Unclear, and Lost where a text is nowhere.
-        """
+        """Search the texts in the rendering; only for those not found is the conversation rendered again. Raises
+        Unclear, and Lost where a text is missing."""
         for place, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
             if not isinstance(content, str) or not content.strip():

@@ -1,4 +1,4 @@
-"""Parts of sources -> tables of tokens: here or in worker processes, kept by content for later runs and other ranks."""
+"""Sources to tables of tokens: here or in worker processes, with a cache for later runs and other ranks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What turns blocks into tokens. It travels to worker processes. encoding: of an Encoder. drop: bad rows are left
-    out, and kept with what is wrong with them; else the first is an error."""
+    """What a worker needs in order to tokenise blocks. encoding: as in Encoder. drop: bad rows are skipped and
+    recorded; else the first is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
@@ -83,7 +83,7 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class Tokenising:
-    """workers, cache: as data.workers and data.cache. show: told (bytes done, bytes in all) as it goes on."""
+    """workers, cache: as data.workers and data.cache. show: called with (bytes done, total bytes)."""
 
     workers: int | None = 1
     cache: str | None = None
@@ -91,7 +91,7 @@ class Tokenising:
 
 
 def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
-    """A table of each part."""
+    """A table for each part."""
     done, total = 0, sum(part.size for part, _ in jobs)
     tables = []
     for part, work in jobs:

@@ -63,7 +63,7 @@ def find_model(path: str, step: int | None) -> str:
 
 
 def open_chat(options: ChatOptions) -> Chat:
-    """The model and its tokenizer, loaded. Raises UserError where there is no such model."""
+    """Load the model and its tokenizer. Raises UserError where there is no such model."""
     path = find_model(options.path, options.step)
     device = choose_device(options.device, 0)
     tokenizer = load_tokenizer(path)
@@ -115,11 +115,11 @@ class Chat:
     messages: Messages = field(default_factory=list)
 
     def begin(self) -> None:
-        """Forget what was said."""
+        """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def say(self, text: str) -> str:
-        """The model's answer, which is printed as it comes and kept for the turns after it."""
+        """Generate the model's answer, which is printed as it streams and added to the conversation."""
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         chats = self.tokenizer.chat_template is not None
         prompt = prompt_text(self.tokenizer, asked) if chats else text
@@ -148,16 +148,14 @@ class _Streamer(TextStreamer):
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """The conversation as the template renders it, up to where the answer begins, whether or not it has a way to ask
-    for that."""
+    """The conversation as the template renders it, up to where the answer begins, also for templates without a
+    generation prompt."""
     return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
-    """Tokens that end an answer: the configured ones, the tokenizer's, and the one that the template ends a turn with.
-
-    A base model's files know the end of a document alone; what it was trained on ends turns otherwise.
-    """
+    """Tokens that end an answer: the configured ones, the tokenizer's, and the token with which the template ends a
+    turn. A base model's files name only the end of a document."""
     ends = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer.eos_token_id is not None:
         ends.append(int(tokenizer.eos_token_id))

@@ -38,7 +38,7 @@ _LOOKED_AT = 1000  # documents whose last trained token says how answers end
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on. documents, reports: by the names of eval.sources; eval.path alone has none."""
+    """What a run is evaluated on. documents, reports: by source name of eval.sources; under "" for eval.path."""
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class HeldOut:
 
     @property
     def digest(self) -> str:
-        """Of all documents and their names."""
+        """Digest of all documents and their names."""
         named = [f"{name} {report.digest}" for name, report in self.reports.items()]
         return hashlib.blake2b("\n".join(named).encode(), digest_size=8).hexdigest()
 
     @property
     def bad(self) -> list[tuple[str, str]]:
-        """DataReport.bad of all."""
+        """The rows that were left out, of all reports."""
         return [row for report in self.reports.values() for row in report.bad]
 
     def lines(self) -> list[str]:
-        """What a run says of it before it trains."""
+        """Lines that describe the evaluation data at start."""
         found = [f"held out {report}" for report in self.reports.values()]
         if self.questions is not None:
             found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
@@ -74,8 +74,11 @@ def read_held_out(
     trained: Sequence[Document],
     of_training: tuple[Sequence[Document], DataReport] | None = None,
 ) -> HeldOut:
-    """Documents and prompts of `eval`. read: documents of a data section. trained: the training documents, of which
-    only the tokens that end their answers are of interest. of_training: those that eval.share has taken from them."""
+    """Documents and prompts of the section `eval`.
+
+    read: reads the documents of a data section. trained: the training documents; their end-of-answer tokens end sampled
+    answers. of_training: documents that eval.share took from them.
+    """
     found = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
@@ -103,7 +106,7 @@ def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerB
 
 @dataclass(frozen=True)
 class _Part:
-    """Some documents of one name, as they are dealt to the ranks; with those that this rank needs."""
+    """The documents of one source, with the step plan and this rank's share of them."""
 
     name: str
     plan: StepPlan
@@ -111,14 +114,15 @@ class _Part:
 
 
 def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
-    """The key that ended the run with the checkpoint of this state, and would not let it go on as configured now."""
+    """The key of `eval` that ended the run at a checkpoint with this state, if it would still end it as configured
+    now."""
     best = Best(config.eval, held_out.digest)
     best.go_on(state)
     return best.ends
 
 
 class Evaluator:
-    """Evaluates where it is due. Every method is called by all ranks, and finds the same on each."""
+    """Evaluates when due. Every method is called by all ranks and returns the same on each."""
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class Evaluator:
         phases: Phases,
         objective: Objective,
     ) -> None:
-        """state: of the checkpoint that the run goes on from. objective: what the run trains."""
+        """state: of the checkpoint from which the run resumes. objective: that the run trains."""
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
         self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
         self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
@@ -142,7 +146,8 @@ class Evaluator:
         self._parts: list[_Part] | None = None
 
     def at(self, step: int, steps: int) -> dict[str, float | None]:
-        """What the line of this step says of its evaluation; nothing where none is due. step 0: before the first."""
+        """The evaluation after this step, as keys of its line in metrics.jsonl; empty where none is due. step 0: before
+        the first."""
         self.is_best = False
         if not self._due(step, steps):
             return {}
@@ -155,15 +160,15 @@ class Evaluator:
 
     @property
     def is_to_keep(self) -> bool:
-        """Whether what stands after this step is to be saved, as the best so far."""
+        """Whether the weights after this step must be saved as the best so far."""
         return self.keep_best and self.is_best
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Its part of a checkpoint's state."""
         return {"evaluation": self.best.state(kept=self.keep_best)}
 
     def summary(self, checkpoints: Path) -> dict[str, Any] | None:
-        """What summary.json says of the best evaluation; None where there was none."""
+        """The best evaluation for summary.json; None where there was none."""
         best = self.best
         if not best.step:
             return None
@@ -171,7 +176,7 @@ class Evaluator:
         return {"step": best.step, self.config.metric: best.value, "checkpoint": kept}
 
     def take_news(self) -> list[str]:
-        """What there is to print since it was last asked."""
+        """New messages for the user."""
         news, self._news = self._news, []
         return news
 

@@ -33,16 +33,14 @@ from weft.sharding.safetensors_files import TensorFile
 
 @dataclass
 class Shapes:
-    """What plan_export asks of an engine."""
+    """The part of an engine that plan_export uses."""
 
     built: BuiltModel
 
 
 def run(options: ExportOptions) -> Path:
-    """Write the directory and return it. Raises UserError where there is no whole trainer state with masters.
-
-    Of a run with adapters it is the adapter; `weft merge` writes the model.
-    """
+    """Write the directory and return it; with adapters it is the adapter's, and `weft merge` writes the model. Raises
+    UserError where the checkpoint has no complete trainer state with masters."""
     checkpoint = find_checkpoint(Path(options.path))
     try:
         state = read_state(checkpoint)
@@ -59,8 +57,8 @@ def run(options: ExportOptions) -> Path:
 
 
 def check(path: Path) -> str:
-    """What is said of a folder whose weights, and trainer state where there is one, are as they were written. Raises
-    UserError where they are not, or nothing says how they were."""
+    """Verify a folder's weights, and its trainer state if there is one, against their digests; returns the message for
+    the user. UserError where they differ, or where there are no digests."""
     checkpoint = find_checkpoint(path)
     folders = [folder.parent for folder in (checkpoint / DIGESTS, *sorted(checkpoint.glob(f"*/{DIGESTS}")))]
     if not os.path.lexists(checkpoint / DIGESTS):
@@ -79,7 +77,7 @@ def check(path: Path) -> str:
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder, and give it its name when it is whole. UserError where that is taken."""
+    """Let `write` fill a folder that gets its name only when it is complete. UserError where the name is taken."""
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     partial = target.with_name(target.name + ".partial")

@@ -47,7 +47,8 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
 
 
 def require_complete(checkpoint: Path) -> None:
-    """UserError where a folder holds no model or adapter, or not all of it, or other weights than were written."""
+    """UserError where a folder holds no model or adapter, an incomplete one, or weights that differ from their
+    digests."""
     if checkpoint.suffix in (".partial", ".removing"):
         raise UserError(f"{checkpoint} is being written or removed, so it is not whole: name another checkpoint.")
     weights = sorted(checkpoint.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""The data of a run: what its documents are, and which of them each optimizer step takes."""
+"""The data of a run: its documents, and which of them each optimizer step takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains on, and what it is evaluated on."""
+    """The training and the evaluation data of a run."""
 
     documents: Sequence[Document]
     report: DataReport
@@ -32,7 +32,7 @@ class RunData:
 
 
 def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
-    """All of it, tokenised. shown: told (bytes done, bytes in all)."""
+    """Read and tokenise all data. shown: called with (bytes done, total bytes)."""
     tokenizer = load_tokenizer(config.model.path)
     documents, report = read_data(config, config.data, tokenizer, shown)
     of_training = None
@@ -44,7 +44,8 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
 
 
 def dated(config: SftConfig) -> SftConfig:
-    """With the day that chat templates may write: RUN/config.yaml keeps it, so that a resumed run has the same data."""
+    """The config with today's date for chat templates, so that a resumed run, which reads RUN/config.yaml, has the same
+    data."""
     day = config.data.template_date or datetime.date.today().isoformat()
     return replace(config, data=replace(config.data, template_date=day))
 
@@ -55,7 +56,7 @@ def read_data(
     tokenizer: PreTrainedTokenizerBase,
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Every document, tokenised. shown: told (bytes done, bytes in all)."""
+    """Read and tokenise the documents of one data section. shown: called with (bytes done, total bytes)."""
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,
@@ -71,7 +72,7 @@ def read_data(
 
 
 def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
-    """Which documents each optimizer step takes."""
+    """The documents of each optimizer step."""
     return Steps(
         lengths_of(documents),
         documents=config.step.documents,

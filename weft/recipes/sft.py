@@ -152,7 +152,7 @@ def train(
             progress.notes(evaluator.take_news())
             if hooks.on_step is not None:
                 hooks.on_step(line)
-            recorder.stop_if_hopeless(line, sources)
+            recorder.stop_if_diverged(line, sources)
             if failed:
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.ends is not None
@@ -181,13 +181,13 @@ def train(
 
 
 def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> LaidOut:
-    """The plan of a step, and this rank's rows of it, built; no other documents are. Uses no device."""
+    """(plan of a step, this rank's rows of it, built). Builds no other documents and uses no device."""
     plan, own = engine.deal(choose(documents, step.documents))
     return plan, engine.rows(plan, own, objective).ahead()
 
 
 def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> StepOutcome:
-    """One optimizer step, as soon as it is laid out."""
+    """Run one optimizer step, once its rows are built."""
     began = time.perf_counter()
     plan, rows = laid_out.result()
     metrics = engine.accumulate(plan, rows, objective)
@@ -198,7 +198,7 @@ def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, l
 def open_saver(
     config: SftConfig, engine: Engine, report: DataReport, folder: Path, steps: Steps, start: Start
 ) -> Saver:
-    """What saves checkpoints. A chat template of data.chat_template goes with them."""
+    """The Saver of a run; it saves the template of data.chat_template with every checkpoint."""
     template = chosen_template(config.data)
     return Saver(
         engine,

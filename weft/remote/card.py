@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: README.md with the front matter that the hub reads, from what its run has left."""
+"""The model card of a checkpoint: README.md with the front matter that the hub reads, from the run's files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SHOWN = ("loss", "reward", "lr", "tokens", "kl")
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of a checkpoint's training. config: section -> key -> value; step, steps: 0 where unknown;
-    versions: of what it was trained with; metrics: the last line of metrics.jsonl up to its step."""
+    """How a checkpoint was trained. config: section -> key -> value. step, steps: 0 where unknown. versions: of the
+    libraries. metrics: the last line of metrics.jsonl up to its step."""
 
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     step: int = 0
@@ -40,7 +40,7 @@ class Origin:
 
     @staticmethod
     def of(checkpoint: Path) -> Origin:
-        """From its trainer state, else from the run folder that it lies in."""
+        """Read it from the trainer state, else from the run folder around the checkpoint."""
         run, state = checkpoint.parent.parent, checkpoint / TRAINER_STATE / STATE_FILE
         content: Mapping[str, Any] = {}
         if state.is_file():
@@ -54,7 +54,7 @@ class Origin:
         )  # fmt: skip
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
-        """A key of the config that it was trained with."""
+        """A key of the run's config."""
         found = self.config.get(section)
         return found.get(key, default) if isinstance(found, Mapping) else default
 
@@ -66,7 +66,7 @@ class Origin:
 
 
 def model_card(checkpoint: Path, name: str) -> str:
-    """The text. name: of the repository, OWNER/NAME."""
+    """The text of README.md. name: of the repository, OWNER/NAME."""
     origin = Origin.of(checkpoint)
     base, adapter = _base_model(checkpoint, origin), (checkpoint / ADAPTER).is_file()
     front = {key: value for key, value in _front_matter(origin, base, adapter).items() if value}

@@ -1,8 +1,8 @@
-"""RUN on an object store, before the ranks start: its folder on this machine, new, or filled with what resuming takes.
+"""Entering a run on an object store, before the ranks start: its local folder, new, or filled with what resuming needs.
 
-One process of a machine does it for all: STAGING/runs/X/.writer.json here and URL/writer.json there have one token,
-which says that the folder here holds all that is there. Where another machine has written last, what is here is put
-aside.
+One process per machine does it. STAGING/runs/X/.writer.json and URL/writer.json hold the same token while the local
+folder has everything that the store has. Where another machine wrote last, the local folder is renamed and fetched
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RECORDS = ("rollouts/", "evaluations/")
 
 
 def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> LocalCopy:
-    """The folder here of a new run. UserError where the store cannot be written, or holds a run already."""
+    """The local folder of a new run. UserError where the store is not writable or holds a run already."""
     folder = run_folder(url, staging)
     with _told("run.dir", url), locked(staging, Path(folder).name):
         remote = RemoteRun(Store(url, BRIEF))
@@ -47,7 +47,7 @@ def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> Loca
 
 @contextmanager
 def fetched_config(url: str) -> Iterator[Path]:
-    """A folder with config.yaml of a run on a store, for `--resume`."""
+    """A folder with the config.yaml of a run on a store, for `--resume`."""
     if problem := url_problem("--resume", url):
         raise UserError(problem)
     with _told("--resume", url):
@@ -60,7 +60,7 @@ def fetched_config(url: str) -> Iterator[Path]:
 
 
 def go_on_with(url: str, staging: Path) -> LocalCopy:
-    """The folder here of a run that goes on, with what that takes; nothing is fetched where this machine has it."""
+    """The local folder of a resumed run, complete; fetches nothing where this machine has it already."""
     folder = run_folder(url, staging)
     with _told("--resume", url), locked(staging, Path(folder).name):
         remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
@@ -83,7 +83,7 @@ def _is_ours(remote: RemoteRun, folder: Path) -> bool:
 
 
 def own_token(folder: Path) -> str:
-    """That of this folder."""
+    """The token of a local folder."""
     return str(json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"])
 
 
@@ -112,10 +112,10 @@ def _put_aside(folder: Path) -> None:
 
 
 def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool = False) -> None:
-    """The records of a run, and its newest whole checkpoint, with the one that `best` names.
+    """Download the records of a run, its newest complete checkpoint, and that of `best`.
 
-    resumable: only checkpoints with trainer state. records: rollouts and evaluations, too, which may be large; without
-    any checkpoint they are fetched at all events.
+    resumable: only checkpoints with trainer state. records: rollouts and evaluations, too, which may be large; they are
+    always downloaded where there is no checkpoint.
     """
     names, steps = remote.store.list(), remote.steps()
     wanted = (name for name in names if "/" not in name and name != WRITER)

@@ -1,4 +1,4 @@
-"""A repository of the HuggingFace hub that checkpoints are uploaded to, and what is said where the hub refuses."""
+"""A repository of the HuggingFace hub as the target of checkpoints, and the messages where the hub refuses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
 
 @dataclass(frozen=True)
 class Repository:
-    """name: OWNER/NAME. private: whether it is made so, where it is not there yet. revision: the branch that is
-    uploaded to; None for the main one. key: what messages call the name by."""
+    """name: OWNER/NAME. private: whether a new repository is private. revision: the branch; None for the main one. key:
+    the config key, for messages."""
 
     name: str
     private: bool = False
@@ -29,8 +29,8 @@ class Repository:
     key: str = "weft push"
 
     def prepare(self) -> None:
-        """Make the repository and its branch where they are missing. UserError, before anything is uploaded, where the
-        hub is out of reach, there is no token, or it may not write there."""
+        """Create the repository and its branch if they are missing. UserError where the hub is out of reach, or the
+        token is missing or may not write."""
         if constants.HF_HUB_OFFLINE:
             raise self._refused(_OFFLINE)
         if get_token() is None:
@@ -41,7 +41,7 @@ class Repository:
             self._asked(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
 
     def upload(self, folder: Path, message: str) -> str:
-        """Upload the files of a folder in a commit; where it can be seen. UserError where the hub does not take it."""
+        """Upload the files of a folder in one commit; the URL. UserError where the hub refuses."""
         done = self._asked(
             lambda api: api.upload_folder(
                 repo_id=self.name, folder_path=folder, commit_message=message, revision=self.revision

@@ -37,19 +37,19 @@ _AT_ONCE = 4  # files that are moved side by side
 
 @dataclass(frozen=True)
 class Manifest:
-    """What complete.json says. files: names relative to the run -> (bytes, sha256)."""
+    """The content of complete.json. files: name relative to the run -> (bytes, sha256)."""
 
     step: int
     files: Mapping[str, tuple[int, str]]
 
     @staticmethod
     def of(folder: Path, names: Iterable[str], step: int) -> Manifest:
-        """Of files that lie in a folder."""
+        """The manifest of files in a local folder."""
         return Manifest(step, {name: ((folder / name).stat().st_size, sha256(folder / name)) for name in sorted(names)})
 
     @staticmethod
     def parse(content: bytes | None) -> Manifest | None:
-        """None where it is no manifest, or was cut short."""
+        """Parse it; None where it is malformed or truncated."""
         try:
             found = json.loads(content or b"")
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def resumable(self) -> bool:
-        """Whether a run can go on from it."""
+        """Whether a run can resume from this checkpoint."""
         return f"{CHECKPOINTS}/{name_of(self.step)}/{TRAINER_STATE}/{STATE_FILE}" in self.files
 
 
@@ -72,7 +72,7 @@ def name_of(step: int) -> str:
 
 
 class RemoteRun:
-    """One process writes it at a time: `token` is what it has left in writer.json, None for who only reads."""
+    """A run on an object store. A single process writes it: `token` is its token in writer.json, None for readers."""
 
     def __init__(self, store: Store, token: str | None = None) -> None:
         self.store, self.token = store, token
@@ -81,7 +81,7 @@ class RemoteRun:
     # ------------------------------------------------------------ what is there
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are whole, in order."""
+        """Steps with a complete checkpoint, rising."""
         return self._steps(self.store.list(CHECKPOINTS))
 
     def _steps(self, names: Iterable[str], marker: str = COMPLETE) -> list[int]:
@@ -89,7 +89,7 @@ class RemoteRun:
         return sorted(int(match[2]) for match in found if match and match[3] == marker)
 
     def manifest(self, step: int, marker: str = COMPLETE) -> Manifest | None:
-        """What is in a checkpoint; None where it is not whole."""
+        """The manifest of a checkpoint; None where it is incomplete."""
         return Manifest.parse(self.store.read(_marker(step, marker)))
 
     def named(self, link: str) -> int | None:
@@ -98,7 +98,7 @@ class RemoteRun:
         return None if match is None else int(match[1])
 
     def holds_a_run(self) -> bool:
-        """Whether anything is there that a run would overwrite."""
+        """Whether there is anything that a new run would overwrite."""
         names = self.store.list()
         return any(
             (name == "metrics.jsonl" and entry.size) or name.startswith(("checkpoints/", "rollouts/"))
@@ -106,7 +106,7 @@ class RemoteRun:
         )
 
     def writer(self) -> str | None:
-        """The token of the process that writes there."""
+        """The token in writer.json."""
         try:
             return str(json.loads(self.store.read(WRITER) or b"")["token"])
         except (ValueError, KeyError, TypeError):
@@ -115,8 +115,8 @@ class RemoteRun:
     # ------------------------------------------------------------ writing
 
     def upload(self, step: int, folder: Path) -> None:
-        """A checkpoint, whole or not: all its files, then complete.json, then `latest`. folder: has its files under
-        their names relative to the run."""
+        """Upload a checkpoint: its files, then complete.json, then `latest`. folder: has the files under their names
+        relative to the run."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         manifest = Manifest.of(folder, names, step)
         there = self._objects(step)
@@ -133,11 +133,12 @@ class RemoteRun:
         self.point(LATEST, step)
 
     def point(self, link: str, step: int) -> None:
-        """Let `latest` or `best` name a checkpoint."""
+        """Point `latest` or `best` at a checkpoint."""
         self.store.write(link, name_of(step).encode())
 
     def unmark(self, steps: Iterable[int], into: str | None = None) -> None:
-        """These are whole no more; before, `latest` names the newest of the others. into: keeps complete.json."""
+        """Mark checkpoints incomplete, after pointing `latest` at the newest of the others. into: keeps their
+        complete.json."""
         gone = set(steps)
         left = [step for step in self.steps() if step not in gone]
         if gone and self.named(LATEST) in gone:
@@ -148,7 +149,7 @@ class RemoteRun:
             self.store.remove([_marker(step)])
 
     def prune(self, keep: int | None, keep_every: int | None, best: int | None, *, last_state: bool) -> None:
-        """Remove what is not to be kept. last_state: of older ones the trainer state, too."""
+        """Remove checkpoints that retention does not keep. last_state: remove the trainer state of older ones, too."""
         steps = self.steps()
         kept = {best, self.named(BEST)}
         for step in superseded(steps, keep, keep_every):
@@ -160,7 +161,7 @@ class RemoteRun:
                 self._without_state.add(step)
 
     def remove(self, step: int) -> None:
-        """A whole checkpoint, its complete.json first."""
+        """Remove a checkpoint, its complete.json first."""
         self.unmark([step])
         self.store.remove(self._objects(step))
 
@@ -174,24 +175,24 @@ class RemoteRun:
             self.store.remove(manifest.files.keys() - left.keys())
 
     def sweep(self) -> None:
-        """Remove what a killed process has uploaded of checkpoints that are not whole."""
+        """Remove incomplete checkpoints of killed processes."""
         names = [*self.store.list(CHECKPOINTS), *self.store.list(f"{CRITIC}/{CHECKPOINTS}")]
         whole = {*self._steps(names), *self._steps(names, ASIDE)}
         parts = ((name, _STEP.fullmatch(name)) for name in names)
         self.store.remove(name for name, match in parts if match and int(match[2]) not in whole)
 
     def clear(self) -> None:
-        """Remove a run, what makes it one first."""
+        """Remove the run, the marks of its complete checkpoints first."""
         self.unmark(self.steps())
         self.store.remove(name for name in self.store.list() if name != WRITER)
 
     def claim(self, token: str, who: Mapping[str, Any]) -> None:
-        """This process writes there from now on, and no other."""
+        """Make this process the writer."""
         self.token = token
         self.store.write(WRITER, json.dumps({"token": token, **who}).encode())
 
     def require_own(self) -> None:
-        """StorageError where another process has taken the run over."""
+        """StorageError where another process has become the writer."""
         if self.writer() != self.token:
             raise TakenOverError(
                 f"{self.store.url} is written by another process now (writer.json): this one uploads nothing more"
@@ -200,9 +201,8 @@ class RemoteRun:
     # ------------------------------------------------------------ reading
 
     def download(self, manifest: Manifest, into: Path) -> None:
-        """The files of a checkpoint, compared with their sizes and sha256. StoreError that names the one that differs.
-
-        into: where they lie under their names relative to the run."""
+        """Download a checkpoint's files and verify sizes and sha256. StoreError names a file that differs. into:
+        receives them under their names relative to the run."""
 
         def fetch(name: str) -> None:
             self.store.get(name, into / name)
@@ -223,7 +223,7 @@ class RemoteRun:
 
 
 class TakenOverError(StorageError):
-    """Another process writes the run."""
+    """Another process has become the writer of the run."""
 
 
 def _marker(step: int, name: str = COMPLETE) -> str:

@@ -1,7 +1,6 @@
-"""A config whose paths lie on object stores, with folders of this machine in their place: what recipes get.
+"""A config with local copies in place of URLs of object stores; recipes get this config.
 
-Values are `LocalCopy`s: local paths to all that reads them, and the URLs they came from in config.yaml, checkpoints and
-messages.
+Values are `LocalCopy`s: local paths to all readers, and their URLs in config.yaml, checkpoints and messages.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Run = Literal["new", "resumed"]
 
 
 def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
-    """The same config where nothing of it is on a store.
+    """The config with all URLs replaced; the same config if it has none.
 
-    run: what is about to begin in run.dir; None where nothing is. dry_run: only what describes the model is fetched.
-    UserError where a store does not have it, or does not give it, and where that is not what the key asks for.
+    run: what is about to begin in run.dir; None for nothing. dry_run: fetch only what describes the model. UserError
+    where a store does not have or does not deliver it, or where it is of the wrong kind for its key.
     """
     staging = staging_folder(config.run.staging)
 

@@ -1,8 +1,9 @@
-"""What keeps a run's copy on an object store beside training: a thread of the process that has the run folder.
+"""Keeps a run's copy on an object store up to date during training, in a thread of the process that owns the run
+folder.
 
-It takes what is whole here: checkpoints as soon as they have their names, of which it makes links at once, so that they
-stay until they are uploaded, and the run's other files when they have changed. Before a checkpoint is whole there, the
-lines of metrics.jsonl up to it are. An error of the store never ends training: it is said, and tried again.
+It uploads complete checkpoints, which it hard-links at once so that retention cannot remove them before they are
+uploaded, and the run's other files when they change. The lines of metrics.jsonl up to a checkpoint are uploaded before
+it is complete there. An error of the store never ends training: it is reported, and retried.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PASSING = (".partial", ".live", ".new", ".draft", ".removing")
 
 
 class Mirror:
-    """critic: whether a critic saves beside the policy, in RUN/critic. fresh: whether the run is new, so that what an
-    earlier one has left there goes. retry: the command that uploads what is missing."""
+    """critic: whether a critic saves, too, in RUN/critic. fresh: whether the run is new, so that an earlier run's files
+    are removed. retry: the command that uploads what is missing."""
 
     def __init__(
         self, remote: RemoteRun, run: Path, config: CheckpointConfig, retry: str, *, critic: bool, fresh: bool
@@ -49,13 +50,14 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for what is whole."""
+        """Start the thread."""
         say(f"staging  {self.run}, uploaded to {self.remote.store.url} beside training (run.staging)", as_is=True)
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread.start()
 
     def upload_config(self) -> None:
-        """Before a new run trains: config.yaml, by which `--resume` finds it. StorageError where that fails."""
+        """Upload config.yaml, by which `--resume` finds the run, before training begins. StorageError where that
+        fails."""
         if not self.fresh:
             return
         try:
@@ -70,18 +72,18 @@ class Mirror:
             ) from error
 
     def take_news(self) -> list[str]:
-        """What there is to say since it was last asked."""
+        """New messages for the user."""
         news, self._news = self._news, []
         return news
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without having uploaded everything."""
+        """Whether it ended without having uploaded everything."""
         return bool(self._failure) and not self._thread.is_alive()
 
     def finish(self, beat: Callable[[], None], seconds: float = float("inf")) -> list[str]:
-        """Wait until all that is whole here is there, at most so long; what there is to say. StorageError where some of
-        it is not."""
+        """Wait until everything is uploaded, at most `seconds`; the messages for the user. StorageError where something
+        is missing."""
         self._stop.set()
         end = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < end:
@@ -222,7 +224,7 @@ class Mirror:
 
 
 def records(run: Path) -> Iterator[Path]:
-    """The files of a run folder but for checkpoints and what is there for a moment only."""
+    """The files of a run folder except checkpoints and temporary files."""
     for folder, inner, names in os.walk(run):
         own = Path(folder).relative_to(run)
         inner[:] = sorted(name for name in inner if (own / name).parts[0] not in _LEFT_OUT and own / name != _OF_CRITIC)

@@ -1,4 +1,4 @@
-"""Uploading checkpoints to the hub: one at once (`weft push`), or those of a run beside its training."""
+"""Uploads of checkpoints to the hub: one at once (`weft push`), or those of a run during training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OWN = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
 
 
 def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
-    """Upload what a user of the model needs, with a card where it has none; where it can be seen.
+    """Upload the files that a user of the model needs, with a model card if there is none; the URL.
 
-    links: a folder that is made for the time, best on the checkpoint's file system: what lies there stays whole when
-    the checkpoint is removed meanwhile. Raises FileNotFoundError where it is removed before that.
+    links: a folder for hard links, made and removed here, best on the checkpoint's file system: links stay valid when
+    retention removes the checkpoint meanwhile. Raises FileNotFoundError where it is removed before.
     """
     try:
         link_files(checkpoint, files_of_model(checkpoint), links)
@@ -37,17 +37,17 @@ def push_checkpoint(repository: Repository, checkpoint: Path, message: str, link
 
 
 def repeated(checkpoint: Path, repository: Repository) -> str:
-    """The command that uploads a checkpoint."""
+    """The command that repeats the upload of a checkpoint."""
     private = " --private" if repository.private else ""
     branch = "" if repository.revision is None else f" --revision {repository.revision}"
     return f"weft push {checkpoint} {repository.name}{private}{branch}"
 
 
 class Pusher:
-    """Uploads the checkpoints of a run, one at a time, from a thread of the process that has the run folder.
+    """Uploads the checkpoints of a run, one at a time, in a thread of the process that owns the run folder.
 
-    With checkpoint.push_at=save it is always the newest that is whole; those that came while another was uploaded are
-    left out. An upload that fails never ends the run: `news` says what failed, and the command that repeats it.
+    With checkpoint.push_at=save it always takes the newest complete one; those saved during an upload are skipped. A
+    failed upload never ends the run: the news name it, and the command that repeats it.
     """
 
     def __init__(self, repository: Repository, config: CheckpointConfig, run: Path) -> None:
@@ -63,22 +63,20 @@ class Pusher:
         return self.run / "checkpoints"
 
     def start(self) -> None:
-        """Begin to look for checkpoints."""
+        """Start the thread."""
         disable_progress_bars()  # they would be drawn over that of training
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread = threading.Thread(target=self._work, name="push", daemon=True)
         self._thread.start()
 
     def take_news(self) -> list[str]:
-        """What there is to say since it was last asked."""
+        """New messages for the user."""
         news, self._news = self._news, []
         return news
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
-        """The run has ended: wait until what it is to leave on the hub is there; what there is to say.
-
-        stopped: by a signal, which leaves no time: then nothing more is begun. beat: called every moment.
-        """
+        """Wait for the uploads at the end of the run; the messages for the user. stopped: by a signal, in which case no
+        upload is started. beat: called regularly while waiting."""
         self._cancelled = stopped
         self._stop.set()
         assert self._thread is not None
@@ -88,7 +86,7 @@ class Pusher:
         return self.take_news()
 
     def give_up(self) -> None:
-        """The run ends with an error: nothing more is begun, and what is under way ends with the process."""
+        """Start no more uploads, because the run ends with an error; a running one ends with the process."""
         self._cancelled = True
         self._stop.set()
 
@@ -134,11 +132,11 @@ class Pusher:
 
 
 def files_of_model(checkpoint: Path) -> list[Path]:
-    """The files that a user of the model needs: all but weft's own, relative to the folder."""
+    """The files that a user of the model needs: all except weft's own, relative to the folder."""
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
     return sorted(path for path in files if path.parts[0] not in _OWN)
 
 
 def message_of(checkpoint: Path, run: Path | None = None) -> str:
-    """What the commit says where the user says nothing."""
+    """The default commit message."""
     return f"Upload {checkpoint.name}" + ("" if run is None else f" of {run.resolve().name}")

@@ -1,4 +1,4 @@
-"""What commands that read a run, a checkpoint or a model get where it lies on an object store: a copy of it here."""
+"""For commands that read a run, a checkpoint or a model: local copies of what is on an object store."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from weft.terminal import call_by
 def here(
     command: str, path: str, *, step: int | None = None, best: bool = False, records: bool = False, output: bool = True
 ) -> str:
-    """The path itself, or of a URL a copy on this machine: of a run its records and newest checkpoint.
+    """The path itself, or the local copy of a URL: of a run its records and its newest checkpoint.
 
     step, best: another checkpoint of a run. records: rollouts and evaluations, too. output: False where the command
-    would write beside what it reads, and is not told another place.
+    would write next to its input and was given no other place.
     """
     if not is_url(path):
         return path

@@ -49,10 +49,10 @@ def run_folder(url: str, staging: Path) -> LocalCopy:
 
 
 def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: bool = False) -> LocalCopy:
-    """A copy, on this machine, of the file, the folder, or the files of a pattern that a URL names.
+    """Download the file, the folder, or the files of a pattern that a URL names; the local path.
 
-    key: what messages call it by. weights, state: whether those of a model, and the trainer state of a checkpoint, are
-    wanted, too. UserError where there is nothing, or the store does not give it.
+    key: the config key, for messages. weights, state: whether to download a model's weights and a checkpoint's trainer
+    state, too. UserError where there is nothing, or the store does not deliver it.
     """
     try:
         base, rest, found = _look(url, weights, state)
@@ -87,7 +87,7 @@ def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Ent
 
 
 def resolved(url: str) -> str:
-    """The checkpoint that RUN/checkpoints/latest (or best) names on a store; any other URL as it is."""
+    """The checkpoint's URL for RUN/checkpoints/latest (or best); other URLs as they are."""
     for link in (LATEST, BEST):
         run, found, rest = url.rstrip("/").partition(f"/{link}")
         if found and not rest:
@@ -117,7 +117,7 @@ def _copy(key: str, url: str, store: Store, found: Mapping[str, Entry], folder: 
 
 @contextmanager
 def locked(staging: Path, name: str) -> Iterator[None]:
-    """One process of the machine at a time is in the body; the kernel frees the lock when it ends, however it does."""
+    """Inside, no other process of the machine is in the body; the kernel releases the lock when this process ends."""
     folder = staging / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,5 +132,5 @@ def locked(staging: Path, name: str) -> Iterator[None]:
 
 
 def digest(*parts: str) -> str:
-    """A name for a folder."""
+    """A folder name derived from `parts`."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

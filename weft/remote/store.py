@@ -1,4 +1,4 @@
-"""An object store under a URL, through fsspec: a few calls, each tried again while the store may recover."""
+"""An object store, through fsspec: a few operations, each retried while the store may recover."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified"
 
 
 class StoreError(StorageError):
-    """A store did not do what it was asked to."""
+    """An operation of a store failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An object. mark: differs where its content does."""
+    """An object. mark: changes with its content."""
 
     size: int
     mark: str
 
 
 class Store:
-    """What lies under a URL; names are relative to it, with slashes. delays: seconds between attempts."""
+    """The objects under a URL. Names are relative to it, with slashes. delays: seconds between attempts."""
 
     def __init__(self, url: str, delays: tuple[float, ...] = PATIENT) -> None:
         self.url, self.delays = url.rstrip("/"), delays
@@ -49,14 +49,14 @@ class Store:
         self._fs, self._root = self._tried("", lambda: url_to_fs(self.url, **options))
 
     def read(self, name: str) -> bytes | None:
-        """An object's content; None where there is none."""
+        """The content of an object; None where there is none."""
         try:
             return bytes(self._tried(name, lambda: self._fs.cat_file(self._path(name))))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object, whole or not at all where the store can."""
+        """Write a small object, atomically where the store can."""
         self._written(name, lambda: self._fs.pipe_file(self._path(name), content))
 
     def put(self, local: Path, name: str) -> None:
@@ -79,13 +79,13 @@ class Store:
         return self._entries(found)
 
     def match(self, pattern: str) -> dict[str, Entry]:
-        """The objects that a pattern names."""
+        """The objects that match a pattern."""
         self._fs.invalidate_cache()
         found = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
         return self._entries({name: info for name, info in found.items() if info["type"] == "file"})
 
     def entry(self, name: str) -> Entry | None:
-        """An object; None where there is none of this very name."""
+        """The object of exactly this name; None where there is none."""
         self._fs.invalidate_cache()
         try:
             info = self._tried(name, lambda: self._fs.info(self._path(name)))
@@ -94,7 +94,7 @@ class Store:
         return _entry(info) if info["type"] == "file" else None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are gone already are no error."""
+        """Remove objects; missing ones are no error."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._tried(name, partial(self._fs.rm_file, self._path(name)))

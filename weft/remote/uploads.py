@@ -1,5 +1,5 @@
-"""What goes on beside a run with what it writes, as soon as it is whole: uploads, in threads of the process that has
-the run folder. Recipes know this file alone."""
+"""Uploads of a run's files while it runs, in threads of the process that owns the run folder. Recipes use only this
+file."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ _AFTER_AN_ERROR = 60.0  # seconds that uploads may still take when the run has f
 
 
 def prepare(config: Any) -> None:
-    """Before anything is read or trained: UserError where what the run is to upload to cannot be had."""
+    """Check the upload targets before anything is read or trained. UserError where one is not usable."""
     if config.checkpoint.push is not None:
         repository_of(config).prepare()
 
 
 def repository_of(config: Any) -> Repository:
-    """What checkpoint.push names."""
+    """The repository of checkpoint.push."""
     checkpoint = config.checkpoint
     return Repository(checkpoint.push, checkpoint.push_private, checkpoint.push_revision, "checkpoint.push")
 
 
 class Uploads(AbstractContextManager["Uploads"]):
-    """Those of a run, from its first step to its end. first: False on ranks that upload nothing. resume: whether the
-    run goes on."""
+    """All uploads of a run. first: False on ranks that upload nothing. resume: whether the run was resumed."""
 
     def __init__(self, config: Any, run: Path, *, resume: bool, first: bool = True) -> None:
         pushes = first and config.checkpoint.push is not None
@@ -54,13 +53,13 @@ class Uploads(AbstractContextManager["Uploads"]):
         return self
 
     def take_news(self) -> list[str]:
-        """What there is to say since it was last asked."""
+        """New messages for the user."""
         threads = (self._mirror, self._pusher)
         return [text for thread in threads if thread is not None for text in thread.take_news()]
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
-        """All that the run leaves is where it belongs; what there is to say. StorageError where an object store has not
-        got it. stopped: by a signal. beat: called every moment, while there is something to wait for."""
+        """Wait until everything is uploaded; the messages for the user. StorageError where an object store lacks
+        something. stopped: by a signal. beat: called regularly while waiting."""
         news = [] if self._pusher is None else self._pusher.finish(stopped, beat)
         if self._mirror is None:
             return news
@@ -86,7 +85,7 @@ class Uploads(AbstractContextManager["Uploads"]):
 
 
 def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
-    """What keeps the run on an object store; None where run.dir names a folder."""
+    """The Mirror of a run; None where run.dir is a local folder."""
     if not isinstance(config.run.dir, LocalCopy):
         return None
     url, is_rl = config.run.dir.remote, isinstance(config, RlConfig)
@@ -97,7 +96,7 @@ def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
 
 
 def upload_all(config: Any, run: Path) -> list[str]:
-    """What is whole here of a run that has nothing more to train; what there is to say."""
+    """Upload the complete checkpoints of a run that has nothing more to train; the messages for the user."""
     mirror = mirror_of(config, run, resume=True)
     if mirror is None:
         return []

@@ -53,7 +53,7 @@ from weft.versions import untested_versions
 def print_opening(
     config: SftConfig, engine: Engine, report: DataReport, folder: Path, notes: Sequence[str] = ()
 ) -> None:
-    """Everything a user would want to have known before a month of GPU time. notes: lines on what is resumed."""
+    """Print what a user needs to know before a long run. notes: lines on what is resumed."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
@@ -68,8 +68,8 @@ def print_opening(
 
 
 def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
-    """That there is nothing to resume: the last step is done, or a key of eval has ended the run. more: what can be
-    done with a run whose last step is done."""
+    """Say that there is nothing to resume: the last step is done, or a key of eval ended the run. more: what the user
+    can do with a finished run."""
     if not ranks.is_first:
         return
     if step == steps:
@@ -116,8 +116,8 @@ def _balancing(engine: Engine) -> str:
 def print_model(
     config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
 ) -> None:
-    """The model and how it is laid out. beside: further engines of these ranks; asleep: parts of all that sleep at
-    times."""
+    """Print the model, its sharding and memory. beside: further engines of these ranks. asleep: the parts of all
+    engines that sleep at times."""
     built = engine.built
     for line in untested_versions():
         say(f"warning  {line}")
@@ -179,7 +179,7 @@ def _loaded(report: LoadReport) -> str:
 
 
 def fsdp_line(engine: Engine) -> str:
-    """What FSDP2 was told beyond units, mesh and dtypes."""
+    """The settings of FSDP2 other than units, mesh and dtypes."""
     config = engine.config.fsdp
     said = [
         f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
@@ -194,7 +194,7 @@ def fsdp_line(engine: Engine) -> str:
 
 
 def update_lines(config: SftConfig | RlConfig) -> list[str]:
-    """What the optimizer is and whether the weights are averaged, where that is not the default."""
+    """The optimizer and the average of the weights, where they are not the default."""
     optimizer, lines = config.optimizer, []
     if optimizer.name not in BUILT_IN:
         options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
@@ -254,7 +254,7 @@ def _context(engine: Engine) -> str:
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:
-    """The mesh's axes and which ranks they join."""
+    """The mesh's axes, and the ranks along each."""
     mesh = engine.mesh
     ranks = torch.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
     groups = {name: ranks.movedim(place, -1).reshape(-1, ranks.shape[place]).tolist() for place, name in enumerate(AXES)}
@@ -298,7 +298,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
-    """FSDP units and what the root keeps."""
+    """The FSDP units, and what stays in the root."""
     size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
     counts = [sum(p.numel() for p in parameters) for parameters in owned]
     rows = [
@@ -351,13 +351,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
-    """summary: the content of summary.json. folder: RUN."""
+    """Print how a run went. summary: the content of summary.json. folder: RUN."""
     for text in closing(summary, folder):
         say(text)
 
 
 def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
-    """The lines that print_closing prints."""
+    """The lines of print_closing."""
     seconds = {name: value for name, value in summary["seconds"].items() if name != "total"}
     phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""

@@ -1,4 +1,4 @@
-"""What a step did, and what its line of metrics.jsonl says of it, whatever was trained."""
+"""The outcome of an optimizer step, and its line of metrics.jsonl, for SFT and RL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.models.flops import Throughput
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. metrics: reduced over all ranks; seconds: from its plan to its update."""
+    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: from its plan to its update."""
 
     plan: StepPlan
     metrics: Mapping[str, float | None]
@@ -24,7 +24,7 @@ class StepOutcome:
 def step_line(
     number: int, epoch: int, taken: StepOutcome, throughput: Throughput, memory_gib: float
 ) -> dict[str, object]:
-    """The line of an optimizer step. memory_gib: the largest rank's."""
+    """The step's line of metrics.jsonl. memory_gib: the largest rank's."""
     plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
     totals, loss = plan.totals, metrics.pop("loss")
     line: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Which evaluation of a run was the best, and for how many there was no improvement."""
+"""The best evaluation of a run, and how many evaluations have passed without an improvement."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from weft.config.schema import EvalConfig
 
 @dataclass
 class Best:
-    """The lowest value of a figure so far.
-
-    of: digest of what is evaluated. value, step: the best evaluation and its step, 0 before the first. mark: the last
-    value that was lower than the mark before by more than min_delta, so that many small improvements count together.
-    waited: evaluations since then. exact: eval/exact of the last evaluation.
-    """
+    """The lowest value of a metric so far. of: digest of the evaluation data. value, step: of the best evaluation; step
+    is 0 before the first. mark: the last value that was lower than the previous mark by more than min_delta, so that
+    many small improvements add up. waited: evaluations since then. exact: eval/exact of the last evaluation."""
 
     config: EvalConfig
     of: str = ""
@@ -28,11 +25,8 @@ class Best:
     exact: float = 0.0
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
-        """Take in the evaluation of a step; whether it is the best so far.
-
-        One that is not finite is no improvement. That of step 0 is what later ones must improve on, and never the
-        best: nothing is saved there.
-        """
+        """Record the evaluation of a step; whether it is the best so far. A non-finite one is no improvement. Step 0 is
+        the baseline for later ones and never the best, because nothing is saved there."""
         self.exact = figures.get("eval/exact") or 0.0
         value = figures.get(self.config.metric)
         if value is None or not math.isfinite(value):
@@ -49,14 +43,14 @@ class Best:
 
     @property
     def ends(self) -> str | None:
-        """The key that ends the run: eval.patience, waited for in vain, or eval.target, reached; None to go on."""
+        """The key that ends the run: eval.patience, exhausted, or eval.target, reached; None to continue."""
         if self.config.target is not None and self.exact >= self.config.target:
             return "eval.target"
         exhausted = self.config.patience is not None and self.waited >= self.config.patience
         return "eval.patience" if exhausted else None
 
     def state(self, kept: bool) -> dict[str, Any]:
-        """For a checkpoint; `go_on` takes it up again. kept: whether the best one is saved."""
+        """The state for a checkpoint, which `go_on` restores. kept: whether the best checkpoint is saved."""
         return {
             "kept": kept,
             "metric": self.config.metric,
@@ -69,7 +63,8 @@ class Best:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from a checkpoint's; what there is to say of it. Other documents, or another figure, begin anew."""
+        """Restore a checkpoint's state; the message for the user. With other documents or another metric it starts
+        anew."""
         if not state:
             return []
         if (state["metric"], state["of"]) != (self.config.metric, self.of):

@@ -1,4 +1,4 @@
-"""What a program can give a run, and a config cannot."""
+"""Callbacks and objects that a program passes to a run and a config cannot hold."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OnStep = Callable[[Mapping[str, object]], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """objective: in place of the one that train.objective names. on_step: called after each step with its line of
-    metrics.jsonl, on every rank."""
+    """objective: replaces that of train.objective. on_step: called after each step with its line of metrics.jsonl, on
+    every rank."""
 
     objective: Objective | None = None
     on_step: OnStep | None = None
@@ -26,8 +26,8 @@ NO_HOOKS = Hooks()
 
 @dataclass(frozen=True)
 class RlHooks:
-    """rewards: functions that no import path leads to, pickled, by what rl.reward calls them. on_step: called after
-    each optimizer step with its line of metrics.jsonl, in the controller."""
+    """rewards: pickled functions without an import path, by their names in rl.reward. on_step: called after each
+    optimizer step with its line of metrics.jsonl, in the controller."""
 
     rewards: Mapping[str, bytes] = field(default_factory=dict)
     on_step: OnStep | None = None

@@ -1,4 +1,4 @@
-"""What a run is made of, in few words: compared between ranks at start, and with the run that one goes on from."""
+"""The identity of a run: values that are compared between ranks at start, and with the run that is resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _LOOKED_AT = 64  # tensors
 
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
-    """What has to be the same on every rank. Only the first rank's run.dir counts, and data may lie elsewhere."""
+    """The values that must be equal on every rank. Only the first rank's run.dir counts, and paths of data may
+    differ."""
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
     keys = {name: value for name, value in keys.items() if name not in MAY_DIFFER}
     packages = {name: str(version) for name, version in package_versions().items()}
@@ -39,8 +40,8 @@ def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
 
 
 def model_fingerprint(config: SftConfig | RlConfig) -> str:
-    """Changes with config.json, but for what does not change what the model computes; and with the base of adapters,
-    which no checkpoint holds."""
+    """Digest of what config.json says about the computation, and of the base model of adapters, which no checkpoint
+    holds."""
     raw, _ = PretrainedConfig.get_config_dict(config.model.path)
     for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         raw.pop(name, None)

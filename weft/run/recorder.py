@@ -1,4 +1,4 @@
-"""What a step returned, as its line of metrics.jsonl; the run, as summary.json; what a checkpoint says of both."""
+"""Lines of metrics.jsonl, summary.json, and the run's part of a checkpoint's state, from the outcomes of steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from weft.terminal import say
 
 @dataclass
 class BadSteps:
-    """Steps in a row that were not finite. most: train.max_nonfinite."""
+    """Counts consecutive non-finite steps. most: train.max_nonfinite."""
 
     most: int
     in_a_row: int = 0
 
     def count(self, line: Mapping[str, object], advice: str) -> None:
-        """One step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped because
-        its loss scale was too large, or because it had nothing to train, is neither good nor bad."""
+        """Count one step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped
+        because the loss scale was too large, or because nothing was trained, changes nothing."""
         if line.get("overflow") or line.get("empty"):
             return
         self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
@@ -47,10 +47,8 @@ class BadSteps:
 
 @dataclass
 class Recorder:
-    """Turns what a step returned into its line of metrics.jsonl, and the run into summary.json.
-
-    As a context manager it measures the phases of the steps inside, and tells the trackers when the run has ended.
-    """
+    """Writes metrics.jsonl and summary.json. As a context manager it measures the phases of steps, and tells the
+    trackers when the run has ended."""
 
     config: SftConfig
     engine: Engine
@@ -90,8 +88,8 @@ class Recorder:
         memory_gib: float,
         evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
-        """The step's line, written by the first rank. memory_gib: the largest rank's. evaluation: what was found after
-        the step, if it was evaluated."""
+        """The step's line, which the first rank writes. memory_gib: the largest rank's. evaluation: of the weights
+        after the step, if there was one."""
         if "loss" not in taken.metrics:  # only an objective of the user's own could have left it out
             raise UserError(
                 f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
@@ -110,21 +108,21 @@ class Recorder:
         return line
 
     def record_start(self, evaluation: Mapping[str, float | None]) -> None:
-        """The line of step 0, where there is anything to say before the first step."""
+        """The line of step 0, if there was an evaluation before the first step."""
         line = {"step": 0, **evaluation}
         if evaluation and self.file is not None:
             self.file.write(line)
             self.trackers.log(line)
         self.summary.add_evaluation(line)
 
-    def stop_if_hopeless(self, line: Mapping[str, object], sources: list[str]) -> None:
-        """End the run after train.max_nonfinite steps in a row that were not finite; nothing is saved of them."""
+    def stop_if_diverged(self, line: Mapping[str, object], sources: list[str]) -> None:
+        """End the run after train.max_nonfinite consecutive non-finite steps; nothing is saved of them."""
         self.bad.count(
             line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
         )
 
     def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
-        """What a checkpoint after this step says of the run; its lines of metrics.jsonl are on the disk afterwards."""
+        """The run's part of a checkpoint's state after this step; afterwards its lines of metrics.jsonl are on disk."""
         if self.file is not None:
             self.file.sync()
         return {
@@ -136,7 +134,7 @@ class Recorder:
         }
 
     def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
-        """Write summary.json, and say how the run went. stopped: what ended it early; best: the best evaluation."""
+        """Write summary.json and print how the run went. stopped: what ended it early. best: the best evaluation."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
             print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

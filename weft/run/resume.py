@@ -1,4 +1,4 @@
-"""`weft sft --resume RUN`: which checkpoint a run goes on from, what may differ, and taking everything up again."""
+"""`weft sft --resume RUN`: choosing a checkpoint, checking what may differ, and restoring engine and run folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. step, updates: those that are done; the rest counts on. state: None for a fresh start."""
+    """Where a run begins. step, updates: done before. state: None for a new run. The other fields continue the counts
+    of the checkpoint."""
 
     step: int = 0
     updates: int = 0
@@ -65,10 +66,8 @@ class Start:
 
 
 def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
-    """The newest whole checkpoint of RUN, after checking that this config goes on with the same training.
-
-    steps: of the whole run. Raises UserError, the same on every rank. Nothing in RUN is changed yet.
-    """
+    """The newest complete checkpoint of RUN, after checking that this config continues the same training. steps: of the
+    whole run. Raises UserError, the same on every rank. Changes nothing in RUN."""
     state, skipped = newest_complete(folder / "checkpoints", ranks)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
@@ -98,7 +97,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
 
 
 def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
-    """The newest checkpoint that all ranks find whole, with trainer state; and why newer ones were skipped."""
+    """The newest checkpoint with trainer state that is complete on all ranks, and why newer ones were skipped."""
     listed = [complete_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0)
     return newest(
@@ -107,10 +106,8 @@ def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | Non
 
 
 def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
-    """Put masters, moments and generators back, then the run folder in order; what there is to say of it.
-
-    Raises UserError where the state does not fill this model; RUN is as it was then.
-    """
+    """Restore masters, moments and generators, then put the run folder in order; the messages for the user. UserError
+    where the state does not fit this model; RUN is then unchanged."""
     notes = list(start.notes)
     if start.state is None:
         rng.seed_rank(config.train.seed, engine.ranks.rank)
@@ -123,7 +120,7 @@ def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
 
 
 def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
-    """What came after the checkpoint of this step makes way for what comes now. evaluation: its."""
+    """Move aside what the run wrote after this step. evaluation: the checkpoint's state of it."""
     notes, checkpoints = [], folder / "checkpoints"
     aside = set_aside(checkpoints, step)
     if aside:
@@ -140,7 +137,7 @@ def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list
 
 
 def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
-    """Let `best` name what was the best up to the checkpoint; a later one was taken as such, or is set aside."""
+    """Point `best` at the best checkpoint up to this one; a later one may have been set aside."""
     forget_best(checkpoints)
     best = evaluation["step"] if evaluation.get("kept") else 0
     target = step_folder(checkpoints, best)
@@ -155,7 +152,7 @@ def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[
 
 
 def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
-    """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
+    """The constant part of state.json, which a resumed run is compared with."""
     return {
         "steps": steps,
         "config": to_dict(config),
@@ -165,7 +162,7 @@ def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: 
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(key, (before, now)) of the keys that differ; one that a config does not read has its default."""
+    """(key, (before, now)) of the keys that differ; a key that a config does not read counts with its default."""
     for name, key in schema_keys(schema).items():
         section, _, leaf = name.partition(".")
         old, new = (
@@ -181,7 +178,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> 
 
 
 def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
-    """What may not change, of what has; more: keys and sections that may, beside MAY_CHANGE."""
+    """The changed keys that must not change. more: keys and sections that may change, in addition to MAY_CHANGE."""
     may = (*MAY_CHANGE, *_SCHEDULED, *more)
     return [
         f"{key}: {before} -> {now}: it changes what is trained, and how"
@@ -191,7 +188,8 @@ def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) ->
 
 
 def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
-    """Longer runs and other schedules are the same training as long as the updates that are done had the same rates."""
+    """Problems with the learning rates: a longer run or another schedule is the same training only if the updates that
+    are done had the same rates."""
     old, before = content["config"], content["steps"]
     schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
     if steps < content["step"]:
@@ -210,8 +208,8 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
 
 
 def after_the_last(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft") -> str:
-    """What can be done with a run whose last step is done: more of the same where the schedule allows it, else a new
-    run from its weights."""
+    """What the user can do with a finished run: train longer where the schedule allows it, else start a new run from
+    its weights."""
     if start.state is None:
         return ""
     more = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
