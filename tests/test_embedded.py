@@ -49,7 +49,16 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("llama_tied", "2"), ("qwen3_moe", "1"), ("lfm2", "2"), ("gpt_oss", "1"), ("phi3_longrope", "1")],
+    [
+        ("llama_tied", "2"),
+        ("qwen3_moe", "1"),
+        ("lfm2", "2"),
+        ("gpt_oss", "1"),
+        ("phi3_longrope", "1"),
+        ("llama_tied", "tp2"),
+        ("qwen3", "tp4"),
+        ("qwen3_moe", "2xtp2"),
+    ],
 )
 def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
     path = saved_model(family)

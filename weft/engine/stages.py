@@ -180,7 +180,8 @@ def cut(frame: Frame, built: BuiltModel) -> Cut:
     """Shard the model over the mesh, in place; parameters stay on meta."""
     config, module, ranks = frame.config, built.module, frame.ranks
     if frame.mesh.tp is not None:
-        check_division(built.config, built.findings, frame.mesh.tp.size)
+        checked = built.config if config.value_head is None else hf.with_logits(built.config)
+        check_division(checked, built.findings, frame.mesh.tp.size)
     units, divided = parallelize(
         module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
     )
