@@ -65,6 +65,8 @@ CASES = [
     ("qwen3", "tp2", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),
     ("llama", "tp2", PPO),
     ("qwen3_moe", "2xtp2", ("rl.algorithm=gspo", "rl.epochs=2")),
+    ("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl=0.1", "lora.rank=4",
+                        "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1", "critic.tp=4")),
 ]  # fmt: skip
 

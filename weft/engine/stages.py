@@ -219,7 +219,7 @@ def fill_weights(
     hf.rebuild_buffers(module.hf_model)
     move_buffers(module, frame.ranks.device)
     if lora is not None:
-        fill_adapters(module, lora, config.seed)
+        fill_adapters(module, lora, cuts, config.seed)
     if config.value_head is not None:
         fill_value_head(module, None if plan is None else plan.fresh, config.value_head, config.seed)
     return report

@@ -132,7 +132,7 @@ def print_model(
     )
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
-    for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
+    for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
         say(f"lora     {line}")
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
@@ -236,8 +236,13 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
 
 
 def _all_elements(engine: Engine) -> int:
+    return sum(_elements_of(engine).values())
+
+
+def _elements_of(engine: Engine) -> dict[str, int]:
+    """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return sum(math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters())
+    return {name: math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
 
 
 def _elements(module: nn.Module) -> int:
