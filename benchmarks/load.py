@@ -130,7 +130,9 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
         dist.barrier()
         began = time.perf_counter()
         with Peak() as peak:
-            for _ in checked(walk(engine.module, engine.built.pieces, manifest, bucket_bytes=bucket), manifest):
+            for _ in checked(
+                walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+            ):
                 pass
         answer |= {"walk_seconds": time.perf_counter() - began, "walk_memory": peak.most, "bucket": bucket}
     answer["exports"], answer["copies"] = [], []

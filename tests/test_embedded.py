@@ -49,7 +49,16 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("llama_tied", "2"), ("qwen3_moe", "1"), ("lfm2", "2"), ("gpt_oss", "1"), ("phi3_longrope", "1")],
+    [
+        ("llama_tied", "2"),
+        ("qwen3_moe", "1"),
+        ("lfm2", "2"),
+        ("gpt_oss", "1"),
+        ("phi3_longrope", "1"),
+        ("llama_tied", "tp2"),
+        ("qwen3", "tp4"),
+        ("qwen3_moe", "2xtp2"),
+    ],
 )
 def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
     path = saved_model(family)
@@ -71,9 +80,9 @@ def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
         assert completion.versions == ((7, len(out)),)
 
 
-def logprobs_of_both(path: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one document: by the trainer, with adapters that do something, and by the plain copy."""
-    engine = open_engine(path, "2", **sections)
+    engine = open_engine(path, mesh, **sections)
     stir(engine)
     tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
     document = Document(tokens, torch.ones(len(tokens)))
@@ -90,15 +99,16 @@ def logprobs_of_both(path: str, sections: Sections) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"),
+    ("family", "mesh", "lora"),
     [
-        ("llama", {"rank": 4, "modules_to_save": ("lm_head",)}),
-        ("qwen3", {"rank": 4, "targets": ("q_proj", "embed_tokens")}),  # its head is tied to the embedding
-        ("qwen3_moe", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}),
+        ("qwen3", "2", {"rank": 4, "targets": ("q_proj", "embed_tokens")}),  # its head is tied to the embedding
+        ("qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj", "embed_tokens")}),
     ],
 )
-def test_adapters_are_merged_into_the_copy(family: str, lora: dict[str, Any]) -> None:
-    for ours, copy in run(2, logprobs_of_both, saved_model(family), {"lora": lora}):
+def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:
+    for ours, copy in run(world_of(mesh), logprobs_of_both, saved_model(family), mesh, {"lora": lora}):
         torch.testing.assert_close(copy, ours, rtol=0, atol=2e-5)
 
 

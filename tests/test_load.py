@@ -123,7 +123,9 @@ def load_change_write(path: str, mesh: str, folder: str) -> dict[str, Any]:
         saved = tensors_of(Path(folder, "saved"))
         manifest = export.manifest_of(engine)
         for bucket in (2000, 10**9):
-            stream = checked(walk(engine.module, engine.built.pieces, manifest, bucket_bytes=bucket), manifest)
+            stream = checked(
+                walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+            )
             walked = {name: tensor.clone() for name, tensor in stream}
             assert walked.keys() == saved.keys()
             out["wrong"] += [name for name, tensor in walked.items() if not same(tensor, saved[name])]

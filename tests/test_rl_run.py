@@ -151,6 +151,21 @@ def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, whole: 
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(whole).items())
 
 
+def test_a_run_whose_ranks_divide_each_layer(task: Path) -> None:
+    """Both ranks generate and have the same documents; the weights are those of one rank on the same rollouts."""
+    run, keys = task / "divided", ["train.steps=6", "rl.kl=0.01", "optimizer.eps=1e-5"]
+    weft(command(task, run, *keys, "--nproc", "2", "mesh.dp_shard=1", "mesh.tp=2"))
+    assert all(line["documents"] == 8 for line in lines_of(run))
+    differences = [line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines_of(run)]
+    assert 0 < max(differences) < 1e-5
+    groups = [group for path in rollout_files(run / FOLDER).values() for group in read_rollouts(path)]
+    assert len({tuple(sample.tokens.tolist()) for group in groups for sample in group.samples}) > len(groups)
+    weft(command(task, task / "whole-layers", *keys, "--nproc", "1", "--replay", str(run / FOLDER)))
+    one, other = weights(run), weights(task / "whole-layers")
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
+
+
 def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:
     run = task / "ahead"
     weft(command(task, run, "train.steps=8", "rollout.engine=hf", "cluster.max_staleness=1"))

@@ -173,6 +173,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "experts, gathered": ("gpt_oss", "2", {}, "shared", "gathered"),
     "gathered, group": ("qwen3_moe", "2", {}, "group", "gathered"),
     "files": ("qwen3", "2", {}, "files", ""),
+    "tp, fused and repeated heads": ("phi3_longrope", "tp4", {}, "shared", ""),
+    "tp, gathered": ("qwen3_moe", "2xtp2", {}, "group", "gathered"),
+    "tp, adapters": ("phi3_longrope", "tp4", {"rank": 4, "targets": ("qkv_proj", "o_proj", "lm_head")}, "shared", ""),
+    "tp, adapters, gathered": (
+        "qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "group", "gathered",
+    ),
+    "tp, files": ("gpt_oss", "tp2", {}, "files", ""),
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),

@@ -85,7 +85,7 @@ def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ran
     engine = open_engine(saved_model("qwen3_moe"), "1", device=kind(device), **BF16)
     weights = dict(engine.tensors())
     manifest = {piece.disk: torch.empty(piece.shape, device="meta") for piece in engine.built.pieces}
-    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.pieces, manifest, bucket_bytes=30_000)}
+    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.pieces, manifest, {}, bucket_bytes=30_000)}
     for piece in engine.built.pieces:
         found = walked[piece.disk]
         assert found.device.type == device.type

@@ -13,7 +13,7 @@ from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
 from weft.sharding.boxes import Box, Shard
-from weft.sharding.cuts import shards_of
+from weft.sharding.cuts import shards_of, whole_shape
 from weft.sharding.layout import Piece
 
 
@@ -21,9 +21,9 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
     """Names, shapes and dtypes of a saved adapter. dtype: None for the masters'."""
     lora, built = engine.lora, engine.built
     assert lora is not None
-    parameters = dict(built.module.named_parameters())
+    parameters, cuts = dict(built.module.named_parameters()), engine.divided.cuts
     trained = {
-        name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta")
+        name: torch.empty(whole_shape(name, p, cuts), dtype=dtype or p.dtype, device="meta")
         for name, p in parameters.items()
         if lora.trains(name)
     }

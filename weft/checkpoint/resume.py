@@ -109,10 +109,12 @@ def fill_from(
 
 
 def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
-    ranks = engine.ranks
-    rng.seed_rank(seed, ranks.rank, state.step)
+    ranks, tp, tp_before = engine.ranks, engine.mesh.tp_size, state.content["mesh"].get("tp", 1)
+    rng.seed_rank(seed, engine.mesh.loss_rank, state.step)
     if state.world != ranks.world:
         return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
+    if tp != tp_before:  # ranks of tp draw the same
+        return [f"mesh.tp  {tp}, {tp_before} before: random numbers of the ranks are seeded anew"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 

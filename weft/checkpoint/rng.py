@@ -1,6 +1,6 @@
 """The random number generators of a rank, as tensors: torch's on CPU and accelerator, and Python's.
 
-Each rank has its own state, so that ranks draw different numbers.
+Each data rank has its own state, so that they draw different numbers; ranks of tp have the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's generators for what follows step `step`; the sequence differs between ranks and steps."""
+    """Seed the generators for what follows step `step`; the sequence differs between data ranks and steps. rank: of
+    these (Mesh.loss_rank)."""
     digest = hashlib.sha256(f"{seed}:{rank}:{step}".encode()).digest()
     number = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     torch.manual_seed(number)  # of every device

@@ -286,8 +286,6 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "model.init is random, and with lora no checkpoint would hold the base that is drawn, so that nobody "
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
-    if config.mesh.tp > 1 and config.lora.on:
-        yield "lora.rank", f"lora: {_NO_TP}"
     if config.mesh.tp > 1 and config.model.compile:
         yield "model.compile", f"model.compile=true: {_NO_TP}"
     yield from _schedule_combinations(config.schedule, config.train.steps)

@@ -213,11 +213,13 @@ RANGES: dict[str, tuple[Test, str]] = {
     "critic.ranks": AT_LEAST_1,
     "reference.dp_replicate": AXIS,
     "reference.dp_shard": AXIS,
+    "reference.tp": AT_LEAST_1,
     "reference.max_tokens_per_device": AT_LEAST_2,
     "critic.lr": POSITIVE,
     "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
     "critic.dp_replicate": AXIS,
     "critic.dp_shard": AXIS,
+    "critic.tp": AT_LEAST_1,
     "critic.max_tokens_per_device": AT_LEAST_2,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
@@ -252,8 +254,6 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
     if config.mesh.cp > 1:
         yield "mesh.cp", f"mesh.cp is {config.mesh.cp}: weft rl does not have it yet in this version: set mesh.cp=1."
-    if config.mesh.tp > 1:
-        yield "mesh.tp", f"mesh.tp is {config.mesh.tp}: weft rl does not have it yet in this version: set mesh.tp=1."
     if config.cluster.max_staleness and config.rollout.engine == "embedded":
         yield (
             "cluster.max_staleness",
@@ -323,6 +323,14 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
             "model.compile=false.",
         )
+    for section in ("mesh", "reference", "critic"):
+        tp = getattr(config, section).tp or 1
+        if tp > 1:
+            yield (
+                "rl.on_policy",
+                f"rl.on_policy is exact, but with {section}.tp = {tp} the sums of a layer are made of those of {tp} "
+                f"ranks, where an engine that samples makes them at once: set {section}.tp=1.",
+            )
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:

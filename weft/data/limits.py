@@ -125,17 +125,12 @@ class Limits:
             )
 
 
-<<<<<<< HEAD
 _OVER_CP = "step.max_tokens_per_device x mesh.cp"
 
 
 def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, str]:
-    """Longest document in tokens, and the key that says so. budget: step.max_tokens_per_device. ranks: of mesh.cp, over
+    """(longest document in tokens, the key that sets it). budget: step.max_tokens_per_device. ranks: of mesh.cp, over
     which a document may be cut."""
-=======
-def length_limit(data: DataConfig, budget: int) -> tuple[int, str]:
-    """(longest document in tokens, the key that sets it). budget: step.max_tokens_per_device."""
->>>>>>> house
     if data.max_length is None:
         return budget * ranks, "step.max_tokens_per_device" if ranks == 1 else _OVER_CP
     return min(data.max_length, budget * ranks), "data.max_length"

@@ -21,12 +21,12 @@ from weft.engine.planning import StepPlanner
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
-from weft.errors import UserError
+from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.optim.optimizer import OverTp, clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, whole
-from weft.parallel.tensor import sum_partial_gradients
+from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.load import Progress
 from weft.telemetry import flight
 
@@ -168,7 +168,13 @@ class Engine:
         flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
+        if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
+            sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
         metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
+        if metrics.pop("_random", None):
+            raise RanksDisagreeError(
+                "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"
+            )
         if metrics.pop("_nonfinite"):
             self._nonfinite = nonfinite.name_losses(sources, (~finite).nonzero().flatten().tolist())
         return metrics

@@ -182,7 +182,8 @@ def cut(frame: Frame, built: BuiltModel) -> Cut:
     """Shard the model over the mesh, in place; parameters stay on meta."""
     config, module, ranks = frame.config, built.module, frame.ranks
     if frame.mesh.tp is not None:
-        check_division(built.config, built.findings, frame.mesh.tp.size)
+        checked = built.config if config.value_head is None else hf.with_logits(built.config)
+        check_division(checked, built.findings, frame.mesh.tp.size)
     context = context_of(frame, built)
     units, divided = parallelize(
         module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
@@ -233,7 +234,7 @@ def fill_weights(
     hf.rebuild_buffers(module.hf_model)
     move_buffers(module, frame.ranks.device)
     if lora is not None:
-        fill_adapters(module, lora, config.seed)
+        fill_adapters(module, lora, cuts, config.seed)
     if config.value_head is not None:
         fill_value_head(module, None if plan is None else plan.fresh, config.value_head, config.seed)
     return report

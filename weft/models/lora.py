@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,11 @@ class LoraPlan:
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
     """s: alpha / rank, or alpha / sqrt(rank) with rslora."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def parameter_of(child: str) -> str:
+    """The parameter of a module that its child of this name, an adapter, adapts (Target.child)."""
+    return "weight" if child in ("lora", EMBEDDING) else child.removeprefix("lora_")
 
 
 def is_adapters(name: str) -> bool:
@@ -274,11 +279,10 @@ def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tens
     return weight if target.kind == "experts" else weight[0]
 
 
-def describe(plan: LoraPlan, module: nn.Module) -> list[str]:
-    """Lines that describe the adapters at start."""
-    parameters: list[tuple[str, Any]] = list(module.named_parameters())
-    trained = sum(p.numel() for name, p in parameters if plan.trains(name))
-    every = sum(p.numel() for _, p in parameters)
+def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> list[str]:
+    """Lines that describe the adapters at start. elements: of each parameter."""
+    trained = sum(count for name, count in elements.items() if plan.trains(name))
+    every = sum(elements.values())
     kinds = list(dict.fromkeys(target.name.rpartition(".")[2] for target in plan.targets))
     formula = "alpha / sqrt(rank)" if plan.rslora else "alpha / rank"
     begun = f", from {plan.path}" if plan.path is not None else ""
@@ -292,6 +296,6 @@ def describe(plan: LoraPlan, module: nn.Module) -> list[str]:
         lines.append("its experts are not adapted: name them, as in lora.targets=[all-linear, 'experts.*_proj']")
     if plan.dropout:
         lines.append(
-            f"dropout {plan.dropout:g}: each rank draws masks for its own rows, so that results depend on the cut"
+            f"dropout {plan.dropout:g}: each data rank draws masks for its own rows, so that results depend on the cut"
         )
     return lines

@@ -5,7 +5,7 @@ S rows of (token, chosen expert) pairs; E experts; r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,13 +48,26 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(a_shape, device=like.device, dtype=like.dtype))
         self.B = nn.Parameter(torch.empty(b_shape, device=like.device, dtype=like.dtype))
         self.scale, self.dropout, self.switch = scale, dropout, switch
+        self._inputs = a_shape[1]
+        self._own_inputs: Callable[[Tensor], Tensor] | None = None
+
+    def divide(self, own_inputs: Callable[[Tensor], Tensor]) -> None:
+        """A is of some of the layer's inputs. own_inputs: [..., all of them] -> [..., those]."""
+        self._own_inputs = own_inputs
 
     def down(self, x: Tensor) -> Tensor:
         """s A x, with dropout on x."""
         x = x.to(self.A.dtype)
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = self._drop(x)
         return F.linear(x, self.A) * self.scale
+
+    def _drop(self, x: Tensor) -> Tensor:
+        """Ranks that divide the inputs draw the mask of all of them, so that every rank draws equally much, and what is
+        dropped is what one rank would drop."""
+        if self._own_inputs is None:
+            return F.dropout(x, self.dropout)
+        return x * self._own_inputs(F.dropout(x.new_ones(*x.shape[:-1], self._inputs), self.dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         """s B A x."""

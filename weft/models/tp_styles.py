@@ -6,14 +6,17 @@ A style is read off the module tree: the linear layers that enter attention or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.lora import parameter_of
+from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule, ValueHead
 
 QUERY = ("q_proj", "q_b_proj")
@@ -78,6 +81,7 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
         of |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
     for (name, layer), own in zip(module.layers, hf.layer_configs(config), strict=True):
         _of_layer(name, layer, own, found)
+    of.update(_of_adapters(module, of))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in of and parameter.ndim > 1 and not _is_whole(name, module):
             raise UserError(
@@ -86,6 +90,27 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
             )
         of.setdefault(name, Style())
     return found
+
+
+def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+    """Of what an adapter adds to a weight: B is divided as the weight's outputs are, A as its inputs; the other of the
+    two is whole. of: of the weights."""
+    for name, child in module.named_modules():
+        if not isinstance(child, LowRank):
+            continue
+        owner_name, _, leaf = name.rpartition(".")
+        owner, parameter = module.get_submodule(owner_name), parameter_of(leaf)
+        style = of.get(f"{owner_name}.{parameter}", Style())
+        by_outputs = style.dim == _outputs_dim(owner, parameter)
+        yield f"{name}.A", Style() if style.dim is None or by_outputs else Style(1, style.parts)
+        yield f"{name}.B", Style(0, style.parts) if by_outputs else Style()
+
+
+def _outputs_dim(owner: Any, parameter: str) -> int:
+    """The dimension of a weight that its layer's outputs come from."""
+    if hf.is_fused_experts(owner):
+        return 2 if owner.is_transposed else 1
+    return 1 if hf.is_transposed(owner) or isinstance(owner, nn.Embedding) else 0
 
 
 def _is_whole(name: str, module: TrainModule) -> bool:

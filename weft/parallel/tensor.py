@@ -9,8 +9,10 @@ completes once per step, whatever has been accumulated by then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import PretrainedConfig
 
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.low_rank import LowRank
 from weft.models.tp_styles import Part, Style, Styles, find_styles
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
@@ -48,12 +51,16 @@ def tensor_parallel(module: TrainModule, axis: Axis | None, config: PretrainedCo
     }
     _replace_parameters(module, cuts)
     _hook(module, styles, cuts, axis)
-    return TensorParallel(cuts, _partial(cuts, styles, axis))
+    vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
+    return TensorParallel(cuts, _partial(cuts, styles, axis, vocabulary))
 
 
-def _partial(cuts: dict[str, Cut], styles: Styles, axis: Axis) -> dict[str, dict[int, Communicator]]:
-    """What several ranks have of a block that is divided: each uses it for its own heads or columns."""
-    inside = tuple(f"{region}." for region in styles.regions)
+def _partial(
+    cuts: dict[str, Cut], styles: Styles, axis: Axis, outside: Sequence[str]
+) -> dict[str, dict[int, Communicator]]:
+    """What several ranks have of a block that is divided: each uses it for its own heads or columns. outside: divided
+    modules that are no regions, whose adapters have such a part, too."""
+    inside = tuple(f"{region}." for region in (*styles.regions, *outside))
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
     groups = {copies: axis.neighbours(copies) for copies in numbers}
     return {
@@ -123,6 +130,9 @@ def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis)
         norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
     for name in styles.attention:
         _count_own_heads(module.get_submodule(name), axis.size)
+    for name, adapter in module.named_modules():
+        if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
+            adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
     _divide_vocabulary(module, cuts, axis)
 
 
@@ -195,6 +205,11 @@ def _of_last(cut: Cut, x: Tensor) -> Cut:
     return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
 
 
+def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
+    """[..., inputs] -> [..., those of this rank]. cut: of a matrix by its columns."""
+    return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
+
+
 def _summed(x: Tensor, ranks: Communicator) -> Tensor:
     out = x.contiguous().clone()
     ranks.sum_(out)
@@ -254,6 +269,13 @@ def _divide_vocabulary(module: TrainModule, cuts: dict[str, Cut], axis: Axis) ->
     if cuts[head].divides:
         shard = VocabularyShard(cuts[head].ranges[axis.place][0][0], axis.ranks)
         module.head.divide(shard, lambda hidden: _SumGradient.apply(hidden, axis.ranks))
+
+
+def random_difference(axis: Axis, device: torch.device) -> float:
+    """This rank's term of a sum over the ranks of tp that is 0 where their random numbers are the same."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    number = float(zlib.crc32(state.numpy().tobytes()) & 0xFFFF)
+    return number * (axis.size - 1) if axis.place == 0 else -number
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from weft.checkpoint.export import manifest_of
 from weft.cluster.machine import accelerator
 from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
@@ -122,7 +123,7 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
             f"{rollout.engine}: {rollout.engines} x {rollout.tp} accelerators, of each as much as rollout.memory says"
         )
         return EngineRow("rollout", note=note)
-    copy = sum(parameter.numel() for parameter in policy.module.hf_model.parameters()) * size
+    copy = sum(tensor.nbytes for tensor in manifest_of(policy, policy.precision.compute).values())
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.max_tokens_per_device)
     if rollout.engine == "hf":
         return EngineRow("rollout", note=f"{rollout.engines} processes beside: {byte_count(copy)} each, and a cache")

@@ -131,7 +131,7 @@ def print_model(
     )
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
-    for line in describe(engine.lora, engine.module) if engine.lora is not None else ():
+    for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
         say(f"lora     {line}")
     if _layers(engine):
         say(f"layers   {_layers(engine)}")
@@ -235,8 +235,13 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
 
 
 def _all_elements(engine: Engine) -> int:
+    return sum(_elements_of(engine).values())
+
+
+def _elements_of(engine: Engine) -> dict[str, int]:
+    """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return sum(math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters())
+    return {name: math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
 
 
 def _elements(module: nn.Module) -> int:
@@ -257,7 +262,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     """The mesh's axes, and the ranks along each."""
     mesh = engine.mesh
     ranks = torch.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
-    groups = {name: ranks.movedim(place, -1).reshape(-1, ranks.shape[place]).tolist() for place, name in enumerate(AXES)}
+    groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
     meaning = {
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",

@@ -129,7 +129,10 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
         compile=policy.model.compile,
     )
     usual = policy.mesh if own.ranks is None else MeshConfig()
-    mesh = MeshConfig(dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard)
+    mesh = MeshConfig(
+        dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard,
+        tp=own.tp or usual.tp,
+    )  # fmt: skip
     fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     if own.cpu_offload is not None:
         fsdp = replace(fsdp, cpu_offload=own.cpu_offload)

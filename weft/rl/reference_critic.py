@@ -128,7 +128,7 @@ class Aside:
         engine = reference or critic
         assert engine is not None
         self.engine, self.values = engine, None if critic is None else Values(critic, config)
-        rng.seed_rank(config.train.seed, self.ranks.rank)
+        rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
         self.saver: Saver | None = None
 
     def describe(self) -> list[str]:

@@ -94,7 +94,7 @@ class Trainer:
         self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if here else None
         critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
         self.critic, self.values = critic, None if critic is None else Values(critic, config)
-        rng.seed_rank(config.train.seed, self.ranks.rank)
+        rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True)

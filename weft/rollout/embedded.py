@@ -56,9 +56,9 @@ class EmbeddedEngine:
             self._emptied.restore()
             self._emptied = None
         state = {} if model is None else model.state_dict(keep_vars=True)
-        manifest = self._manifest()
+        manifest, cuts = self._manifest(), self.engine.divided.cuts
         pieces = {piece.disk: piece for piece in self.engine.built.pieces}
-        for name, tensor in checked(walk(self.engine.module, pieces.values(), manifest), manifest):
+        for name, tensor in checked(walk(self.engine.module, pieces.values(), manifest, cuts), manifest):
             flight.beat()
             if model is not None:
                 piece = pieces[name]
@@ -118,13 +118,14 @@ class EmbeddedEngine:
     def _add_adapters(self, state: Mapping[str, Tensor]) -> None:
         """W + s B A of what is adapted, rounded once to the copy's dtype; collective. state: of the copy, or empty."""
         lora, parameters = self.engine.lora, dict(self.engine.module.named_parameters())
+        cuts = self.engine.divided.cuts
         if lora is None:
             return
         for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
             if name in state and name not in self._tied():
                 state[name].detach().copy_(state[owner].detach())  # the walker gave it under its owner's name alone
         for target in lora.targets:
-            a, b = (whole(parameters[name]).float() for name in target.names)
+            a, b = (whole(parameters[name], cuts.get(name)).float() for name in target.names)
             if state:
                 weight = state[target.weight].detach()
                 weight.copy_(add_delta(weight.float(), target, lora, a, b))

@@ -110,7 +110,7 @@ def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
     where the state does not fit this model; RUN is then unchanged."""
     notes = list(start.notes)
     if start.state is None:
-        rng.seed_rank(config.train.seed, engine.ranks.rank)
+        rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
     else:
         notes += fill_from(engine, start.state, config.train.seed)
     if engine.ranks.is_first:

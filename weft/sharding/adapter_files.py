@@ -33,7 +33,8 @@ from weft.models.lora import (
 )
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule
-from weft.sharding.boxes import Box, shard_of
+from weft.sharding.boxes import Box
+from weft.sharding.cuts import Cuts, shards_of, whole_shape
 from weft.sharding.safetensors_files import TensorFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -225,8 +226,8 @@ def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[in
 
 
 @torch.no_grad()
-def fill_adapters(module: nn.Module, plan: LoraPlan, seed: int) -> None:
-    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed.
+def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: Cuts, seed: int) -> None:
+    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
 
     Modules that are trained whole keep the base's values where there is no plan.path.
     """
@@ -234,11 +235,11 @@ def fill_adapters(module: nn.Module, plan: LoraPlan, seed: int) -> None:
     if plan.path is None:
         for name, parameter in parameters.items():
             if is_adapters(name):
-                shard = shard_of(parameter)
-                values = first_values(name, tuple(parameter.shape), seed)
-                shard.values.copy_(values[shard.box.within(Box.whole(tuple(parameter.shape)))])
+                values = first_values(name, whole_shape(name, parameter, cuts), seed)
+                for shard in shards_of(parameter, cuts.get(name)):
+                    shard.values.copy_(values[shard.box.within(Box.whole(tuple(values.shape)))])
         return
     with TensorFile.open(plan.path / WEIGHTS) as file:
         for name, stored in names_of(plan, module).items():
-            shard = shard_of(parameters[name])
-            shard.values.copy_(file.read(stored, shard.box))
+            for shard in shards_of(parameters[name], cuts.get(name)):
+                shard.values.copy_(file.read(stored, shard.box))

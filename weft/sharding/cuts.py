@@ -90,17 +90,49 @@ class Cut:
 Cuts = Mapping[str, Cut]
 
 
-def shards_of(tensor: Tensor, cut: Cut | None) -> list[Shard]:
-    """What this rank holds of a model's tensor, box by box of the whole one; at least one, which may be empty. cut:
-    None without tensor parallelism."""
+@dataclass(frozen=True)
+class Held:
+    """A box of a whole tensor that this rank holds, from `first` on among its elements. replicas: as a Shard has
+    them."""
+
+    box: Box
+    first: tuple[int, ...]
+    replicas: tuple[tuple[int, int], ...]
+
+    def within(self, box: Box) -> tuple[slice, ...]:
+        """The slices of this rank's elements that are `box`, a part of this one."""
+        starts = [a - b + c for a, b, c in zip(box.start, self.box.start, self.first, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
+
+    def is_mine(self, number: int) -> bool:
+        """As a Shard has it."""
+        return all(index == number % size for index, size in self.replicas)
+
+
+def held_boxes(tensor: Tensor, cut: Cut | None) -> list[Held]:
+    """What this rank holds of a model's tensor, box by box of the whole one. cut: None without tensor parallelism."""
     shard = shard_of(tensor)
+    return _held(shard, cut)
+
+
+def _held(shard: Shard, cut: Cut | None) -> list[Held]:
     if cut is None:
-        return [shard]
-    found = [
-        Shard(box, shard.values[part.within(shard.box)], (*shard.replicas, (cut.place % copies, copies)), shard.groups)
+        return [Held(shard.box, (0,) * len(shard.box.start), shard.replicas)]
+    return [
+        Held(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
         for box, part, copies in cut.boxes(shard.box)
     ]
-    nothing = Box((0,) * len(cut.shape), shard.box.size)
+
+
+def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def shards_of(tensor: Tensor, cut: Cut | None) -> list[Shard]:
+    """As `held_boxes`, with the elements; at least one, which may be empty."""
+    shard = shard_of(tensor)
+    found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
+    nothing = Box((0,) * len(shard.box.start), shard.box.size)
     return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
 
 

@@ -1,38 +1,47 @@
 """The tensor walker: yields a sharded model as (HuggingFace name, whole tensor), in buckets.
 
 Tensors are cast before they are gathered, so that the receiver's dtype is sent. The next bucket is gathered while one
-is consumed; each has half of the bytes allowed. A larger tensor is gathered alone.
+is consumed; each has half of the bytes allowed. A larger tensor is gathered alone. What tensor parallelism divides is
+gathered over FSDP's ranks first, and then over those of tp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from weft.sharding.boxes import Box, local_box, overlap
+from weft.sharding.boxes import Box
+from weft.sharding.cuts import Cuts
 from weft.sharding.layout import Piece
+from weft.sharding.spread import Lane, Share, Spread, spreads_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
 
 
 def walk(
-    module: nn.Module, pieces: Iterable[Piece], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
+    module: nn.Module,
+    pieces: Iterable[Piece],
+    manifest: Mapping[str, Tensor],
+    cuts: Cuts,
+    *,
+    bucket_bytes: int = 1 << 29,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
     Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. bucket_bytes: bytes in flight; only a single tensor that cannot be
-    split may exceed them.
+    reused memory: copy it before taking the next. cuts: how tp divides the model's tensors. bucket_bytes: bytes in
+    flight, beside which a rank of tp holds its own part of a bucket; only a single tensor that cannot be split may
+    exceed them. RuntimeError where the ranks together lack some of a tensor.
     """
-    state = module.state_dict(keep_vars=True)
-    parts = [part for group in _by_runtime(pieces) for part in _cut(state, group, manifest, bucket_bytes // 2)]
+    groups = _by_runtime(pieces)
+    state = spreads_of(module.state_dict(keep_vars=True), groups, cuts)
+    parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
         if pending is not None and pending.bytes + sum(part.bytes for part in bucket) > bucket_bytes:
@@ -80,18 +89,18 @@ class _Part:
         return self.box.numel * self.dtype.itemsize
 
 
-def _by_runtime(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _by_runtime(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(piece.runtime, []).append(piece)
-    yield from groups.values()
+    return groups
 
 
 def _cut(
-    state: Mapping[str, Tensor], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
+    state: Mapping[str, Spread], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
 ) -> Iterator[_Part]:
     """A tensor whole, or, where it is larger than `limit`, in ranges of rows that split no piece (experts)."""
-    shape = tuple(state[pieces[0].runtime].shape)
+    shape = state[pieces[0].runtime].shape
     dtype = max((manifest[piece.disk].dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     whole = _Part(pieces[0].runtime, Box.whole(shape), tuple(pieces), dtype)
     if whole.bytes <= limit or not shape:
@@ -119,17 +128,15 @@ def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
 
 
 class _Gather:
-    """The parts of a bucket in flight: one all-gather for each mesh axis that shards some of them."""
+    """The parts of a bucket in flight: one shipment for each lane that some of them are spread over."""
 
-    def __init__(self, state: Mapping[str, Tensor], bucket: list[_Part], manifest: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Spread], bucket: list[_Part], manifest: Mapping[str, Tensor]) -> None:
         self.state, self.bucket, self.manifest = state, bucket, manifest
-        self.lanes: dict[tuple[DeviceMesh, int], _Lane] = {}
+        by_lane: dict[Lane, list[_Part]] = {}
         for part in bucket:
-            axis = _sharded_axis(state[part.runtime])
-            if axis is not None:
-                self.lanes.setdefault(axis, _Lane(*axis)).parts.append(part)
-        for lane in self.lanes.values():
-            lane.start(state)
+            by_lane.setdefault(state[part.runtime].lane, []).append(part)
+        by_lane.pop(Lane(), None)  # every rank holds these whole
+        self.shipments = {lane: _Shipment(lane, parts, state) for lane, parts in by_lane.items()}
 
     @property
     def bytes(self) -> int:
@@ -138,90 +145,92 @@ class _Gather:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In the order of the bucket's parts."""
         for part in self.bucket:
-            axis = _sharded_axis(self.state[part.runtime])
-            values = _own(self.state[part.runtime], part) if axis is None else self.lanes[axis].take(self.state, part)
+            spread = self.state[part.runtime]
+            shipment = self.shipments.get(spread.lane)
+            values = _own(spread, part) if shipment is None else shipment.take(part)
             for piece in part.pieces:
                 tensor = piece.to_disk(values[piece.box.within(part.box)])
                 yield piece.disk, tensor.to(self.manifest[piece.disk].dtype)
 
 
-def _sharded_axis(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
-    """The mesh axis over which a tensor is sharded; None where every rank holds it whole."""
-    if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    axes = [a for a, place in enumerate(tensor.placements) if isinstance(place, Shard) and mesh.size(a) > 1]
-    assert len(axes) <= 1, f"sharded over {len(axes)} axes"
-    return (mesh, axes[0]) if axes else None
-
-
-def _own(tensor: Tensor, part: _Part) -> Tensor:
+def _own(spread: Spread, part: _Part) -> Tensor:
     """A part of a tensor that this rank holds whole."""
-    return local_box(tensor)[1][part.box.within(Box.whole(tuple(tensor.shape)))].to(part.dtype)
+    return spread.values[part.box.within(Box.whole(spread.shape))].to(part.dtype)
 
 
-class _Lane:
-    """One all-gather: each rank sends its boxes of all parts, end to end, as bytes."""
+class _Shipment:
+    """The parts of one lane: each rank sends its boxes of all of them, end to end, as bytes."""
 
-    def __init__(self, mesh: DeviceMesh, axis: int) -> None:
-        self.mesh, self.axis, self.parts = mesh, axis, list[_Part]()
+    def __init__(self, lane: Lane, parts: list[_Part], state: Mapping[str, Spread]) -> None:
+        """Casts this rank's shares, and begins to gather over FSDP's axis."""
+        self.lane, self.parts = lane, parts
+        first = state[parts[0].runtime]
+        self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
+        self.length = max(length for _, length in self.laid)
+        own = self.laid[first.places.index(first.own_place)][0]
+        sent = torch.empty(self.length, dtype=torch.uint8, device=first.values.device)
+        for part in parts:
+            spread = state[part.runtime]
+            values, shares = spread.values, spread.shares(part.box, spread.own_place)
+            for (begin, box), share in zip(own[part], shares, strict=True):
+                _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
+        self.in_order = lane.tp is None and len(parts) == 1 and _is_by_rows(first)
+        self.gathered = [sent]  # by place on tp, once that is gathered too
+        self.work: Any = None
+        self.sent: Tensor | None = sent  # until it has arrived
+        if lane.axis is not None:
+            mesh, axis = lane.axis
+            self.gathered = [torch.empty(mesh.size(axis) * self.length, dtype=torch.uint8, device=sent.device)]
+            self.work = all_gather_single(self.gathered[0], sent, group=mesh.get_group(axis), async_op=True)
 
-    def start(self, state: Mapping[str, Tensor]) -> None:
-        """Cast this rank's shares and start the all-gather."""
-        size = self.mesh.size(self.axis)
-        self.places = [self._places(state, place) for place in range(size)]
-        self.length = max(end for _, end in self.places)
-        device = local_box(state[self.parts[0].runtime])[1].device
-        sent = torch.empty(self.length, dtype=torch.uint8, device=device)
-        starts, _ = self.places[self.mesh.get_local_rank(self.axis)]
-        self.rows = all(state[part.runtime].placements[self.axis].dim == 0 for part in self.parts)
-        for part in self.parts:
-            box, local = local_box(state[part.runtime])
-            share = overlap(part.box, box)
-            if share is not None:
-                end = starts[part] + share.numel * part.dtype.itemsize
-                sent[starts[part] : end].view(part.dtype).view(share.size).copy_(local[share.within(box)])
-        self.gathered = torch.empty(size * self.length, dtype=torch.uint8, device=device)
-        group = self.mesh.get_group(self.axis)
-        self.work = all_gather_single(self.gathered, sent, group=group, async_op=True)
-        self.sent: Tensor | None = sent
-
-    def take(self, state: Mapping[str, Tensor], part: _Part) -> Tensor:
+    def take(self, part: _Part) -> Tensor:
         """A part, assembled from every rank's shares."""
         if self.sent is not None:
-            self.work.wait()
-            self.sent = None
-        if self._is_in_order(part):
-            return self.gathered.view(part.dtype).reshape(part.box.size)
-        out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered.device)
-        for place, (starts, _) in enumerate(self.places):
-            share = overlap(part.box, self._box(state[part.runtime], place))
-            if share is not None:
-                begin = place * self.length + starts[part]
-                values = self.gathered[begin : begin + share.numel * part.dtype.itemsize]
-                out[share.within(part.box)] = values.view(part.dtype).reshape(share.size)
+            self._arrive()
+        if self.in_order and self.gathered[0].numel() == part.bytes:  # no padding between the ranks' shares
+            return self.gathered[0].view(part.dtype).reshape(part.box.size)
+        out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered[0].device)
+        along, filled = len(self.laid) // len(self.gathered), 0
+        for number, (laid, _) in enumerate(self.laid):
+            place, offset = number // along, number % along * self.length
+            for begin, box in laid[part]:
+                out[box.within(part.box)] = _bytes(self.gathered[place], offset + begin, box, part.dtype)
+                filled += box.numel
+        if filled != part.box.numel:
+            raise RuntimeError(f"{part.runtime}: the ranks hold {filled} of {part.box.numel} elements")
         return out
 
-    def _is_in_order(self, part: _Part) -> bool:
-        """Whether the gathered bytes are the part itself: nothing else was gathered, it is sharded by rows, and there
-        is no padding between the ranks' shares."""
-        return len(self.parts) == 1 and self.rows and self.gathered.numel() == part.bytes
+    def _arrive(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.lane.tp is not None:
+            self.gathered = self.lane.tp.gather(self.gathered[0])
+        self.sent = None
 
-    def _places(self, state: Mapping[str, Tensor], place: int) -> tuple[dict[_Part, int], int]:
-        """(first byte of each part in what the rank at `place` sends, total length)."""
-        starts, end = {}, 0
-        for part in self.parts:
-            share = overlap(part.box, self._box(state[part.runtime], place))
-            starts[part] = end
-            end += 0 if share is None else -(-share.numel * part.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return starts, end
 
-    def _box(self, tensor: Tensor, place: int) -> Box:
-        """The box of the rank at `place` of the axis."""
-        assert isinstance(tensor, DTensor)
-        coordinate = list(self.mesh.get_coordinate() or ())
-        coordinate[self.axis] = place
-        size, start = _compute_local_shape_and_global_offset(
-            tensor.shape, self.mesh.shape, coordinate, tensor.placements
-        )
-        return Box(tuple(start), tuple(size))
+_Laid = dict[_Part, list[tuple[int, Box]]]  # of what a rank sends: (first byte, box) of each share of each part
+
+
+def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple[_Laid, int]:
+    """(where each share lies in what a rank sends, total length)."""
+    laid, end = _Laid(), 0
+    for part, own in zip(parts, shares, strict=True):
+        laid[part] = []
+        for share in own:
+            laid[part].append((end, share.box))
+            end += share.box.numel * part.dtype.itemsize
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return laid, end
+
+
+def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
+    """The elements of a box that lie in these bytes."""
+    return memory[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.size)
+
+
+def _is_by_rows(spread: Spread) -> bool:
+    """Whether the ranks' parts, end to end, are the tensor."""
+    if spread.lane.axis is None or not isinstance(spread.tensor, DTensor):
+        return False
+    placement = spread.tensor.placements[spread.lane.axis[1]]
+    return isinstance(placement, Shard) and placement.dim == 0

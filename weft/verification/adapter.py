@@ -16,7 +16,8 @@ from weft.engine.engine import Engine
 from weft.models.lora import is_adapters
 from weft.models.patterns import names_it
 from weft.sharding.adapter_files import PREFIX, names_of
-from weft.sharding.boxes import Box, shard_of
+from weft.sharding.boxes import Box
+from weft.sharding.cuts import shards_of, whole_shape
 from weft.verification.observed import Observed, Tensors
 
 
@@ -25,12 +26,14 @@ def stir(engine: Engine) -> None:
     """Give new adapters random values: where B is 0, A has no gradient, and errors in A would be invisible."""
     if engine.lora is None or engine.lora.path is not None:
         return
+    cuts = engine.divided.cuts
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if is_adapters(name):
-            shard, shape = shard_of(parameter), tuple(parameter.shape)
+            shape = whole_shape(name, parameter, cuts)
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # a tenth of what would make a model chaotic
-            shard.values.copy_(values[shard.box.within(Box.whole(shape))])
+            for shard in shards_of(parameter, cuts.get(name)):
+                shard.values.copy_(values[shard.box.within(Box.whole(shape))])
 
 
 @contextmanager

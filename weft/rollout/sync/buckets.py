@@ -20,8 +20,8 @@ from weft.checkpoint.adapters import adapter_shards, plan_adapter
 from weft.checkpoint.export import manifest_of, plan_export, save_planned
 from weft.engine.engine import Engine
 from weft.rollout.sync.protocol import Entry
-from weft.sharding.boxes import Box, local_values, overlap, shard_of
-from weft.sharding.cuts import module_shards
+from weft.sharding.boxes import Box, local_values, overlap
+from weft.sharding.cuts import Held, held_boxes, module_shards
 from weft.sharding.layout import Piece
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.walker import checked, walk
@@ -118,15 +118,19 @@ class Plan:
 
     def __init__(self, engine: Engine, content: Content, size: int) -> None:
         """size: at which a bucket is full; a tensor that is larger has its own."""
-        state = engine.module.state_dict(keep_vars=True)
-        shards = {name: shard_of(tensor) for name, tensor in state.items()}
-        numbers = {name: number for number, name in enumerate(shards)}
+        state, cuts = engine.module.state_dict(keep_vars=True), engine.divided.cuts
+        held = {name: held_boxes(tensor, cuts.get(name)) for name, tensor in state.items()}
+        numbers = {name: number for number, name in enumerate(held)}
         self.buckets = list[list[Row]]()
         self._shares = list[list[_Share]]()
         for bucket in _planned(content, size):
-            mine = [(row, piece) for row, piece in bucket if shards[piece.runtime].is_mine(numbers[piece.runtime])]
-            shares = [_share(row, piece, shards[piece.runtime].box) for row, piece in mine]
             self.buckets.append([row for row, _ in bucket])
+            shares = [
+                _share(row, piece, own)
+                for row, piece in bucket
+                for own in held[piece.runtime]
+                if own.is_mine(numbers[piece.runtime])
+            ]
             self._shares.append([share for share in shares if share is not None])
 
     def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[Row]]:
@@ -151,11 +155,11 @@ class _Share:
     target: tuple[slice, ...]
 
 
-def _share(row: Row, piece: Piece, held: Box) -> _Share | None:
-    part = overlap(piece.box, held)
+def _share(row: Row, piece: Piece, held: Held) -> _Share | None:
+    part = overlap(piece.box, held.box)
     if part is None:
         return None
-    return _Share(row, piece, part.within(held), piece.disk_box(part).within(Box.whole(piece.shape)))
+    return _Share(row, piece, held.within(part), piece.disk_box(part).within(Box.whole(piece.shape)))
 
 
 def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
@@ -172,7 +176,7 @@ def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
 def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
     """The same through the walker, on any mesh: every rank gets every tensor, and writes it where it has a memory."""
     entries, rows, number = content.entries, list[Row](), 0
-    stream = walk(engine.module, content.pieces, content.manifest, bucket_bytes=2 * buckets.size)
+    stream = walk(engine.module, content.pieces, content.manifest, engine.divided.cuts, bucket_bytes=2 * buckets.size)
     memory = buckets.memory(number)
     for name, tensor in checked(stream, content.manifest):
         row = _place(rows[-1:], entries[name], buckets.size)

@@ -1,0 +1,112 @@
+"""How a tensor of a sharded model is spread over ranks, and what each of them sends of it when it is gathered.
+
+FSDP2 shards over an axis of a mesh what tensor parallelism leaves of a tensor; either may leave it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from weft.ops.communicator import Communicator
+from weft.sharding.boxes import Box, local_box, overlap
+from weft.sharding.cuts import Cut, Cuts, whole_shape
+
+Place = tuple[int, int]  # of a rank: on the axis of tp, and on FSDP's
+
+
+class Lane(NamedTuple):
+    """The ranks that a tensor is gathered from: along an axis of a mesh, and those of tp; None for no others."""
+
+    axis: tuple[DeviceMesh, int] | None = None
+    tp: Communicator | None = None
+
+
+class Share(NamedTuple):
+    """A box of the whole tensor, and where it lies among the elements of the rank that holds it."""
+
+    box: Box
+    within: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """shape: of the whole tensor. cut: how tp divides it; None where it does not."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    cut: Cut | None
+    lane: Lane
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> Spread:
+        """RuntimeError where a tensor is placed as nothing here knows."""
+        cut = cuts.get(name)
+        cut = cut if cut is not None and cut.divides else None
+        lane = Lane(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
+        return cls(tensor, whole_shape(name, tensor, cuts), cut, lane)
+
+    @property
+    def values(self) -> Tensor:
+        """The elements on this rank."""
+        return local_box(self.tensor)[1]
+
+    @property
+    def places(self) -> list[Place]:
+        """Of all ranks of the lane, in the order in which their parts are gathered."""
+        along = 1 if self.lane.axis is None else self.lane.axis[0].size(self.lane.axis[1])
+        over = 1 if self.cut is None else self.cut.size
+        return [(tp, fsdp) for tp in range(over) for fsdp in range(along)]
+
+    @property
+    def own_place(self) -> Place:
+        """This rank's."""
+        along = 0 if self.lane.axis is None else self.lane.axis[0].get_local_rank(self.lane.axis[1])
+        return (0 if self.cut is None else self.cut.place), along
+
+    def shares(self, part: Box, place: Place) -> list[Share]:
+        """What a rank sends of a box of the whole tensor. Of ranks of tp that have the same, the first sends it."""
+        held = self._held(place)
+        boxes = [(held, held, 1)] if self.cut is None else replace(self.cut, place=place[0]).boxes(held)
+        found = []
+        for whole, local, copies in boxes:
+            box = overlap(part, whole) if place[0] % copies == 0 else None
+            if box is not None:
+                moved = zip(box.start, whole.start, local.start, strict=True)
+                start = tuple(of_box - of_whole + of_local for of_box, of_whole, of_local in moved)
+                found.append(Share(box, Box(start, box.size).within(held)))
+        return found
+
+    def _held(self, place: Place) -> Box:
+        """The box that a rank holds of the part that tp gives it."""
+        shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # ranks of tp may differ in size
+        if self.lane.axis is None:
+            return Box.whole(shape)
+        assert isinstance(self.tensor, DTensor)
+        mesh, axis = self.lane.axis
+        coordinate = list(mesh.get_coordinate() or ())
+        coordinate[axis] = place[1]
+        size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.tensor.placements)
+        return Box(tuple(start), tuple(size))
+
+
+def spreads_of(tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts) -> dict[str, Spread]:
+    """Of the named tensors."""
+    return {name: Spread.of(name, tensors[name], cuts) for name in dict.fromkeys(names)}
+
+
+def _sharded_axis(name: str, tensor: Tensor) -> tuple[DeviceMesh, int] | None:
+    """The mesh axis over which FSDP shards a tensor; None where every rank holds what there is of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    axes = [a for a, place in enumerate(tensor.placements) if not isinstance(place, Replicate) and mesh.size(a) > 1]
+    if len(axes) > 1 or not all(isinstance(tensor.placements[axis], Shard) for axis in axes):
+        raise RuntimeError(f"{name} is placed as {tensor.placements}: weft cannot gather that")
+    return (mesh, axes[0]) if axes else None
