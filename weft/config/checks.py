@@ -270,7 +270,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
     """Those of the sections that all training has. free_columns: the data may have columns of any name."""
     cp, ulysses = config.mesh.cp, config.mesh.ulysses
-    if ulysses is not None and cp % ulysses:
+    if ulysses and cp % ulysses:
         yield (
             "mesh.ulysses",
             f"mesh.ulysses is {ulysses}, which does not divide mesh.cp = {cp}: set mesh.ulysses=null, or a divisor.",
