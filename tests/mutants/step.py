@@ -17,7 +17,7 @@ MUTANTS = (
     Mutant("engine/plan.py", "StepPlan.time", "max(micro_batch)", "min(micro_batch)", "tests/test_plan.py"),
     Mutant("engine/plan.py", "StepPlan.fingerprint", "self.lengths, ", "", "tests/test_plan.py"),
     Mutant("engine/plan.py", "StepPlan.fingerprint", "_hashable(d.weight), ", "", "tests/test_plan.py"),
-    Mutant("engine/plan.py", "plan_step", "-documents[i].read, i", "i", "tests/test_plan.py tests/test_engine.py"),
+    Mutant("engine/plan.py", "_packed", "-documents[i].read, i", "i", "tests/test_plan.py tests/test_engine.py"),
     Mutant("engine/plan.py", "_packed", "capacity if alone_above is None else alone_above", "capacity", "tests/test_plan.py tests/test_parity.py"),
     Mutant("engine/plan.py", "_Sizes.of", "-(-tokens // self.multiple) * self.multiple", "tokens // self.multiple * self.multiple", "tests/test_plan.py"),
     Mutant("engine/plan.py", "_Sizes.of", "max(tokens, _SHORTEST_ROW)", "max(tokens, 1)", "tests/test_plan.py"),
