@@ -252,8 +252,6 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from server_combinations(config.rollout)
-    if config.mesh.cp > 1:
-        yield "mesh.cp", f"mesh.cp is {config.mesh.cp}: weft rl does not have it yet in this version: set mesh.cp=1."
     if config.cluster.max_staleness and config.rollout.engine == "embedded":
         yield (
             "cluster.max_staleness",
@@ -273,12 +271,14 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
-        if row is not None and longest > row:
+        cp = config.mesh.cp if getattr(getattr(config, section), "ranks", None) is None else 1
+        if row is not None and longest > row * cp:
             name = f"{section}.max_tokens_per_device"
+            over = f" on each of {cp} ranks of mesh.cp" if cp > 1 else ""
             yield (
                 name,
                 f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, but a row "
-                f"holds {name} = {row} and samples are never cut over rows: set {name}={longest}, or let samples be "
+                f"holds {name} = {row}{over}: set {name}={-(-longest // cp)}, a larger mesh.cp, or let samples be "
                 "shorter.",
             )
     if config.rl.updates > 0 and config.rl.prompts % config.rl.updates:
@@ -322,6 +322,11 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy",
             "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
             "model.compile=false.",
+        )
+    if config.mesh.cp > 1:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but mesh.cp cuts documents where engines do not: set mesh.cp=1.",
         )
     for section in ("mesh", "reference", "critic"):
         tp = getattr(config, section).tp or 1

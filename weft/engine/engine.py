@@ -82,7 +82,7 @@ class Engine:
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
         self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
-        self.context = cut.context
+        self.context, self.budget = cut.context, config.step.max_tokens_per_device
         self._planner = StepPlanner(config.step, self.mesh, built, cut.context)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
@@ -101,9 +101,9 @@ class Engine:
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
 
-        budget: the most tokens of a row; default step.max_tokens_per_device.
+        budget: the most tokens of a rank's row; default Engine.budget, which is step.max_tokens_per_device.
         """
-        return self._planner.plan(metadata, budget)
+        return self._planner.plan(metadata, budget or self.budget)
 
     def needs(self, plan: StepPlan) -> list[int]:
         """Indices, in the step, of the documents of this rank, rising."""

@@ -36,9 +36,9 @@ class StepPlanner:
         limit = self._position_limit
         return unread_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
-    def plan(self, metadata: Sequence[DocumentMeta], budget: int | None) -> StepPlan:
+    def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan."""
-        budget, context = budget or self.step.max_tokens_per_device, self.context
+        context = self.context
         return plan_step(
             metadata,
             ranks=self.mesh.loss_ranks,

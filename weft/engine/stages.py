@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks
@@ -181,10 +182,10 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
 def cut(frame: Frame, built: BuiltModel) -> Cut:
     """Shard the model over the mesh, in place; parameters stay on meta."""
     config, module, ranks = frame.config, built.module, frame.ranks
+    checked = built.config if config.value_head is None else hf.with_logits(built.config)
     if frame.mesh.tp is not None:
-        checked = built.config if config.value_head is None else hf.with_logits(built.config)
         check_division(checked, built.findings, frame.mesh.tp.size)
-    context = context_of(frame, built)
+    context = context_of(frame, built, checked)
     units, divided = parallelize(
         module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
     )
@@ -197,14 +198,15 @@ def cut(frame: Frame, built: BuiltModel) -> Cut:
     )  # fmt: skip
 
 
-def context_of(frame: Frame, built: BuiltModel) -> ContextAxis | None:
+def context_of(frame: Frame, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
-    documents are padded: those are dealt whole to the ranks of cp, as to any others."""
+    documents are padded: those are dealt whole to the ranks of cp, as to any others. config: of the class with
+    logits."""
     cp, tp, wanted = frame.mesh.cp_size, frame.mesh.tp_size, frame.config.mesh.ulysses
     if cp == 1 or built.layout == "padded":
         return None
-    ulysses = choose_ulysses(built.flops, built.config, cp, tp) if wanted is None else wanted
-    check_context(built.config, built.findings, built.flops, cp, ulysses, tp)
+    ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
+    check_context(config, built.findings, built.flops, cp, ulysses, tp)
     return context_axis(frame.mesh, ulysses)
 
 

@@ -37,10 +37,12 @@ Estimator = Literal["k1", "k2", "k3"]
 
 def old_is_current(config: RlConfig) -> bool:
     """Whether the update reads the old policy itself: where a rollout step is one optimizer step, nothing has moved
-    before it, and a forward of its own would say the same. Not where something else asks for it first."""
+    before it, and a forward of its own would say the same. Not where something else asks for it first, or where
+    documents may be cut over ranks, none of which sees the whole ratio of a sample in its own forward."""
     rl = config.rl
     asked = (rl.kl > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
-    return rl.old_logprobs == "recompute" and rl.updates * rl.epochs == 1 and not asked and config.lora.dropout == 0
+    once = rl.updates * rl.epochs == 1 and config.mesh.cp == 1
+    return rl.old_logprobs == "recompute" and once and not asked and config.lora.dropout == 0
 
 
 def comparable(sample: Sample) -> Floats:

@@ -131,11 +131,12 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
     usual = policy.mesh if own.ranks is None else MeshConfig()
     mesh = MeshConfig(
         dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard,
-        tp=own.tp or usual.tp,
+        tp=own.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if own.path is None else None,
     )  # fmt: skip
     fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     if own.cpu_offload is not None:
         fsdp = replace(fsdp, cpu_offload=own.cpu_offload)
-    budget = own.max_tokens_per_device or policy.step.max_tokens_per_device
+    whole = 1 if own.ranks is None else policy.mesh.cp  # ranks of its own cut nothing
+    budget = own.max_tokens_per_device or policy.step.max_tokens_per_device * whole
     step = replace(policy.step, max_tokens_per_device=budget)
     return replace(policy, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

@@ -21,7 +21,7 @@ from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
-from weft.verification.observed import Observed, Step, Tensors, cutting_budget, neighbours, observe, one_gradient
+from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient
 from weft.verification.routing import Differences, Routes
 
 GRADIENT = 1e-5
@@ -75,6 +75,7 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
             "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
         )
     expected = None
+    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step))
     stir(engine)
     with written(engine) as adapter:
         if engine.ranks.is_first:
@@ -91,15 +92,23 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
     return replace(verdict, remarks=[*verdict.remarks, *_context_remarks(engine, steps)])
 
 
+def cut_documents(engine: Engine, longest: int) -> None:
+    """Where mesh.cp has several ranks, make rows so short that documents of this length are cut over all of them; not
+    where the whole of a document decides its rotary table."""
+    limit = position_limit(engine.built.config.get_text_config())
+    if engine.context is not None and (limit is None or longest <= limit):
+        engine.budget = min(engine.budget, -(-longest // engine.context.size) + 1)
+
+
 def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
     if engine.mesh.cp_size == 1:
         return []
-    budget, context = cutting_budget(engine, steps), engine.context
-    if budget is None or context is None:
+    context = engine.context
+    if context is None or engine.budget >= max(len(ids) for step in steps for ids, _ in step):
         why = "its documents are padded" if context is None else "its rotary table depends on a document's length"
         return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
     return [
-        f"cp       documents longer than {budget} tokens were cut over {context.size} ranks "
+        f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "
         f"(ring {context.ring_size} x ulysses {context.ulysses_size})"
     ]
 

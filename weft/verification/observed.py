@@ -12,7 +12,6 @@ from torch import Tensor
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.plan import DocumentMeta
-from weft.models.facts import position_limit
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.routing import Differences, Replay, Routes
@@ -54,34 +53,24 @@ def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes:
 def _observe(
     engine: Engine, steps: Sequence[Step], lrs: Sequence[float], seen: Observed, replay: Replay | None
 ) -> None:
-    budget = cutting_budget(engine, steps)
     for step in steps:
-        loss, gradients, norm = one_gradient(engine, step, budget)
+        loss, gradients, norm = one_gradient(engine, step, None)
         seen.losses.append(loss)
         seen.gradients.append(gradients)
         seen.norms.append(norm)
     longest = max(len(ids) for ids, _ in steps[0])
     seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest)
-    seen.readouts = _readouts(engine, steps[0], budget)
+    seen.readouts = _readouts(engine, steps[0], None)
     seen.alone = _readouts(engine, steps[0], longest)
     seen.neighbours = neighbours(engine, steps[0])
     for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
         if replay is not None:
             replay.stage = number
         documents, metas = to_documents(engine, step)
-        metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
+        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         result = engine.apply(lr)
         seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
-
-
-def cutting_budget(engine: Engine, steps: Sequence[Step]) -> int | None:
-    """Tokens of a rank for which mesh.cp cuts the longest documents; None, the config's own, where it cuts none."""
-    context, longest = engine.context, max(len(ids) for step in steps for ids, _ in step)
-    limit = position_limit(engine.built.config.get_text_config())
-    if context is None or (limit is not None and longest > limit):
-        return None
-    return min(engine.config.step.max_tokens_per_device, -(-longest // context.size) + 1)
 
 
 def to_documents(engine: Engine, step: Step) -> tuple[dict[int, Document], list[DocumentMeta]]:

@@ -40,6 +40,7 @@ from weft.verification.harness import (
     Verdict,
     compare_gradients,
     compare_weights,
+    cut_documents,
     worst_five,
     worst_of,
 )  # fmt: skip
@@ -89,6 +90,9 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
         figures.append(_mismatch(trainer, rollouts))
         for groups in rollouts:
             disturb(groups)
+    for engine in (trainer.engine, trainer.reference, trainer.critic):
+        if engine is not None:
+            cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
     plain = others = None
     start = _weights(trainer)
     with written(trainer.engine) as adapter:
