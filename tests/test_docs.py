@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.docs_runner import Block, blocks, commands, run
+from tests.test_house import HOUSE
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
 from weft import cli
@@ -139,6 +140,15 @@ def test_the_commands_exist() -> None:
                 for command in commands(block):
                     name = re.match(r"weft (\w+)", command)
                     assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"
+
+
+def test_the_table_of_folders_names_what_there_is() -> None:
+    """Rows of docs/architecture.md: the folders in the order that tests/test_house.py holds imports to, with files that
+    they have."""
+    rows = re.findall(r"^\| `(\w+)/` \| (.*?) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert [folder for folder, _ in rows] == [name for name in HOUSE if (ROOT / "weft" / name).is_dir()]
+    named = {(folder, file) for folder, text in rows for file in re.findall(r"`(\w+\.py)`", text)}
+    assert {(folder, file) for folder, file in named if not (ROOT / "weft" / folder / file).exists()} == set()
 
 
 def test_the_walks_name_what_there_is() -> None:

@@ -50,5 +50,5 @@ def adapter_shards(engine: Engine) -> dict[str, list[Shard]]:
 
 
 def save_adapter(engine: Engine, target: str | Path) -> None:
-    """Write the adapter's folder, whole or not at all; collective."""
+    """Write the adapter's folder, atomically; collective."""
     save_planned(engine, plan_adapter(engine), adapter_shards(engine), Path(target))

@@ -80,8 +80,8 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Exported:
-    """What a rank has written. bytes: of tensors. handed: those of them in its seam file. digests: of each box, where
-    asked for."""
+    """What a rank has written. bytes: of tensors. handed: of those, the bytes in its seam file. digests: of each box,
+    if requested."""
 
     bytes: int = 0
     handed: int = 0
@@ -230,13 +230,13 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> I
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write the model as a HuggingFace directory, whole or not at all; collective."""
+    """Write the model as a HuggingFace directory, atomically; collective."""
     shards = module_shards(engine.module, engine.divided.cuts)
     save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
 
 
 def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], target: Path) -> None:
-    """Write a plan, each rank its shards, whole or not at all; collective."""
+    """Write a plan, each rank its shards, atomically; collective."""
     ranks, partial = engine.ranks, target.with_name(target.name + ".partial")
     handed = target.with_name(target.name + ".ranks")  # what ranks leave for one another
     seams = [handed / f"seams-{rank:05d}" for rank in range(ranks.world)] if ranks.world > 1 else []

@@ -1,19 +1,19 @@
-"""Saver: checkpoints written while training goes on.
+"""Saver: asynchronous checkpoints.
 
-`save` copies this rank's shards into host memory and returns; a thread of every rank then writes its part, without
-any collective. Ranks tell one another how far they are by notes in step-000100.ranks-ID (notes.py):
+`save` copies this rank's shards into host memory and returns; a thread of every rank then writes its part, without any
+collective. Ranks tell one another how far they are by notes in step-000100.ranks-ID (notes.py):
 
-    1. The first rank makes step-000100.partial with empty weight files (their headers say what goes where).
-    2. Each rank writes its boxes of the weight files, leaving what lies at its seams with other ranks in a file of its
-       own (ranges.py), writes its file of the trainer state, and waits for the disk.
-    3. When all have, one rank for each weight file joins the seams.
-    4. With checkpoint.verify=digest, each rank reads what another has written, and compares digests.
-    5. When all agree the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`)
-       at it and removes what is not to be kept.
+1. The first rank creates step-000100.partial with empty weight files (their headers say what goes where).
+2. Each rank writes its boxes of the weight files, with bytes at the seams between ranks in a file of its own
+   (ranges.py), then its file of the trainer state, and waits for the disk.
+3. When all have, one rank per weight file joins the seams.
+4. With checkpoint.verify=digest, each rank reads what another has written, and compares digests.
+5. When all agree, the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`) at
+   it and removes what retention does not keep.
 
-A kill at any moment leaves whole checkpoints under whole names. Errors are kept until all ranks meet again (`failed`,
-`raise_failure`), because only then can all of them end with the same words. Where all ranks end with an error of
-something else, what is being written is finished first (`end`).
+A kill at any moment leaves only complete checkpoints under final names. Errors are kept until all ranks synchronise
+again (`failed`, `raise_failure`), so that all of them end with the same message. Where all ranks end with another
+error, the checkpoint in progress is finished first (`end`).
 """
 
 from __future__ import annotations

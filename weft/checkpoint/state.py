@@ -46,10 +46,8 @@ WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/",
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of one tensor. shape: of the whole tensor. local: the rank's elements, not copied.
-
-    writes: whether this rank saves it; of replicas, one does.
-    """
+    """This rank's part of one tensor. shape: of the full tensor. local: the rank's elements, not copied. writes:
+    whether this rank saves it; of replicas, one does."""
 
     shape: tuple[int, ...]
     box: Box
@@ -95,7 +93,7 @@ def find_parts(engine: Engine) -> dict[str, Part]:
 
 
 def tensor_of(entry: str) -> str:
-    """The name of the tensor that a part belongs to."""
+    """The name of the tensor to which an entry belongs."""
     return entry.partition("#")[0]
 
 
@@ -183,7 +181,7 @@ def write_rank_file(
 
 
 def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
-    """Compare the size and checksum of a rank's file with what was written. DamagedError where they differ."""
+    """Compare the size and checksum of a rank's file with state.json. DamagedError where they differ."""
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")

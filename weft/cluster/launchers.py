@@ -1,7 +1,7 @@
-"""Processes that srun or mpirun has started as the ranks of one run: their variables, as torchrun's.
+"""Ranks that srun or mpirun started: their environment variables, translated to torchrun's.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Slurm, Open MPI, and MPICH's
-Hydra say the same under names of their own, but for where the ranks meet.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Slurm, Open MPI and MPICH's
+Hydra set the same under other names, except for the address of the rendezvous.
 """
 
 from __future__ import annotations

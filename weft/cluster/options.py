@@ -1,4 +1,4 @@
-"""What the command line says beside the config. Imports no torch."""
+"""The options of each command, apart from the config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Device = Literal["auto", "cpu", "cuda"]
 class SftOptions:
     """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
 
-    resume: the run folder whose newest checkpoint the run goes on from.
-    dry_run: print the resolved config, the mesh and the sharding, and train nothing. parameters: in a dry run, also
-    one line per parameter. assume: in a dry run, the accelerator of each rank, by its name in cluster/machine.py.
+    resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
+    sharding, and train nothing. parameters: in a dry run, also one line per parameter. assume: in a dry run, the
+    accelerator of each rank, by its name in cluster/machine.py.
     """
 
     device: Device = "auto"
@@ -28,9 +28,9 @@ class SftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions:
-    """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint the run goes on from.
+    """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint is resumed.
 
-    replay: train from the rollouts in this folder, RUN/rollouts of another run, in place of new ones. rollout_only:
+    replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones. rollout_only:
     generate and reward, and train nothing. dry_run, parameters, assume: as for `weft sft`.
     """
 
@@ -47,9 +47,9 @@ class RlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """`weft verify`. layers: verify a copy of the model cut to so many layers. plant: name of a bug to plant.
+    """`weft verify`. layers: verify a copy of the model with so many layers. plant: name of a bug to plant.
 
-    rollouts: of a config of `weft rl`, RUN/rollouts to train from, in place of those that are drawn.
+    rollouts: with a config of `weft rl`, the RUN/rollouts to train from, instead of synthetic ones.
     """
 
     device: Device = "auto"
@@ -62,9 +62,9 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """`weft export`. path: a run folder or a checkpoint. output: null for a folder beside the checkpoint.
+    """`weft export`. path: a run folder or a checkpoint. output: None for a folder next to the checkpoint.
 
-    ema: the average of the weights (optimizer.ema_decay) instead of the masters.
+    ema: export the average of the weights (optimizer.ema_decay) instead of the masters.
     """
 
     path: str
@@ -75,9 +75,9 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions:
-    """`weft push`. path: a run folder or a checkpoint. repository: OWNER/NAME on the hub. private: whether it is made
-    so. revision: a branch; null for main. message: of the commit. step, best: which checkpoint of a run folder; neither
-    for the newest."""
+    """`weft push`. path: a run folder or a checkpoint. repository: OWNER/NAME on the hub. private: whether a new
+    repository is private. revision: a branch; None for main. message: of the commit. step, best: which checkpoint of a
+    run folder; by default the newest."""
 
     path: str
     repository: str
@@ -90,8 +90,8 @@ class PushOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """`weft merge`. path: a run folder, one of its checkpoints, or an adapter of peft's. base: instead of the model
-    that the adapter names. output: null for a folder beside the adapter."""
+    """`weft merge`. path: a run folder, one of its checkpoints, or a peft adapter. base: replaces the model that the
+    adapter names. output: None for a folder next to the adapter."""
 
     path: str
     base: str | None = None
@@ -101,9 +101,9 @@ class MergeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; null for the newest.
+    """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; None for the newest.
 
-    temperature: 0 for the likeliest token each time; null for what the model's generation_config says.
+    temperature: 0 is greedy; None for that of generation_config.json.
     """
 
     path: str
@@ -116,7 +116,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """`weft report`. runs: run folders. output: the page; null for RUN/report.html, of several runs report.html."""
+    """`weft report`. runs: run folders. output: the page; None for RUN/report.html, or report.html for several runs."""
 
     runs: tuple[str, ...]
     output: str | None = None
@@ -124,8 +124,8 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsOptions:
-    """`weft rollouts`. run: the folder of a run of weft rl. step: rollout step; null for the last. groups, samples: how
-    many prompts, and of each how many answers, are shown. order: of the prompts."""
+    """`weft rollouts`. run: the folder of a run of weft rl. step: rollout step; None for the last. groups, samples: the
+    number of prompts, and of answers per prompt, to show. order: of the prompts."""
 
     run: str
     step: int | None = None
@@ -136,11 +136,8 @@ class RolloutsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewOptions:
-    """`weft data preview`. world: ranks of the steps that are planned. samples: documents that are shown; full: with
-    all of their tokens.
-
-    sample: read a part of what is large, for about the same numbers.
-    """
+    """`weft data preview`. world: ranks of the steps that are planned. samples: the number of documents to show. full:
+    show all of their tokens. sample: read only a part of large files and extrapolate."""
 
     world: int = 1
     samples: int = 3

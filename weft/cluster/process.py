@@ -56,11 +56,11 @@ class Ranks:
 
 
 def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
-    """Take this rank's device and join the process group of all ranks.
+    """Choose this rank's device and join the process group of all ranks.
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
-    alone, without any port. timeout: seconds that a collective waits before it raises. A process group that exists
-    already is used as it is; UserError where it does not serve both the CPU and this rank's device.
+    alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
+    used as it is; UserError where it does not support both the CPU and this rank's device.
     """
     if dist.is_initialized():
         return _present(device)

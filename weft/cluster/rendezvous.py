@@ -1,7 +1,7 @@
-"""How ranks of one machine find each other: a store that only this machine reaches.
+"""The rendezvous of ranks on one machine: a store that only this machine can reach.
 
-torch's own rendezvous (c10d) keeps its store on a port of every interface, without a password, and unpickles what lies
-in it. This store listens on 127.0.0.1, and nothing of the launcher unpickles what it reads from it.
+torch's own rendezvous (c10d) listens on every interface without a password, and unpickles what it reads from its store.
+This store listens on 127.0.0.1, and the launcher unpickles nothing that it reads from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "weft"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one agent with itself; its ranks are clients of its store."""
+    """A rendezvous of a single agent; its ranks are clients of its store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._closed = run_id, False
@@ -60,7 +60,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register() -> str:
-    """Make the rendezvous known to torch; its name. Safe to call again."""
+    """Register the rendezvous with torch; its name. Repeated calls are safe."""
     rendezvous_handler_registry.register(NAME, _create)
     return NAME
 

@@ -1,4 +1,4 @@
-"""Whether a typed config holds what it may: the rules of checks.py, or of rl_checks.py, applied to it."""
+"""Validation of a typed config by the rules of checks.py or rl_checks.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.config.rl_schema import RlConfig
 
 
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
-    """The problems of a typed config, each a message. `explicit`: where each key that the user set was written."""
+    """The problems of a typed config, as messages. explicit: where each key that the user set was written."""
     where, rules = explicit or {}, rules_of(type(config))
     problems = _ranges(config, where, rules)
     problems += _exclusive(config, where, rules)
@@ -25,12 +25,12 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
 
 
 def rules_of(schema: type) -> Rules:
-    """The rules of `weft sft`, or of the command whose configs have this type."""
+    """The rules for configs of this type."""
     return RULES if schema is RlConfig else SFT
 
 
 def inert_keys(config: Any) -> set[str]:
-    """Keys that this config does not read."""
+    """Keys that have no effect in this config."""
     return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
 
 

@@ -1,6 +1,6 @@
-"""Values of YAML into the types of the schema, strictly: nothing is rounded, parsed or guessed.
+"""Strict conversion of YAML values to the types of the schema: nothing is rounded, parsed or guessed.
 
-An integer is accepted where a number is asked for; otherwise a value has the type or it is refused.
+An integer is accepted for a number; otherwise a value has the type or is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 class MismatchError(Exception):
-    """The value does not have the type; the message says what to write instead, or is empty."""
+    """The value does not have the type. The message says what to write instead, or is empty."""
 
 
 def coerce(node: Node, hint: Any) -> Any:

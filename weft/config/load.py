@@ -1,7 +1,7 @@
-"""Files and overrides into one checked config: read, merge, settle, coerce, check.
+"""Files and overrides to one validated config: read, merge, resolve, convert, check.
 
-Every message names the key, its value and where it was written, and says what to set instead; all problems of one
-stage are reported together.
+Every message names the key, its value and where it was written, and says what to set instead. All problems of one stage
+are reported together.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def load_config(
     *,
     weights: bool = True,
 ) -> Schema:
-    """The config that `files` (merged left to right) and `overrides` (`a.b=c`, later wins) describe.
+    """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
-    Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and
-    the local files that it names exist. weights: whether model.path must hold weights already, where they are read.
+    Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and the
+    local files that it names exist. weights: whether model.path must hold weights already.
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
@@ -54,8 +54,8 @@ def load_values(
     schema: type[Schema],
     files: Sequence[str] = (),
 ) -> Schema:
-    """The config that a program describes: section -> key -> value, over what `files` say. where: what messages call
-    the program's place."""
+    """The config of a program: section -> key -> value, over those of `files`. where: the program's place, for
+    messages."""
     tree = Node({}, where)
     for path in files:
         _merge(tree, read_config_file(path))
@@ -64,8 +64,8 @@ def load_values(
 
 
 def written_config(run: str, schema: type, name: str | None = None) -> str:
-    """RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is that of another command. name: of
-    RUN in messages, where that is not its path."""
+    """The path of RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is of another command.
+    name: of RUN in messages, if not its path."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
@@ -99,7 +99,7 @@ def parse_override(text: str) -> Node:
 
 
 def read_config_file(path: str) -> Node:
-    """The sections of a YAML or TOML file. UserError, with what may have been meant, where there is none."""
+    """The sections of a YAML or TOML file. UserError, with similar names, where there is none."""
     file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
@@ -238,7 +238,7 @@ def _mismatch(key: Key, node: Node, hint: str) -> str:
 
 
 def show_default(key: Key) -> str:
-    """The default of a key as one writes it in YAML."""
+    """The default of a key in YAML."""
     return show(list(key.default) if isinstance(key.default, tuple) else key.default)
 
 

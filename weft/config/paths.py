@@ -1,4 +1,4 @@
-"""Do the local files that a config names exist? Nothing is downloaded, and no file's content is read."""
+"""Checks that the local files that a config names exist. Nothing is downloaded and no file's content is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from weft.importing import MAIN, named_problem
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
-    """The problems of model.path, lora.path and of the data's paths, each a message.
-
-    weights: whether model.path must hold them already.
-    """
+    """The problems of model.path, lora.path and of the data's paths, as messages. weights: whether model.path must hold
+    weights already."""
     where = explicit or {}
     data, prompts = _data_paths(config), _prompts_path(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
@@ -91,12 +89,12 @@ def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether there are files of weights in a model directory."""
+    """Whether a model directory has files of weights."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def near_names(file: Path, folders: bool = False) -> str:
-    """' Did you mean a/b.yaml?' -- the names most like the missing one, in its folder; or nothing."""
+    """' Did you mean a/b.yaml?', with names similar to the missing one in its folder; or ""."""
     if not file.parent.is_dir():
         return f" The folder {file.parent} does not exist."
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
@@ -137,7 +135,7 @@ def _template_problem(path: str | None) -> str:
 
 
 def data_problem(key: str, path: str) -> str:
-    """What is wrong with a path of data that the config names under this key, or nothing."""
+    """The problem of a path of data, or an empty string."""
     file = Path(path).expanduser()
     if is_pattern(path):
         return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."

@@ -1,4 +1,4 @@
-"""What a config says of where documents are: names of columns, splits, names of sources. Imports no torch."""
+"""Parsing of what a config says about data sources: columns, splits, names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Split:
         return not self.start and not self.stop
 
     def rows(self, n: int) -> range:
-        """Which of n rows it names."""
+        """The selected ones of n rows."""
         return range(n)[slice(_row(self.start, n), _row(self.stop, n))]
 
 
@@ -54,24 +54,22 @@ def _row(text: str, n: int) -> int | None:
 
 
 def parse_split(text: str | None) -> Split:
-    """Of data.split, which `split_problems` has passed."""
+    """Parse data.split, which `split_problems` has accepted."""
     match = _PART.fullmatch(text or "")
     assert match is not None
     return Split(match["name"], match["start"] or "", match["stop"] or "")
 
 
 def split_problems(text: str | None) -> Iterator[str]:
-    """What is wrong with a split."""
+    """The problems of a split."""
     match = _PART.fullmatch(text or "")
     if match is None or any(bound in ("%", "-", "-%") for bound in (match["start"], match["stop"])):
         yield f"{text} is not a split: write a name, a part such as [:1000] or [10%:], or both: train[:1000]."
 
 
 def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[str]:
-    """What is wrong with a mapping of columns: targets that weft does not have, or of two formats.
-
-    free: columns may have any name, as those that rewards are given.
-    """
+    """The problems of a mapping of columns: unknown targets, or targets of two formats. free: columns may have any
+    name, as those that rewards receive."""
     for name, path in columns.items():
         if name not in COLUMNS and not free:
             hint = f"Did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
@@ -86,7 +84,7 @@ def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[
 
 
 def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with a mapping of roles: targets that are neither weft's nor the data's own word."""
+    """The problems of a mapping of roles: targets that are neither weft's nor in the data."""
     for theirs, ours in roles.items():
         if ours not in ROLES and ours != theirs:
             turned = f" Their word comes first: {{{ours}: {theirs}}}." if theirs in ROLES else ""
@@ -94,7 +92,7 @@ def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
 
 
 def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool = False) -> Iterator[str]:
-    """What is wrong with data.sources, or with others. path: the key that they stand in for. free: see columns."""
+    """The problems of data.sources or similar keys. path: the key that they replace. free: as in column_problems."""
     if not sources:
         yield f"is empty: name at least one source, or set {path}."
     for source in sources:
@@ -111,7 +109,7 @@ def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool 
 
 
 def source_name(source: Any) -> str:
-    """What a source is called in reports and metrics: its name, else that of its file."""
+    """A source's name in reports and metrics: its own, else that of its file."""
     if source.name is not None:
         return str(source.name)
     name = Path(source.path).name.removesuffix(".gz")

@@ -1,4 +1,4 @@
-"""What to say of keys that weft does not have: all of a file at once, and those with the same answer together."""
+"""Messages about unknown keys: all of a file at once, grouped by advice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ _PLURALS = (
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A key or section that the schema does not have: its dotted name, where it was written, what to say of it.
-
-    foreign: whether it is a name of another trainer.
-    """
+    """An unknown key or section: its dotted name, where it was written, the advice. foreign: whether it is a name of
+    another trainer."""
 
     name: str
     where: str
@@ -35,7 +33,7 @@ class Unknown:
 
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
-    """What is unknown in `name`, a key or section that the schema does not have."""
+    """The unknown keys in `name`, a key or section that the schema does not have."""
     if not_yet(name) is not None:
         return [Unknown(name, node.where, "is not in this version yet: leave it out.")]
     if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
@@ -55,7 +53,7 @@ def _of_rl_alone() -> set[str]:
 
 
 def messages(unknown: Sequence[Unknown]) -> list[str]:
-    """One line for each answer, in the order of the file, with all the keys that it is the answer to."""
+    """One line per advice, in the order of the file, with all the keys that it is about."""
     by_answer: dict[str, list[Unknown]] = {}
     for key in unknown:
         by_answer.setdefault(key.answer, []).append(key)
@@ -63,7 +61,7 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
 
 
 def page_hint(unknown: Sequence[Unknown]) -> list[str]:
-    """Where to read on, if these are the keys of another trainer."""
+    """The page to read, if these are the keys of another trainer."""
     trainer = likely_trainer(key.name for key in unknown if key.foreign)
     if trainer is None:
         return []

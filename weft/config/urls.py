@@ -1,4 +1,5 @@
-"""Paths on object stores, as fsspec has them (s3://bucket/x): what is one, and whether what reads it is installed."""
+"""URLs of object stores, as fsspec writes them (s3://bucket/x): recognising them, and whether their client is
+installed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _PACKAGES = {
 
 
 class LocalCopy(str):
-    """A path here that stands for one on an object store. remote: that one, which configs and messages name."""
+    """A local path that stands for a URL. remote: the URL, which configs and messages show."""
 
     remote: str
 
@@ -32,17 +33,17 @@ class LocalCopy(str):
 
 
 def named(path: str) -> str:
-    """What the user calls a path: the remote one, of a local copy."""
+    """The user's name for a path: the URL of a local copy."""
     return path.remote if isinstance(path, LocalCopy) else path
 
 
 def is_url(path: str | None) -> bool:
-    """Whether a path lies on an object store."""
+    """Whether a path is on an object store."""
     return path is not None and _URL.match(path) is not None
 
 
 def url_problem(key: str, url: str) -> str:
-    """What is missing for this URL to be used; empty where nothing is."""
+    """What must be installed to use this URL; "" for nothing."""
     found = _URL.match(url)
     assert found is not None
     protocol = found[1].lower()
@@ -72,7 +73,7 @@ _SOURCES = ("data.sources", "eval.sources")
 
 
 def map_paths(config: Any, change: Callable[[str, str], str]) -> Any:
-    """The config with each path that may be a URL, run.dir apart, as `change(key, path)` says."""
+    """The config with `change(key, path)` in place of each path that may be a URL, except run.dir."""
     for key in (*_PATHS, *_SOURCES):
         section, _, leaf = key.partition(".")
         part: Any = getattr(config, section, None)
@@ -88,7 +89,7 @@ def map_paths(config: Any, change: Callable[[str, str], str]) -> Any:
 
 
 def uses_stores(config: Any) -> bool:
-    """Whether anything of a config lies on an object store."""
+    """Whether a config names any URL."""
     paths = [config.run.dir] if config.run.dir is not None else []
 
     def note(key: str, path: str) -> str:

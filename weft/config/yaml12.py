@@ -28,11 +28,8 @@ _MARKED = tuple("'\"|>!&")
 
 @dataclass(slots=True)
 class Node:
-    """A value and where it was written.
-
-    value: a scalar, a list, or for a section a dict[str, Node]. where: "sft.yaml:12" or "command line".
-    raw: what the user typed, for values from the command line.
-    """
+    """A value and where it was written. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12"
+    or "command line". raw: as typed, for values from the command line."""
 
     value: Any
     where: str
@@ -112,8 +109,7 @@ def read_file(path: str) -> Node:
 
 
 def read_sections(path: str) -> dict[str, dict[str, Any]]:
-    """section -> key -> value of a file, whatever the keys are; what is no section is left out. Errors as `read_file`
-    has them."""
+    """section -> key -> value of a file, with any keys; what is no section is omitted. Errors as in `read_file`."""
     sections = {name: node.value for name, node in read_file(path).value.items() if node.is_section}
     return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
 
@@ -130,7 +126,7 @@ def _text(path: str) -> str:
 
 
 def node_of(value: Any, where: str) -> Node:
-    """A value that is not YAML's, of a program or of TOML, as a tree of Nodes."""
+    """A tree of Nodes from a value that does not come from YAML (a program, TOML)."""
     if isinstance(value, Mapping):
         return Node({str(name): node_of(child, where) for name, child in value.items()}, where)
     if isinstance(value, list | tuple):
@@ -167,13 +163,13 @@ def read_value(text: str, where: str) -> Node:
 
 
 def written(value: Any) -> str:
-    """A value as one would write it in YAML, on one line."""
+    """A value in YAML, on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
 
 
 def show(value: Any) -> str:
-    """The same for messages: a long one is cut."""
+    """A value in YAML for messages, where a long one is cut."""
     text = written(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

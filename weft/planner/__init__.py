@@ -1,1 +1,1 @@
-"""What a run will need, said before it is started."""
+"""Estimates of what a run needs, before it starts."""

@@ -1,4 +1,5 @@
-"""What a forward keeps for backward, from shapes alone: the model is run on the meta device, which stores nothing."""
+"""The memory that a forward keeps for backward, from shapes alone: the model runs on the meta device, which stores
+nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _attend(
 
 
 class _Attended(torch.autograd.Function):
-    """Keeps what the kernels of ops/attention.py do: inputs, output and the logarithm of each query's sum."""
+    """Counts what the kernels of ops/attention.py keep: inputs, output and the logsumexp of each query."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:

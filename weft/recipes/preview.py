@@ -24,9 +24,9 @@ _PLANNED = 8  # steps that are planned
 
 
 def run(config: SftConfig, options: PreviewOptions) -> None:
-    """Entry point of the one process. Raises UserError for data that training would refuse, but for its length.
+    """Entry point of the one process. Raises UserError for data that training would refuse, except for its length.
 
-    Rows are read and checked first, which takes no time: what tokenizers need is imported after that.
+    Rows are checked before tokenizers are imported, because that is fast.
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(what="reading") as shown:

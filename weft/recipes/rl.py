@@ -105,7 +105,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
 
 
 def again(folder: Path, options: RlOptions) -> str:
-    """The command line that goes on with a run."""
+    """The command line that resumes a run."""
     more = " --rollout-only" if options.rollout_only else f" --replay {options.replay}" if options.replay else ""
     return f"weft rl --resume {folder}{more}"
 
@@ -120,7 +120,7 @@ def list_replayed(options: RlOptions) -> list[Path]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and what it is worth."""
+    """Prompts, rewards and environment of a run."""
 
     prompts: Prompts
     held_out: HeldOutPrompts
@@ -131,8 +131,8 @@ class Task:
 
 
 def check_task(config: RlConfig) -> PretrainedConfig:
-    """UserError where a function of the user's is not there, or samples do not fit the model, whose config of text it
-    is; before anything is loaded."""
+    """The text config of the model. UserError where a user's function is missing or samples do not fit the model,
+    before anything is loaded."""
     choose_estimator(config.rl.advantage)
     choose_policy_loss(config.rl.policy_loss)
     environment_class(config)
@@ -142,7 +142,7 @@ def check_task(config: RlConfig) -> PretrainedConfig:
 
 
 def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
-    """Prompts, rewards and environment of a config. Raises UserError for whatever the user has to mend."""
+    """Read prompts and load rewards and environment. Raises UserError for whatever the user has to fix."""
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
     episodes = load_environment(config, tokenizer)
@@ -154,8 +154,8 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps there are. A rollout step is `updates` x `epochs` optimizer steps over prompts x group_size
-    samples; steps: optimizer steps of the whole run."""
+    """The number of steps. A rollout step is `updates` x `epochs` optimizer steps over prompts x group_size samples.
+    steps: optimizer steps of the whole run."""
 
     rollouts: int
     per_rollout: int
@@ -176,7 +176,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """What the controller's loop works with."""
+    """What the controller's loop works with. go_on: the command that resumes the run."""
 
     config: RlConfig
     held: RunLock
@@ -202,7 +202,8 @@ class Run:
 
 @dataclass
 class RolloutStep:
-    """One rollout step. number counts from 1; taken: prompts of the stream up to its end; phases: its seconds."""
+    """One rollout step. number counts from 1. taken: prompts of the stream consumed by its end. phases: its seconds by
+    phase."""
 
     number: int
     groups: Sequence[Group] = ()
@@ -217,7 +218,7 @@ class RolloutStep:
 
 
 async def train(run: Run) -> None:
-    """Rollouts, rewards, advantages, optimizer steps, a sync of the weights; and again."""
+    """The loop: rollouts, rewards, advantages, optimizer steps, weight sync."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
     progress = Progress(plan.steps, every=config.train.log_every)
@@ -272,8 +273,8 @@ async def train(run: Run) -> None:
 
 
 def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config: RlConfig) -> float:
-    """Seconds of one of the run's first rollout steps with this config. They are made in a folder within the run's, and
-    nothing of them stays."""
+    """Measure the seconds of a rollout step with this config, in a folder inside the run's that is removed
+    afterwards."""
     trial = folder / "placement-trial"
     shutil.rmtree(trial, ignore_errors=True)
     config = replace(config, run=replace(config.run, dir=str(trial)))
@@ -291,7 +292,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
 
 
 async def timed(run: Run) -> float:
-    """The mean of the rollout steps of a plan after the first, in which much is done for the first time."""
+    """The mean seconds of a plan's rollout steps except the first, which includes start-up costs."""
     ends = []
     async with AsyncExitStack() as opened:
         turns, sampling, _ = await prepare(run, opened)
@@ -309,7 +310,7 @@ async def timed(run: Run) -> float:
 
 
 async def collect(run: Run) -> None:
-    """Rollouts of the weights as they are, and nothing trained (`--rollout-only`)."""
+    """Rollouts with the current weights, without training (`--rollout-only`)."""
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
         turns, sampling, _ = await prepare(run, opened)
@@ -333,8 +334,8 @@ async def collect(run: Run) -> None:
 
 
 async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, RlEvaluator]:
-    """Everything that goes before the first rollout: the engines, how they draw, and what is evaluated. opened: closes
-    what needs to be closed."""
+    """Open the engines, the sampling and the evaluation that the first rollout needs. opened: closes them at the
+    end."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
     if task.episodes is not None:
@@ -360,7 +361,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, Rl
 
 
 async def begin(run: Run, turns: Turns, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder) -> list[str]:
-    """The first sync, what is proven of it, and the evaluation before the first step; what there is to print."""
+    """The first sync, its verification, and the evaluation before the first step; the messages for the user."""
     await turns.to_rollouts(run.start.rollout)
     notes: list[str] = []
 
@@ -380,7 +381,8 @@ async def begin(run: Run, turns: Turns, sampling: Sampling, evaluator: RlEvaluat
 
 
 def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
-    """Makes rollout steps of files of RUN/rollouts: what was sampled and its rewards; all else is worked out anew."""
+    """Make rollout steps from files of RUN/rollouts: samples and rewards are read, everything else is computed
+    again."""
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
@@ -392,7 +394,7 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
 
 
 async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: int) -> RolloutStep:
-    """A group of samples for each prompt of a rollout step, with rewards."""
+    """Sample and reward a group for each prompt of a rollout step."""
     rl, step = run.config.rl, RolloutStep(number)
 
     meter = Meter(f"rollout step {number}", lambda: engine.drawn)
@@ -423,8 +425,8 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
 
 
 async def judge(run: Run, step: RolloutStep) -> None:
-    """What the trainers say of the samples (logprobs of old and reference policy, values), and what follows from it:
-    corrections and advantages."""
+    """Read logprobs of old and reference policy and values of a critic for the samples, then compute corrections and
+    advantages."""
     rl, samples = run.config.rl, step.samples
     checks = not run.replayed and parity_is_due(run.config, step.number - run.start.rollout)
     fused = old_is_current(run.config)
@@ -447,13 +449,13 @@ async def judge(run: Run, step: RolloutStep) -> None:
 
 
 def whose(rl: RlAlgorithm, *, old: bool) -> list[Who]:
-    """What is read of samples before they are trained."""
+    """The models that read the samples before training."""
     wanted: dict[Who, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
     return [who for who, is_wanted in wanted.items() if is_wanted]
 
 
 async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
-    """The optimizer steps of a rollout step; their lines."""
+    """Run the optimizer steps of a rollout step; their lines of metrics.jsonl."""
     config, plan, lines = run.config, run.plan, []
     number = (step.number - 1) * plan.per_rollout
     with step.phases("train"):
@@ -469,19 +471,19 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
 
 
 async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
-    """What the evaluation after a rollout step found; None where none is due."""
+    """The evaluation after a rollout step; None where none is due."""
     return await evaluator() if evaluator.due(number, plan.rollouts) else None
 
 
 async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
-    """A checkpoint of what stands after this rollout step."""
+    """Save a checkpoint after this rollout step."""
     progress = recorder.progress(step, run.updates, run.phases)
     return await run.learners.save(step.number * run.plan.per_rollout, progress)
 
 
 def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict[str, float]:
-    """By how many versions of the weights sampled tokens are older than what trains on them. RuntimeError where that is
-    more than `most`."""
+    """Metrics: by how many versions the weights that sampled a token lag behind the weights that train on it.
+    RuntimeError where the lag exceeds `most`."""
     lags = version - np.concatenate([sample.versions[sample.sampled] for sample in samples])
     if most is not None and lags.max(initial=0) > most:
         raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {most}")
@@ -489,7 +491,7 @@ def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict
 
 
 def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
-    """How training's completions are drawn."""
+    """The sampling of training completions."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,

@@ -1,4 +1,4 @@
-"""`weft rl --dry-run`: what a run would ask, reward and take, from files of this machine and without any weights."""
+"""`weft rl --dry-run`: prompts, rewards and memory of a run, from local files and without weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _LONGEST_VALUE = 60  # of a column's
 
 
 def dry_run(config: RlConfig, options: RlOptions) -> None:
-    """Print it. Raises UserError for what a run would be refused for before it starts, prompts and rewards first."""
+    """Print the preview. Raises UserError for whatever would be refused at the start of the run, prompts and rewards
+    first."""
     check_task(config)
     unread = _unread(config)
     task = None if unread else read_task(config)

@@ -28,7 +28,7 @@ _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 @dataclass(frozen=True)
 class Questions:
-    """What eval.prompts asks. ends: tokens that the training data puts behind every answer."""
+    """The prompts of eval.prompts. ends: tokens that end every answer of the training data."""
 
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -36,10 +36,11 @@ class Questions:
 
 
 class Sampler:
-    """Lets the model answer. Prompts are dealt to the ranks in turn; one without prompts holds no model."""
+    """Samples the model's answers. Prompts are distributed over the ranks; a rank without prompts holds no copy of the
+    model."""
 
     def __init__(self, config: SftConfig, engine: Engine, questions: Questions, folder: Path) -> None:
-        """UserError where a copy of the model does not fit beside what is trained."""
+        """UserError where a copy of the model does not fit into memory together with the trained one."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))

@@ -48,8 +48,8 @@ RL_COPIES = 30  # with a reference, a critic, and the plain side twice
 
 @dataclass(frozen=True)
 class Subject:
-    """path: a HuggingFace directory with weights. words: what it is, where it is not simply the user's model. cut:
-    whether it has fewer layers than the user's."""
+    """The model that is verified. path: a HuggingFace directory with weights. words: its description, where it is not
+    the user's own weights. cut: whether it has fewer layers than the user's model."""
 
     path: str
     words: str
@@ -57,7 +57,7 @@ class Subject:
 
 
 def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
-    """Entry point of one rank: whether everything is within tolerance, the same answer on every rank."""
+    """Entry point of one rank: whether every check is within tolerance, equal on all ranks."""
     compute_in_fp32()
     with join(options.device, config.train.timeout) as ranks, scratch_folder() as folder:
         subject = choose_subject(config, options, ranks, str(folder))
@@ -86,7 +86,7 @@ def compute_in_fp32() -> None:
 
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict in fp32, with the figures of the configured dtype as remarks; on the first rank."""
+    """The verdict in fp32, with figures of the configured dtype as remarks; on the first rank."""
     steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
     exact = verified_config(config, subject.path)
     verdict = verify(Engine(EngineConfig.of(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
@@ -102,7 +102,7 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
 
 
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The same of reinforcement learning, in fp32 alone: the configured algorithm's updates of the same rollouts."""
+    """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
     exact: RlConfig = verified_config(config, subject.path)
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # that of `weft sft` is verified
     critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
@@ -117,11 +117,8 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 
 
 def verified_config(config: Config, path: str) -> Config:
-    """The user's config, in fp32, on these weights, without dropout, with an optimizer whose noise leaves something to
-    see.
-
-    Attention is left to weft: the kernel of model.attention may know 16 bits only.
-    """
+    """The user's config with fp32, these weights, no dropout, and an optimizer whose noise does not hide differences.
+    weft chooses the attention kernel, because that of model.attention may support 16-bit types only."""
     optimizer: OptimizerConfig = config.optimizer
     if optimizer.name == "adamw":
         optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
@@ -135,7 +132,8 @@ def verified_config(config: Config, path: str) -> Config:
 
 
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
-    """The user's weights where the reference fits beside them; else, or as asked, a random copy with fewer layers."""
+    """The user's weights where the reference fits into memory; otherwise, or on request, a random copy with fewer
+    layers."""
     layers = options.layers
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0)  # free memory changes from one look to the next

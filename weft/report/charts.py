@@ -86,7 +86,7 @@ def numeric(value: object) -> Value:
 
 
 def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
-    """(SVG, what the page needs to show values under the pointer)."""
+    """(SVG, data for showing values under the pointer)."""
     reduced = [(series, _buckets(series)) for series in chart.series]
     tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
     x = _x_scale(chart.series)
@@ -109,7 +109,7 @@ def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
 
 
 def logarithmic(chart: Chart) -> bool:
-    """Whether this chart is drawn on a logarithmic scale."""
+    """Whether this chart gets a logarithmic axis."""
     values = [value for series in chart.series for value in series.y if value is not None]
     return chart.log and bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FACTOR
 

@@ -1,6 +1,6 @@
-"""`weft report`: one self-contained HTML page about a run, or several compared. Imports no torch.
+"""`weft report`: one self-contained HTML page about a run, or several runs compared. Imports no torch.
 
-What a run folder holds is read as it is: a run that goes on, or has ended early, has a page too.
+Runs in progress and runs that ended early have a page, too.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder, read. summary: empty while the run goes on, or where it ended early. rollouts: of `weft rl`, the
-    best and the worst samples of the last step. notes: what of the folder could not be shown."""
+    """The content of a run folder. summary: empty where there is none yet. rollouts: of `weft rl`, the best and the
+    worst samples of the last step. notes: files that could not be shown."""
 
     folder: Path
     name: str
@@ -81,7 +81,7 @@ class RunData:
 
 
 def run(options: ReportOptions) -> tuple[Path, list[str]]:
-    """Write the page; its path, and what could not be shown. Raises UserError where a folder holds no run."""
+    """Write the page; its path, and notes on what could not be shown. Raises UserError where a folder holds no run."""
     runs = _named_apart([read_run(Path(path)) for path in options.runs])
     target = Path(options.output) if options.output else _default_path(runs)
     try:
@@ -96,7 +96,7 @@ def _default_path(runs: Sequence[RunData]) -> Path:
 
 
 def read_run(folder: Path) -> RunData:
-    """Everything that the page shows of a run folder."""
+    """Read everything that the page shows of a run folder."""
     if not (folder / "metrics.jsonl").is_file():
         what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
@@ -265,7 +265,7 @@ def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
-    """(those that every run has, those of further metrics)."""
+    """(charts that every run has, charts of other metrics)."""
     main, together = rl_charts(runs)
     for key, chart in _CHARTS:
         if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):

@@ -1,4 +1,4 @@
-"""What `weft data preview` prints: documents with their trained tokens marked, lengths, and what steps they make."""
+"""The output of `weft data preview`: documents with their trained tokens marked, lengths, and the steps they make."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ _MARKS = ("\u00bb", "\u00ab")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A part of a source: its documents by format. blocks: those that were read where not all were, taken: the share of
-    its bytes that they are."""
+    """Documents of a source, by format. blocks: those that were read, if not all. taken: their share of its bytes."""
 
     source: Source
     part: Part
@@ -52,7 +51,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The same, tokenised."""
+    """A tokenised part of a source. taken: the share of its bytes."""
 
     source: Source
     table: Table
@@ -61,7 +60,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """plans: of the first steps. steps: of an epoch, about. ranks: data ranks."""
+    """plans: of the first steps. steps: of an epoch, approximately. ranks: data ranks."""
 
     plans: Sequence[StepPlan]
     steps: int
@@ -85,7 +84,7 @@ class Preview:
 
 
 def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
-    """Print what is known before anything is tokenised."""
+    """Print what is known before tokenising."""
     console = console or Console()
     for one in sampled:
         count = sum(one.formats.values())
@@ -102,7 +101,7 @@ def _label(source: Source, origin: str) -> str:
 
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
-    """UserError where rows cannot be trained on, of so many. bad: what is wrong with each, its place first."""
+    """UserError where rows cannot be trained on. rows: number of all rows. bad: errors, each with its place first."""
     if bad:
         raise UserError(
             "\n".join([f"{len(bad):,} of {rows:,} rows cannot be trained on:", *_named(bad)])
@@ -122,7 +121,7 @@ def show_preview(
     console: Console | None = None,
     full: bool = False,
 ) -> None:
-    """Print it. full: all tokens of the samples."""
+    """Print the preview. full: print all tokens of the samples."""
     console = console or Console()
     _show_samples(console, preview, tokenizer, samples, full)
     _show_lengths(console, preview)
@@ -171,7 +170,8 @@ def _worth_showing(trained: Array) -> Array:
 def rendered(
     tokenizer: PreTrainedTokenizerBase, ids: Array, trained: Array, coloured: bool, shown: Array | None = None
 ) -> Text:
-    """A document's text: what is trained in green, or between marks. shown: which tokens; others are counted."""
+    """A document's text with trained parts in green, or between marks. shown: indices of the tokens to print; others
+    are counted."""
     text = Text()
     shown = np.ones(len(ids), bool) if shown is None else shown
     changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)

@@ -1,4 +1,4 @@
-"""What the first rank shows while it trains: a live bar on a terminal, elsewhere a line now and then."""
+"""Progress on the first rank: a live bar on a terminal, otherwise a line at intervals."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _POLICY = {
 class Progress:
     """`with Progress(total_steps) as progress: progress.step(line)`, with the line of metrics.jsonl.
 
-    show: False for ranks that print nothing. every: elsewhere than on a terminal, optimizer steps between two lines;
-    None: a line every few seconds at most. The first and the last step have one in any case, and one that is skipped.
+    show: False for ranks that print nothing. every: without a terminal, optimizer steps between two lines; None: at
+    most one line every few seconds. The first, the last and skipped steps always have a line.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Progress:
             self._bar = None
 
     def step(self, line: Mapping[str, object]) -> None:
-        """Show the step that has just ended."""
+        """Show a finished step."""
         number = line.get("step")
         self._done = number if isinstance(number, int) else self._done + 1
         self._times.append(self._clock())
@@ -95,7 +95,7 @@ class Progress:
             self._say_step()
 
     def doing(self, text: str) -> None:
-        """What goes on within a step, as it is now: in the bar, or as a line now and then; `""`: it is over."""
+        """Show the present activity inside a step, in the bar or as a line at intervals; `""` when it has ended."""
         self._doing = text
         if self._bar is not None:
             self._draw()
@@ -123,7 +123,7 @@ class Progress:
             self._bar.update(self._task, completed=self._done, status=escape(status))
 
     def note(self, text: str) -> None:
-        """A line of text, above the bar where there is one, and behind the line of the step that it belongs to."""
+        """Print a line above the bar, or after the line of its step."""
         if self._show:
             self._say_step()
             self._print(text)
@@ -149,7 +149,7 @@ class Progress:
 def loading(
     show: bool = True, what: str = "loading", console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes that are read, on a terminal only; call what it yields with (done, total) of this rank."""
+    """A progress bar for bytes, on a terminal only; call what it yields with (bytes done, total bytes) of this rank."""
     console = console or Console()
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
@@ -158,8 +158,8 @@ def loading(
 
 
 def describe(line: Mapping[str, object]) -> list[str]:
-    """The few words on a step that fit a line. A policy's loss is zero in value wherever ratios are 1: its rewards are
-    shown in its place."""
+    """A short description of a step's line. For a policy it shows rewards, because its loss is zero wherever ratios are
+    1."""
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
     if "rollout" in line:
@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: object, form: str) -> str:
-    """A number in this form, `-` where there is none. What rounds to zero has no sign."""
+    """A number in this format, `-` for None. A value that rounds to zero has no sign."""
     if not isinstance(value, int | float):
         return "-"
     text = format(value, form)

@@ -1,4 +1,4 @@
-"""What `weft report` adds for runs of `weft rl`: charts, and samples of the last rollout step. Imports no torch."""
+"""The part of `weft report` for runs of `weft rl`: charts, and samples of the last rollout step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PHASES = "seconds/"
 
 @dataclass(frozen=True)
 class _Together:
-    """A chart of several metrics of one run. keys: patterns. held_out: drawn dashed beside them. least: so many keys
-    make a chart."""
+    """A chart of several metrics of one run. keys: patterns. held_out: drawn dashed with them. least: the fewest
+    metrics that make a chart."""
 
     chart: Chart
     keys: tuple[str, ...]
@@ -73,12 +73,12 @@ _CHARTS = (
 
 
 def is_rl(run: RunData) -> bool:
-    """Whether `weft rl` wrote it: a line names a rollout step, or its config has the section."""
+    """Whether `weft rl` wrote the run: a line has a rollout step, or its config has the section rl."""
     return "rl" in run.config or any("rollout" in line for line in run.lines)
 
 
 def rl_charts(runs: Sequence[RunData]) -> tuple[list[Chart], set[str]]:
-    """(charts, the metrics that are in them). Of several runs a chart has one metric, that which comes first."""
+    """(charts, the metrics that they contain). For several runs a chart has one metric, the first that exists."""
     ours = [run for run in runs if is_rl(run)]
     found, used = [], set[str]()
     names = list(dict.fromkeys(key for run in ours for line in run.lines for key in line))
@@ -143,7 +143,7 @@ def _phases(run: RunData) -> tuple[Chart, list[str]]:
 
 
 def last_samples(folder: Path) -> dict[str, Any] | None:
-    """The best and the worst samples of the last rollout step of a run folder, as texts; None where there are none."""
+    """The best and the worst samples of the last rollout step as text; None where there are none."""
     files = rollout_files(folder / FOLDER)
     if not files:
         return None
@@ -159,7 +159,7 @@ def last_samples(folder: Path) -> dict[str, Any] | None:
 
 
 def extremes(groups: Sequence[Group], most: int) -> tuple[list[Sample], list[Sample]]:
-    """(the best, the worst) samples, the outermost first; each of another prompt, and none in both."""
+    """(best, worst) samples, the most extreme first, each of a different prompt, without overlap."""
     known = [sample for group in groups for sample in group.samples if sample.reward is not None]
     ranked = sorted(known, key=lambda sample: sample.reward or 0.0, reverse=True)
     best = _of_other_prompts(ranked, most)

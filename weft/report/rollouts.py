@@ -1,4 +1,4 @@
-"""`weft rollouts RUN`: what was sampled, and how it was rewarded, in the terminal."""
+"""`weft rollouts RUN`: samples and their rewards, in the terminal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def summary(step: int, groups: Sequence[Group]) -> str:
 
 
 def chosen(groups: Sequence[Group], order: str) -> list[Group]:
-    """As they were drawn, or the best or the worst first by their mean reward."""
+    """The groups as they were drawn, or with the best or the worst mean reward first."""
     if order == "drawn":
         return list(groups)
     known = [group for group in groups if any(reward is not None for reward in group.rewards)]

@@ -36,7 +36,7 @@ class AxisRow:
 
 @dataclass(frozen=True, slots=True)
 class DtypeRow:
-    """What is kept or done in a dtype: storage, compute, reduction, optimizer, export."""
+    """A row of the dtype contract: storage, compute, reduction, optimizer, export."""
 
     what: str
     dtype: str
@@ -45,8 +45,8 @@ class DtypeRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """Modules that FSDP gathers together. parameters: elements over all ranks. bytes: of the unit when gathered.
-    sharding: where it is not the mesh's."""
+    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: where it differs from
+    the mesh's."""
 
     name: str
     parameters: int
@@ -56,7 +56,7 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """A parameter as it is cut. axes: one word per mesh axis, such as `dp_shard: rows`. itemsize: bytes an element."""
+    """A sharded parameter. axes: the mesh axes it is sharded over. itemsize: bytes per element."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """What an engine takes of a rank, in bytes; None where it has none of it. gathered: at most at once."""
+    """An engine's memory on a rank, in bytes; None where a part does not apply. gathered: the most at once."""
 
     name: str
     weights: int | None = None
@@ -79,12 +79,12 @@ class EngineRow:
 
     @property
     def resident(self) -> int:
-        """What is there all the time."""
+        """The memory that is always allocated."""
         return sum(part or 0 for part in (self.weights, self.gradients, self.optimizer))
 
 
 def engine_table(rows: Sequence[EngineRow]) -> Table:
-    """Engines side by side, and what they take together."""
+    """One row per engine, and their sum."""
     table = _table("memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", "")
     for row in rows:
         parts = (row.weights, row.gradients, row.optimizer, row.resident or None, row.gathered)
@@ -130,7 +130,7 @@ def unit_table(units: Sequence[UnitRow]) -> Table:
 
 
 def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
-    """Who is decayed and who is not; with learning rates where they differ."""
+    """Parameter groups with weight decay, and with learning rates where they differ."""
     rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
     mixed = len(set(rates) - {""}) > 1
     columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
@@ -186,7 +186,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Print a table: folded to a terminal's width; elsewhere to a page's, wider where a name would be broken."""
+    """Print a table, folded to a terminal's width; elsewhere to a page's width, or wider where a name would be
+    broken."""
     console = console or Console()
     if not console.is_terminal:
         for column in table.columns:

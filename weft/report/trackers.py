@@ -40,7 +40,7 @@ FAILED_PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker calls the run. id: the same when the run is resumed; step: the last one that is done by then."""
+    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last one that is done."""
 
     folder: Path
     project: str
@@ -50,13 +50,14 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Where metrics go. Any method may raise: the run goes on without this tracker. package: what it imports."""
+    """A destination of metrics. Any method may raise: the run continues without this tracker. package: that it
+    imports."""
 
     package: ClassVar[str]
 
     @abstractmethod
     def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
-        """Begin, or go on with, a run; returns where a person looks at it. config: section -> key -> value."""
+        """Begin or resume a run; returns where to look at it. config: section -> key -> value."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,7 +65,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
-        """Hand over what is left. failed: the run ended with an error."""
+        """Flush and close. failed: the run ended with an error."""
 
 
 class TensorBoard(Tracker):
@@ -201,10 +202,10 @@ def check_installed(config: TrackConfig) -> None:
 
 
 class Trackers:
-    """The trackers of a run, on its first rank. notes: what there is to say of each that has started."""
+    """The trackers of a run, on its first rank. notes: a message about each that has started."""
 
     def __init__(self, config: Mapping[str, Mapping[str, Any]], track: TrackConfig, folder: Path, step: int) -> None:
-        """config: the resolved one. step: the last one that is done, where the run is resumed."""
+        """config: resolved. step: the last one that is done, where the run is resumed."""
         self.notes: list[str] = []
         self._running: dict[str, Tracker] = {}
         self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
@@ -227,12 +228,12 @@ class Trackers:
             self._thread.start()
 
     def log(self, line: Mapping[str, object]) -> None:
-        """Pass a line of metrics.jsonl on; returns at once."""
+        """Queue a line of metrics.jsonl; returns at once."""
         if self._thread is not None:
             self._lines.put(line)
 
     def finish(self, failed: bool = False) -> None:
-        """Wait until every tracker has taken everything, but not for long."""
+        """Wait, with a time limit, until every tracker has taken everything."""
         if self._thread is None:
             return
         self._failed = failed
@@ -258,7 +259,7 @@ class Trackers:
 
 
 def numbers(line: Mapping[str, object]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; those without a group are `train/...`. A skipped step is 1."""
+    """The finite numbers of a line of metrics.jsonl; names without a group become `train/...`. A skipped step is 1."""
     named = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
     grouped = {name if "/" in name else f"train/{name}": float(value) for name, value in named.items()}
     return {name: value for name, value in grouped.items() if math.isfinite(value)}

@@ -1,6 +1,6 @@
-"""The vocabulary of generation, and what every rollout engine promises. Imports no torch: engines may run without it.
+"""The vocabulary of generation, and the interface of rollout engines. Imports no torch: engines may run without it.
 
-Tokens in, tokens out: no engine is ever given text, and text is never tokenised again between turns.
+Tokens in, tokens out: no engine is given text, and text is never tokenised again between turns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ EnginePart = Literal["weights", "cache"]  # of an engine's memory: weights go ov
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
-
-    temperature: 0 takes the likeliest token each time. top_p, top_k (0: all), min_p: which tokens are kept before one
-    is drawn. ends: tokens that end a completion, which they belong to. stop: texts that end it once they are written.
-    """
+    """How tokens are sampled. temperature: 0 is greedy. top_p, top_k (0: all), min_p: truncation. ends: tokens that end
+    a completion and belong to it. stop: texts that end a completion."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -33,13 +30,13 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens cannot be drawn, so that what is drawn follows another distribution than the model's."""
+        """Whether some tokens cannot be sampled, so that samples follow another distribution than the model's."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt that is continued once for each seed. id: names it in messages, as in "step 3, prompt 17, turn 1"."""
+    """A prompt to be completed once per seed. id: for messages, as in "step 3, prompt 17, turn 1"."""
 
     id: str
     tokens: tuple[int, ...]
@@ -49,14 +46,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one seed became. G tokens.
+    """The completion of one seed. G tokens.
 
-    tokens: with the one that ended it. logprobs: of each token, of the distribution that it was drawn from: after
-    temperature, and where tokens are left out, among those that are kept (with temperature 0: of temperature 1).
-    kept_logmass: [G] log of what the kept tokens have of the whole distribution; None where none are left out.
-    versions: (version of the weights, tokens it wrote) in order; more than one where weights changed meanwhile.
-    routes: what an engine that records them sends along for a mixture of experts: [tokens of prompt and completion - 1,
-    layers, top_k] uint8 or int16 array; None elsewhere.
+    tokens: with the one that ended it. logprobs: of each token under the distribution it was sampled from: after
+    temperature, and renormalised over the kept tokens where sampling is truncated (with temperature 0: under
+    temperature 1). kept_logmass: [G] log of the probability mass of the kept tokens; None without truncation. versions:
+    (version of the weights, tokens sampled) in order; several where weights changed meanwhile. routes: experts chosen
+    by a mixture of experts, [tokens of prompt and completion - 1, layers, top_k] uint8 or int16, from engines that
+    record them; else None.
     """
 
     tokens: tuple[int, ...]
@@ -68,46 +65,47 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """What generates, as the controller sees it. Every call ends within its own time limit, or raises.
+    """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
+    raises.
 
-    Engines take weights by a sync (weft/rollout/sync); `version` is that of the last one that was proven. drawn: tokens
-    so far, as far as they are known before requests are answered.
+    Engines receive weights by a sync (weft/rollout/sync). version: of the last verified sync. drawn: tokens sampled so
+    far, including unfinished requests where that is known.
     """
 
     drawn: int
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each of the request's seeds, in their order. Many requests may wait at once."""
+        """One completion per seed, in order. Many requests may be concurrent."""
         ...
 
     async def pause(self) -> None:
-        """Hold all that is being generated, so that weights may change; new requests wait."""
+        """Pause generation, so that weights may change; new requests wait."""
         ...
 
     async def resume(self) -> None:
-        """Go on with it, under the weights that there are now."""
+        """Continue generation with the present weights."""
         ...
 
     async def abort(self) -> None:
-        """End all that is being generated: what there is of it is returned, with finish `abort`."""
+        """End all requests; each returns what it has, with finish `abort`."""
         ...
 
     async def sleep(self) -> None:
-        """Give up memory: weights and caches go. Nothing may be under way."""
+        """Free the memory of weights and caches. No request may be running."""
         ...
 
     async def wake(self, part: EnginePart) -> None:
-        """Take memory again: the weights', then a sync must come, and then the cache's, which sets it going."""
+        """Allocate memory again: first `weights`, then a sync must follow, then `cache`, which resumes generation."""
         ...
 
     async def close(self) -> None:
-        """End the engine and what it has started."""
+        """End the engine and all its processes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What a sync delivered. version: that the engine samples with from now on."""
+    """The outcome of a sync. version: that the engine now samples with."""
 
     version: int
     tensors: int
@@ -117,14 +115,14 @@ class Synced:
 
 
 def seed_of(run: int, prompt: str, sample: int, turn: int = 0) -> int:
-    """The seed of one completion: of the run's seed, the prompt's id (with its visit), the sample and the turn, so that
-    it depends neither on the engine that draws nor on what is drawn beside it."""
+    """The seed of a completion, from the run's seed, the prompt's id (with its visit), the sample and the turn, so that
+    it depends neither on the engine nor on other samples."""
     digest = hashlib.blake2b(f"{run}:{prompt}:{sample}:{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # engines take signed 64-bit integers
 
 
 def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Versions token by token as (version, tokens) in order."""
+    """Run-length encode the versions of tokens: (version, tokens) in order."""
     spans: list[tuple[int, int]] = []
     for version in versions:
         if spans and spans[-1][0] == version:

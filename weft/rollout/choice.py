@@ -1,4 +1,4 @@
-"""Which rows a model gets: with a cache, where that is exact for its family."""
+"""The choice between cached and uncached generation: with a cache, where that is exact for the family."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _tried: dict[str, bool] = {}  # config as JSON -> whether its cache is exact
 
 
 def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
-    """With a cache; without, which is slow and right, where the family's is not understood or not exact. routes:
-    wanted."""
+    """CachedRows where they are exact for this family; else WholeRows, which are slow and exact. routes: record
+    experts."""
     return (CachedRows if caches(model.config) else WholeRows)(model, routes)
 
 
 def caches(config: PretrainedConfig) -> bool:
-    """Whether CachedRows serve this architecture; tried once on a small random copy."""
+    """Whether CachedRows support this architecture; tested once on a small random copy."""
     text = config.get_text_config()
     if family_of(text.model_type).attention is not None or position_limit(text) is not None:
         return False  # attention of their own reads another mask; the rotary table of a row depends on its length

@@ -1,7 +1,7 @@
-"""How the next token of each row is chosen from its logits. R rows, V vocabulary.
+"""Sampling the next token of each row from its logits. R rows, V vocabulary.
 
-A draw needs one uniform number per row, which comes from the sample's own seed and the token's place alone: what is
-drawn depends on nothing else that is drawn at the same time, nor on where.
+A draw uses one uniform number per row, a function of the sample's seed and the token's position only. So the result
+depends neither on what else is sampled at the same time, nor on where.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE_BLOCK = 1024  # up to so many tokens, cumulative probabilities are taken ov
 
 @dataclass(frozen=True)
 class Drawn:
-    """tokens_R int64; logprobs_R and kept_logmass_R (None where nothing is left out) fp32, as Completion has them."""
+    """tokens_R int64; logprobs_R and kept_logmass_R (None without truncation) fp32, as in Completion."""
 
     tokens_R: Tensor
     logprobs_R: Tensor
@@ -40,7 +40,7 @@ def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[n
 
 
 def draw(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> Drawn:
-    """Choose a token for each row. logits_RV: fp32, before temperature. uniforms_R: fp64 in [0, 1)."""
+    """Sample a token for each row. logits_RV: fp32, before temperature. uniforms_R: fp64 in [0, 1)."""
     if sampling.temperature == 0:
         tokens_R = logits_RV.argmax(-1)
         return Drawn(tokens_R, _chosen(logits_RV.log_softmax(-1), tokens_R), None)
@@ -56,12 +56,9 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> Drawn:
 
 
 def kept(logprobs_RV: Tensor, sampling: Sampling) -> Tensor:
-    """[R, V] bool: which tokens may be drawn.
-
-    top_k, then top_p of what that leaves, then min_p, each as transformers has it: the k likeliest; of these the fewest
-    whose share reaches top_p; of these the ones at least min_p times as likely as the likeliest (Nguyen et al. 2024).
-    The likeliest token always stays.
-    """
+    """[R, V] bool: the tokens that may be sampled. top_k, then top_p of the rest, then min_p, each as in transformers:
+    the k likeliest; of these the fewest whose share reaches top_p; of these the ones at least min_p times as likely as
+    the likeliest (Nguyen et al. 2024). The likeliest token is always kept."""
     ordered_RV, order_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
     stays_RV = torch.ones_like(ordered_RV, dtype=torch.bool)
     if sampling.top_k > 0:

@@ -28,7 +28,7 @@ from weft.telemetry import flight
 
 
 class EmbeddedEngine:
-    """A copy of a trainer's model, whole and in its compute dtype, on the ranks that want one."""
+    """A full copy of a trainer's model in its compute dtype, on the ranks that ask for one."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class EmbeddedEngine:
         max_tokens: int = MAX_TOKENS,
         routes: bool = False,
     ) -> None:
-        """tokenizer, max_tokens, routes: as Generator has them."""
+        """tokenizer, max_tokens, routes: as in Generator."""
         self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
@@ -45,12 +45,12 @@ class EmbeddedEngine:
 
     @property
     def bytes(self) -> int:
-        """Of the copy."""
+        """Size of the copy."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._manifest().values())
 
     def wake(self, here: bool = True, version: int = 0) -> None:
-        """Take the trainer's weights as they are now; collective. here: whether this rank is going to generate.
-        version: what completions call these weights."""
+        """Fill the copy with the trainer's present weights; collective. here: whether this rank will generate. version:
+        of these weights, for completions."""
         model = (self.model or self._build()) if here else None
         if self._emptied is not None:
             self._emptied.restore()
@@ -78,7 +78,7 @@ class EmbeddedEngine:
         self.model = model
 
     def sleep(self) -> int:
-        """Give up the memory of the copy and of its cache; bytes of the copy. Waking builds nothing anew."""
+        """Free the copy and its cache; returns the bytes of the copy. Waking does not build the model again."""
         if self.model is None or self.generator is None or self._emptied is not None:
             return 0
         self.generator.drop_cache()
@@ -88,12 +88,12 @@ class EmbeddedEngine:
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
-        """The completions of each request, on this rank alone; as Generator has it."""
+        """See Generator.generate. Not collective."""
         assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """As Generator has it, on this rank alone."""
+        """See Generator.advance. Not collective."""
         assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.advance(asked, seconds)
 
@@ -132,7 +132,7 @@ class EmbeddedEngine:
 
 
 def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer, by the model's generation_config.json and config.json, and by the tokenizer."""
+    """Tokens that end an answer, according to generation_config.json, config.json and the tokenizer."""
     named = [engine.built.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     source = str(engine.built.source or engine.built.path)
     try:

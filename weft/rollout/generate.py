@@ -1,7 +1,7 @@
 """Batched generation with a plain HuggingFace causal LM: many requests at once, on one device.
 
-Rows are samples that are being written. A prompt is forwarded once for its whole group; a sample that has ended leaves
-the batch, and others take its room. What a sample becomes depends on its prompt, its seed and its sampling alone.
+Rows are samples in progress. A prompt is forwarded once for its whole group; a finished sample leaves the batch and
+others take its place. A sample depends only on its prompt, its seed and its sampling.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _JOIN = 0.25  # samples join a running batch where so much of its room is free: 
 
 @dataclass
 class Work:
-    """What a generator did. tokens: that were drawn. steps: forwards of one token per row; row_steps: rows of these,
-    added up. most_rows: at once."""
+    """Statistics of a generator. tokens: sampled. steps: forwards of one token per row. row_steps: rows of these,
+    summed. most_rows: at once."""
 
     prompts: int = 0
     prompt_tokens: int = 0
@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(eq=False)
 class _Sample:
-    """One seed of a request, while it is written. versions: (version, tokens) in order."""
+    """One seed of a request in progress. versions: (version, tokens) in order."""
 
     job: _Job
     seed: int
@@ -65,13 +65,13 @@ class _Sample:
             self.versions.append((version, 1))
 
     def forget(self) -> None:
-        """Begin again."""
+        """Start again."""
         for kept in (self.tokens, self.logprobs, self.masses, self.versions, self.routes):
             kept.clear()
 
     @property
     def so_far(self) -> tuple[int, ...]:
-        """Its prompt, and what it has written."""
+        """Prompt and sampled tokens."""
         return (*self.job.request.tokens, *self.tokens)
 
     def completion(self) -> Completion:
@@ -93,7 +93,7 @@ class _Job:
 
     @property
     def length(self) -> int:
-        """Tokens that a sample may come to."""
+        """The most tokens that a sample may have."""
         return len(self.request.tokens) + self.request.sampling.max_new_tokens
 
     @property
@@ -103,7 +103,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Samples of one job that go on from the same tokens, which are forwarded once for all that join together."""
+    """Samples of one job that continue the same tokens, which are forwarded once for all that join together."""
 
     job: _Job
     tokens: tuple[int, ...]
@@ -115,9 +115,9 @@ Numbered = dict[int, list[Completion]]  # by the number that its request was giv
 
 
 class Generator:
-    """Continues requests with `model`, which is its own from now on. version: of the weights; set it when they change.
+    """Completes requests with `model`, which it owns. Call add and step, or generate.
 
-    Call add and step, or generate. Nothing else of the process is touched: no generator of random numbers is read.
+    version: of the weights; set it when they change. Global random number generators are not used.
     """
 
     def __init__(
@@ -129,9 +129,8 @@ class Generator:
         exact: bool = False,
         routes: bool = False,
     ) -> None:
-        """tokenizer: needed for stop texts alone. max_tokens: of cache at once; a sample is counted at the longest it
-        may become. One sample always runs. exact: as EngineConfig has it. routes: record them, where
-        there are experts."""
+        """tokenizer: needed only for stop texts. max_tokens: capacity of the cache; a sample counts with its greatest
+        possible length. One sample can always run. exact: as in EngineConfig. routes: record experts."""
         hf.register_kernels()
         if exact:
             compute_exactly(model)
@@ -146,11 +145,11 @@ class Generator:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not been answered yet."""
+        """Whether any request is unfinished."""
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. UserError where it cannot be served."""
+        """Queue a request. UserError where it cannot be served."""
         if not request.tokens or request.sampling.max_new_tokens < 1:
             raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
         if request.sampling.stop and self._tokenizer is None:
@@ -159,7 +158,7 @@ class Generator:
         self._waiting.append(_Waiting(job, request.tokens, list(job.samples)))
 
     def step(self) -> Finished:
-        """One more token for every sample, new ones included; requests whose samples have all ended by it."""
+        """Sample one token for every sample; returns the requests that have finished."""
         flight.beat()
         with torch.inference_mode(), numerics(self._exact):
             jobs = self._advance() + self._admit()
@@ -167,8 +166,8 @@ class Generator:
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """Go on with what was asked for, and with these requests, by their numbers: for so long, or until all is done.
-        What is finished by then, and how many tokens were drawn; weights may change between two calls."""
+        """Work on queued requests and on `asked`, by number, for some seconds or until all have finished. Returns the
+        finished ones and the number of sampled tokens; weights may change between two calls."""
         end, before = time.monotonic() + seconds, self.work.tokens
         for number, request in asked.items():
             self.add(request)
@@ -181,15 +180,15 @@ class Generator:
         return finished, self.work.tokens - before
 
     def end(self) -> Numbered:
-        """End everything that advance() was asked for: what there is of it."""
+        """End all requests of advance(); returns what they have."""
         return self._numbered(self.abort())
 
     def _numbered(self, finished: Finished) -> Numbered:
         return {self._asked.pop(id(request)): completions for request, completions in finished}
 
     def renew(self, version: int, keep: bool = True) -> None:
-        """The model's weights have changed, to this version. Samples that are being written go on behind what they
-        have, whose keys and values are computed anew; or, not keep, they begin again, from the same seeds."""
+        """Continue with new weights of this version. keep: unfinished samples keep their tokens, whose keys and values
+        are computed again; else they start again from the same seeds."""
         self.version = version
         unfinished, self._running = self._running, []
         self.drop_cache()
@@ -202,12 +201,12 @@ class Generator:
         self._waiting.extendleft(reversed(joining.values()))
 
     def drop_cache(self) -> None:
-        """Give up the memory of keys and values. Nothing may be running."""
+        """Free the cache. Nothing may be running."""
         assert not self._running, "samples are being written"
         self._rows.drop()
 
     def abort(self) -> Finished:
-        """End everything: what there is of each request."""
+        """End all requests; returns what they have."""
         waiting = (entry.job for entry in self._waiting)
         jobs = list(dict.fromkeys([*(sample.job for sample in self._running), *waiting]))
         for job in jobs:
@@ -220,11 +219,8 @@ class Generator:
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
-        """The completions of each request, one per seed.
-
-        proceed: asked before every step; it may wait, for as long as nothing is to be generated, and where it says no,
-        everything ends as it is.
-        """
+        """The completions of each request, one per seed. proceed: called before every step; it may block, and ends
+        everything by returning False."""
         assert not self.busy
         if len({request.id for request in requests}) < len(requests):
             raise UserError("two requests of a batch have the same id.")

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class RefusedError(RuntimeError):
-    """The server answered with a status other than 2xx. status: that; text: what it said."""
+    """The server answered with a status other than 2xx. text: the body."""
 
     def __init__(self, call: str, status: int, text: str) -> None:
         super().__init__(f"{call} was answered with status {status}: {text}")
@@ -22,16 +22,14 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: a Unix socket's path, or a port of 127.0.0.1. key: what it asks for, if anything."""
+    """A server's Unix socket, or its port on 127.0.0.1. key: its API key, if any."""
 
     at: str | int
     key: str = field(default="", repr=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer: JSON, or text where it is none. Raises RefusedError, ConnectionError where no whole answer came.
-
-        There is no time limit here: the caller has one. A call that is cancelled closes its connection.
-        """
+        """The response: JSON, or text. Raises RefusedError; ConnectionError where the response is incomplete. No
+        timeout; the caller has one. Cancelling closes the connection."""
         reader, writer = await self._connect()
         try:
             writer.write(_request(method, path, body, self.key))

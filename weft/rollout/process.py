@@ -1,4 +1,4 @@
-"""A rollout engine's own process: started, watched, and ended with all that it has started."""
+"""The process of a rollout engine: started, observed, and ended with all its children."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _LOOK = 0.05  # seconds between two looks at it
 
 
 class EngineDiedError(ActorError):
-    """A rollout engine has ended, hangs, or is broken. The message names it, what it was doing, and its log's end."""
+    """A rollout engine has exited, hangs, or is broken. The message names it, what it was doing, and the end of its
+    log."""
 
     def __init__(self, message: str, kind: Literal["killed", "hang"] = "killed") -> None:
         super().__init__(message, kind)
@@ -36,7 +37,7 @@ class EngineProcess:
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> None:
-        """name: in messages. environment: all of it. folder: removed once it has ended. Starts at once."""
+        """name: for messages. environment: complete. folder: removed after it has ended. Starts the process."""
         self.name, self.log, self._folder = name, log, folder
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
@@ -52,7 +53,7 @@ class EngineProcess:
         return self._process.poll()
 
     def tail(self) -> str:
-        """The first error in what it wrote, the last lines, and where all of them are."""
+        """The first error in its output, the last lines, and the path of the log."""
         with self.log.open("rb") as file:
             file.seek(self._start)
             lines = [line for line in file.read().decode(errors="replace").splitlines() if not _NOISE.search(line)]
@@ -62,7 +63,7 @@ class EngineProcess:
         return f"{first}The end of {self.log}:\n{shown}"
 
     async def close(self) -> None:
-        """End it and all that it has started; no error where it has ended."""
+        """End the process and all its children; no error where it has ended."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()

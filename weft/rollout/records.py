@@ -40,8 +40,8 @@ def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
 def write_rollouts(
     folder: Path, step: int, groups: Sequence[Group], into: str = FOLDER, *, routes: bool = False
 ) -> Path:
-    """All samples of a rollout step, or of an evaluation, in their order. Whole or not at all. routes: keep those of a
-    mixture of experts, which take layers x experts of a token bytes for each token, and more than all else."""
+    """Write all samples of a rollout step, or of an evaluation, in order; atomic. routes: include those of a mixture of
+    experts, which take layers x experts bytes for each token, more than everything else."""
     pa, pq = import_arrow()
     rows = [_row(step, sample) | _packed_routes(sample.routes if routes else None) for sample in samples_of(groups)]
     path = rollout_file(folder, step, into)
@@ -74,7 +74,7 @@ def read_rollouts(path: Path) -> list[Group]:
 
 
 def hold_routes(path: Path) -> bool:
-    """Whether a file of rollouts has the routes of its samples."""
+    """Whether a file of rollouts includes routes."""
     _, pq = import_arrow()
     return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0
 
@@ -94,7 +94,8 @@ def recorded_files(folder: str, option: str) -> list[Path]:
 
 
 def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
-    """Move files of later steps than `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); where they are."""
+    """Move files of steps after `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); returns their new
+    paths."""
     moved = []
     for step, path in rollout_files(folder / into).items():
         if step > after:

@@ -1,7 +1,7 @@
-"""The rows of a batch that is being generated: what the model remembers of each, and one forward for all of them.
+"""The rows of a generating batch: the model's state of each row, and one forward for all rows.
 
-Rows come in groups that share a prompt, which is forwarded once, and leave when their completion has ended. R rows,
-P prompts, T tokens of the longest of them, S slots, K key heads, D head width, V vocabulary.
+Rows come in groups that share a prompt, which is forwarded once, and leave when their completion has ended. R rows, P
+prompts, T tokens of the longest prompt, S slots, K key heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _FILL = 0.8  # prompts are padded to one length where that leaves so much of rea
 
 
 class Rows(Protocol):
-    """Row r has lengths[r] tokens in memory. Every call that forwards returns logits, fp32.
+    """Row r has lengths[r] tokens. Methods that forward return logits, fp32.
 
-    routes: of the last such call, [tokens, decoder layers, k] of the tokens it took from each prompt or row, with -1
-    where a layer routes nothing; empty where nobody asked for them, or there are no experts.
+    routes: of the last forward, [tokens, decoder layers, k] for the new tokens of each prompt or row, with -1 where a
+    layer routes nothing; empty unless requested, and for dense models.
     """
 
     lengths: NDArray[np.int64]
     routes: list[Routes]
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
-        """[P, V] that follow each prompt; it has `copies` new rows behind those there are, prompt by prompt."""
+        """Add `copies` rows for each prompt, after the existing rows; [P, V] logits after each prompt."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """[R, V] after one more token of every row."""
+        """Append one token to every row; [R, V]."""
         ...
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Forget rows; row i is now what row order[i] was, in the order that is returned."""
+        """Remove rows. Returns `order`: the new row i was row order[i]."""
         ...
 
     def drop(self) -> None:
-        """Forget all rows, and give up their memory."""
+        """Remove all rows and free their memory."""
         ...
 
 
@@ -98,7 +98,7 @@ class _Model:
         return hidden_BTH
 
     def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
-        """Of the last forward, for the first tokens of each entry of its batch."""
+        """Routes of the last forward, for the first tokens of each entry of its batch."""
         if self._recorder is None:
             return []
         taken = self._recorder.take()
@@ -120,8 +120,8 @@ class _Model:
 
 
 class CachedRows:
-    """Every token is forwarded once. Keys and values lie in one pair of tensors per layer, [rows, K, slots, D], a
-    row's token t in slot t, so that rows of any lengths stand side by side and one is moved by copying it alone."""
+    """Every token is forwarded once. Keys and values of a layer are one pair of tensors, [rows, K, slots, D], with a
+    row's token t in slot t. So rows of different lengths need no alignment, and one is moved by a copy of it alone."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -134,7 +134,7 @@ class CachedRows:
         self._longest, self._owner_R, self._past_R, self._even = 0, torch.empty(0), torch.empty(0), True
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
-        """As Rows has it; prompts in order of their length are padded the least."""
+        """See Rows. Prompts ordered by length are padded least."""
         found, place = [], 0
         self.routes = []
         for part in self._forwards(prompts):
@@ -143,7 +143,7 @@ class CachedRows:
         return torch.cat(found)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """As Rows has it."""
+        """See Rows."""
         device, rows = self._model.device, len(tokens)
         assert rows == len(self.lengths), (rows, len(self.lengths))
         self._longest = int(self.lengths.max()) + 1
@@ -159,7 +159,7 @@ class CachedRows:
         return self._model.logits(hidden_R1H[:, 0])
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """As Rows has it: the last rows fill the gaps, so that little is moved."""
+        """See Rows. The last rows fill the gaps, so that little is moved."""
         order = _without(gone, len(self.lengths))
         gaps = [row for row in gone if row < len(order)]
         movers = [order[gap] for gap in gaps]
@@ -173,7 +173,7 @@ class CachedRows:
         return order
 
     def drop(self) -> None:
-        """As Rows has it."""
+        """See Rows."""
         self.lengths, self._kept, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
         self._states = self._new_cache()
 
@@ -265,8 +265,8 @@ def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
 
 
 class WholeRows:
-    """Nothing is remembered but tokens: every step forwards all of them again, rows of one length at a time, as the
-    trainer lays them out. For families whose cache CachedRows cannot hold."""
+    """Keeps only tokens: every step forwards all of them again, rows of equal length at a time, as the trainer lays
+    them out. For families whose cache CachedRows do not support."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -275,13 +275,13 @@ class WholeRows:
         self._tokens: list[list[int]] = []
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
-        """As Rows has it."""
+        """See Rows."""
         self._tokens += [list(prompt) for prompt, n in zip(prompts, copies, strict=True) for _ in range(n)]
         self._count()
         return self._logits(prompts)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """As Rows has it."""
+        """See Rows."""
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
         self._count()
@@ -290,14 +290,14 @@ class WholeRows:
         return logits_RV
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """As Rows has it."""
+        """See Rows."""
         order = _without(gone, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
         self._count()
         return order
 
     def drop(self) -> None:
-        """As Rows has it."""
+        """See Rows."""
         self._tokens = []
         self._count()
 

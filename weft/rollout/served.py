@@ -1,9 +1,8 @@
-"""A rollout engine that is a server of its own: calls that end, whatever becomes of the server.
+"""A rollout engine that is a server: every call to it ends, whatever happens to the server.
 
-It counts as dead when its process has ended, when its health route says so, when it listens no more, or when it hangs.
-Then every call raises EngineDiedError, and its processes are ended. Work may take as long as it likes while some of it
-is finished now and then: it hangs when no work is finished for `silence` seconds although there is some, and it is not
-told to wait.
+The server counts as dead when its process has exited, its health route says so, nothing listens, or it hangs. Then
+every call raises EngineDiedError and its processes are killed. A request may take any time while others finish now and
+then: the server hangs when nothing has finished for `silence` seconds although there is work and it is not paused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NAMED = 6  # requests that a message names
 
 
 class Served:
-    """process: the server's. address: where it listens, or is going to. silence: seconds, as above."""
+    """process: the server's. address: where it listens, or will. silence: seconds, as above."""
 
     def __init__(self, process: EngineProcess, address: Address, health: str, silence: float) -> None:
         self._process, self._address, self._health, self._silence = process, address, health, silence
@@ -38,7 +37,7 @@ class Served:
         self._watch: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until the server answers. Raises EngineDiedError, with the end of its log, if it ends first."""
+        """Wait until the server responds. Raises EngineDiedError, with the end of its log, if it exits first."""
         deadline = time.monotonic() + self._silence
         while True:
             if self._process.status is not None:
@@ -54,7 +53,7 @@ class Served:
         self._watch = asyncio.create_task(self._watched())
 
     async def work(self, path: str, body: Mapping[str, Any], what: str) -> Any:
-        """The answer to a request for work. what: is being done, in messages."""
+        """The response to a request for generation. what: for messages."""
         if not self._waiting:
             self._heard = time.monotonic()
         task = asyncio.ensure_future(self._address.call("POST", path, body))
@@ -67,15 +66,15 @@ class Served:
         return answer
 
     async def order(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
-        """The answer to anything else, which hangs when it takes `silence` seconds."""
+        """The response to any other request, which hangs when it takes `silence` seconds. what: for messages."""
         return await self._answer(asyncio.ensure_future(self._address.call("POST", path, body)), what, self._silence)
 
     def hold(self, held: bool) -> None:
-        """Whether work has been told to wait."""
+        """Say whether the server is paused."""
         self._held, self._heard = held, time.monotonic()
 
     async def close(self) -> None:
-        """End the server. What is still being asked of it raises EngineDiedError."""
+        """End the server. Pending calls raise EngineDiedError."""
         await self._die("was closed")
         if self._watch is not None:
             self._watch.cancel()
@@ -144,7 +143,7 @@ def _may_be_dead(error: BaseException | None) -> bool:
 
 
 async def together(calls: Iterable[Any]) -> list[Any]:
-    """The results in order; when one fails, the others are cancelled and its error is raised."""
+    """Await all calls; the results in order. When one fails, the others are cancelled and its error is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

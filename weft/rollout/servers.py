@@ -1,4 +1,4 @@
-"""Rollout engines that are servers of their own, each started, asked and ended by an actor on its host."""
+"""Rollout engines that are servers, each started, called and ended by an actor on its host."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _BEAT = 1.0  # seconds
 
 
 def interpreter_of(config: RlConfig) -> Interpreter:
-    """The Python of this machine that rollout.engine runs with. Raises UserError, with what to do, where there is none,
-    or one that is not as tested."""
+    """The local Python with which rollout.engine runs. Raises UserError, with what to do, where there is none or its
+    engine has an untested version."""
     if config.rollout.engine == "vllm":
         return find(config.rollout.python)
     assert config.rollout.python is not None, "checked with the config"
@@ -39,19 +39,20 @@ def interpreter_of(config: RlConfig) -> Interpreter:
 
 
 def server_names(config: RlConfig) -> list[str]:
-    """Of the engines, as in "vllm-0": in messages, of their logs, and for weight sync."""
+    """The names of the engines, such as "vllm-0": for messages, logs and weight sync."""
     return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.count)]
 
 
 def server_variables() -> dict[str, str]:
-    """Variables of this process that are the engines' own, which their actors are to have on every host."""
+    """Environment variables of this process that configure engines; their actors get them on every host."""
     return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
 
 class HostedServer:
-    """What an actor has on its host: one engine that is a server. Calls may come while others wait.
+    """The object in an actor: one engine that is a server on the actor's host.
 
-    The server has the actor's environment, accelerators with it, and ends with the actor, however that ends.
+    Calls may be concurrent. The server has the actor's environment and accelerators, and ends with the actor in any
+    case.
     """
 
     def __init__(self, config: RlConfig, number: int) -> None:
@@ -60,12 +61,12 @@ class HostedServer:
         self._beating: asyncio.Task[None] | None = None
 
     async def host(self) -> str:
-        """Address of the machine that it runs on."""
+        """This host's address."""
         return own_address()
 
     async def check(self, model_is_local: bool) -> None:
-        """UserError where the engine could not run on this host. model_is_local: model.path is a folder for the
-        controller."""
+        """UserError where the engine could not run on this host. model_is_local: whether model.path is a folder of the
+        controller's host."""
         with _located():
             found, memory = interpreter_of(self._config), self._config.rollout.memory
             if found.cpu and memory is not None and memory % 1:
@@ -78,11 +79,9 @@ class HostedServer:
                 )
 
     async def start(self, run: str, compute: str, devices: str | None = None) -> None:
-        """Start the server and wait until it answers; it is not to be sampled from before the first sync.
-
-        run: the run's folder; the log goes to RUN/engines of this host. compute: the trainers' dtype, as in "bf16".
-        devices: CUDA_VISIBLE_DEVICES of the server; None: those of this actor.
-        """
+        """Start the server and wait until it responds; it must not sample before the first sync. run: the run's folder;
+        the log goes to RUN/engines of this host. compute: the trainers' dtype, such as "bf16". devices:
+        CUDA_VISIBLE_DEVICES of the server; None: the actor's."""
         flight.watch(self._config.rollout.timeout, "rollout.timeout")
         flight.at("serve")
         self._beating = asyncio.create_task(_beat())
@@ -99,13 +98,13 @@ class HostedServer:
                 self._engine = await SglangEngine.start(settings)
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """What this method of the engine returns: one of RolloutEngine's, or `receive`."""
+        """Call a method of the engine: of RolloutEngine, or `receive`."""
         assert self._engine is not None, "start comes first"
         with _located():
             return await getattr(self._engine, method)(*args)
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Have the engine take all weights from a HuggingFace directory."""
+        """Load all weights from a HuggingFace directory."""
         with _located():
             if not folder.is_dir():
                 raise UserError(

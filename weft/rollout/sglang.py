@@ -63,16 +63,17 @@ class SglangEngine:
         return engine
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each seed. Where tokens are left out, logprobs are among all: not to be trained."""
+        """One completion per seed. With truncated sampling, logprobs are of the full distribution and must not be
+        trained on."""
         return await together(self._complete(request, place) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
-        """Hold all requests."""
+        """Pause all requests."""
         async with self._changing:
             await self._pause()
 
     async def resume(self) -> None:
-        """Go on. SyncError where the last update failed."""
+        """Continue. SyncError where the last update failed."""
         if self.version is None:
             raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with.")
         await self._resume()
@@ -83,7 +84,8 @@ class SglangEngine:
         await self._served.order("/abort_request", {"rid": "", "abort_all": True}, "aborting")
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Take all weights from a HuggingFace directory; requests wait, and go on under the new weights."""
+        """Load all weights from a HuggingFace directory; requests are paused meanwhile, and continue with the new
+        weights."""
         async with self._changing:
             await self._pause()
             self.version = None
@@ -98,14 +100,15 @@ class SglangEngine:
                 await self._resume()
 
     async def sleep(self) -> None:
-        """Give up memory: weights and caches go."""
+        """Free weights and caches."""
         async with self._changing:
             await self._pause()
             await self._served.order("/release_memory_occupation", {}, "going to sleep")
             self._sleeps = True
 
     async def wake(self, part: EnginePart) -> None:
-        """Take memory again: for the weights, then an update must come, and then for the cache, which sets it going."""
+        """Allocate memory again: first `weights`, then an update must follow, then `cache`, which resumes
+        generation."""
         await self._served.order("/resume_memory_occupation", {"tags": [_TAGS[part]]}, "waking up")
         if part == "cache":
             self._sleeps = False
@@ -148,7 +151,7 @@ class SglangEngine:
 
 
 def command(settings: Settings, port: int, key: str) -> list[str]:
-    """The server's command line. key: without which it answers nobody."""
+    """The server's command line. key: its API key."""
     words = [
         str(settings.interpreter.python), "-m", "sglang.launch_server", "--model-path", settings.model,
         "--host", "127.0.0.1", "--port", str(port), "--api-key", key,
@@ -166,7 +169,7 @@ def command(settings: Settings, port: int, key: str) -> list[str]:
 
 
 def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
-    """The body that asks for the completion of the request's seed at `place`. name: of this call."""
+    """The request body for the completion of the seed at index `place`. name: of this call."""
     sampling = request.sampling
     return {
         "rid": name,
@@ -189,7 +192,7 @@ def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
 
 
 def completion_of(answer: Mapping[str, Any], version: int) -> Completion:
-    """The completion in an answer. Raises ValueError where it is not what was asked for."""
+    """Parse a response. Raises ValueError where it is not what was requested."""
     about = answer["meta_info"]
     drawn = about.get("output_token_logprobs") or []  # [logprob, token, text] of each
     tokens = tuple(int(token) for _, token, *_ in drawn)

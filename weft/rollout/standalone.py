@@ -29,10 +29,8 @@ from weft.telemetry import flight
 
 
 class Standalone:
-    """A model that has no weights until the first sync, and none to sample with after one that failed.
-
-    version: of the weights; None where there are none.
-    """
+    """A model without weights until the first sync, and after a failed one. version: of the weights; None where there
+    are none."""
 
     def __init__(
         self,
@@ -45,8 +43,8 @@ class Standalone:
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
     ) -> None:
-        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of
-        its weights, which syncs bring. tokenizer, max_tokens, exact: as Generator has them."""
+        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of the
+        weights, which syncs bring. tokenizer, max_tokens, exact: as in Generator."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
         self.tokenizer, self.max_tokens, self.exact = tokenizer, max_tokens, exact
         self.version: int | None = None
@@ -55,32 +53,32 @@ class Standalone:
         self._generator: Generator | None = None
 
     def host(self) -> str:
-        """Address of the machine that it runs on."""
+        """This host's address."""
         return own_address()
 
     def devices(self) -> list[str]:
-        """UUIDs of the CUDA devices that it sees, its own first."""
+        """UUIDs of the CUDA devices that this process sees, its own first."""
         return device_memory.devices(self.device)
 
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
-        """The completions of each request, as Generator has it; SyncError where there are no weights."""
+        """See Generator.generate. SyncError where there are no weights."""
         flight.at("generate")
         return self._ready().generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """As Generator has it; SyncError where there are no weights."""
+        """See Generator.advance. SyncError where there are no weights."""
         flight.at("generate")
         return self._ready().advance(asked, seconds)
 
     def end(self) -> Numbered:
-        """End everything that was asked for: what there is of it."""
+        """See Generator.end."""
         return {} if self._generator is None else self._generator.end()
 
     def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
-        """Take the weights of a version; SyncError, and no weights any more, where they are not proven whole. keep:
-        what is under way goes on under them; otherwise it begins again."""
+        """Receive the weights of a version. SyncError where the sync is not verified; the engine then has no weights.
+        keep: unfinished requests continue with the new weights; else they start again."""
         flight.at("sync")
         filled = self._filled is not None and not self._filled.asleep
         base = self.lora is None or not self.lora.on or filled
@@ -99,7 +97,7 @@ class Standalone:
         self.version = self._had = version
 
     def sleep(self) -> None:
-        """Give up the memory of weights and caches; the next sync brings everything."""
+        """Free weights and caches; the next sync brings all weights."""
         if self._filled is not None and self._generator is not None:
             self._generator.drop_cache()
             self._filled.sleep()
@@ -124,10 +122,8 @@ class Standalone:
 
 
 class Filled:
-    """A model with storage, and where the tensors of a sync go in it.
-
-    Adapters are merged in place, from a copy of the weights that they adapt.
-    """
+    """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
+    the weights that they adapt."""
 
     def __init__(
         self,
@@ -137,7 +133,7 @@ class Filled:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """manifest: of the sync that is going to fill it; SyncError where it is of another model."""
+        """manifest: of the sync that will fill it; SyncError where it describes another model."""
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
@@ -158,16 +154,16 @@ class Filled:
 
     @property
     def asleep(self) -> bool:
-        """Whether its memory is given up."""
+        """Whether its memory is freed."""
         return self._emptied is not None
 
     def sleep(self) -> None:
-        """Give up the memory of the weights."""
+        """Free the weights."""
         if self._emptied is None:
             self._emptied, self.base = Emptied.of(self.model.parameters(), self.device), {}
 
     def wake(self) -> None:
-        """Memory again, with nothing in it."""
+        """Allocate the weights again, uninitialised."""
         if self._emptied is not None:
             self._emptied.restore()
             self._emptied = None
@@ -181,7 +177,7 @@ class Filled:
         return {name: tied[name] for name in untied}
 
     def take_weights(self, part: Part) -> None:
-        """Every tensor to its place."""
+        """Copy every tensor to its destination."""
         pieces = {piece.disk: piece for piece in self.pieces}
         for entry, data in part.tensors():
             flight.beat()
@@ -197,7 +193,8 @@ class Filled:
         part.finish(placed)
 
     def take_adapter(self, part: Part) -> None:
-        """W + s B A in place of what is adapted, from the base; what is trained whole as it is."""
+        """Set adapted weights to W + s B A, computed from the base, and modules that are trained whole to the tensors
+        received."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
         assert plan is not None
         shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}

@@ -19,12 +19,9 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to be answered.
-
-    index: its place in the data; visit: how often it has been drawn before (0: the first time). text: of the prompt as
-    users read it; messages: the conversation, where it is one. columns: all other columns of its row, which rewards are
-    given by name. source: file and line, for messages.
-    """
+    """A prompt. index: its position in the data. visit: how often it was drawn before (0: the first time). text: as
+    users read it. messages: the conversation, if it is one. columns: the row's other columns, which rewards get by
+    name. source: file and line, for messages."""
 
     index: int
     visit: int
@@ -36,7 +33,7 @@ class Prompt:
 
     @property
     def id(self) -> str:
-        """Names this draw of the prompt in the run; seeds come from it."""
+        """Names this draw of the prompt within the run; seeds derive from it."""
         return f"{self.index}.{self.visit}"
 
 
@@ -79,7 +76,7 @@ class Sample:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def forget_readings(self) -> None:
-        """Drop what trainers have read of it, and what followed: it is as it was drawn and rewarded."""
+        """Drop what trainers computed for it, and what was derived from that; samples and rewards stay."""
         self.old = self.reference = self.values = self.advantages = self.correction = None
 
     def __len__(self) -> int:
@@ -92,12 +89,12 @@ class Sample:
 
     @property
     def counts(self) -> bool:
-        """Whether it is compared with others and trained."""
+        """Whether it is compared with the group and trained."""
         return self.trained and self.reward is not None
 
     @property
     def length(self) -> int:
-        """Tokens that the policy drew."""
+        """The number of tokens that the policy sampled."""
         return int(self.sampled.sum())
 
     def completion(self) -> list[int]:
@@ -108,7 +105,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """The samples of one prompt, whose rewards are compared with each other."""
+    """The samples of one prompt, whose rewards are compared."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -119,7 +116,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any two rewards differ, of samples that count: without, every advantage of the group is zero."""
+        """Whether any two rewards of counted samples differ; otherwise every advantage of the group is zero."""
         return len({sample.reward for sample in self.samples if sample.counts}) > 1
 
 

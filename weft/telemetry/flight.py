@@ -63,12 +63,10 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One rank at one moment. since: when the phase began or last showed progress; limit: seconds it may take.
-
-    step is 0 before the first; documents are the first few sources of those the phase is about, count is how many
-    there are. plan: digest of the step's plan. changes: phases so far, the same number on ranks that are equally far.
-    trail: the last phases, the oldest first: since, step, phase, micro_batch.
-    """
+    """One rank at one moment. since: when the phase began or last made progress. limit: seconds that it may take. step
+    is 0 before the first. documents: the first few sources of the documents in this phase, of `count`. plan: digest of
+    the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the last phases,
+    oldest first: since, step, phase, micro_batch."""
 
     rank: int = 0
     world: int = 1
@@ -99,7 +97,7 @@ class Record:
 
 
 class Flight:
-    """The record of this process, kept up to date. Without a file it only remembers."""
+    """The record of this process. Without a file it is kept in memory only."""
 
     def __init__(self) -> None:
         self._reset()
@@ -125,23 +123,24 @@ class Flight:
     # ------------------------------------------------------------ what the rank says
 
     def begin(self, rank: int, world: int) -> None:
-        """Who this is."""
+        """Set this rank and the number of ranks."""
         self._fixed |= {"rank": rank, "world": world, "pid": os.getpid()}
         self._head = ""
         self.at(self.phase)
 
     def watch(self, timeout: float, key: str = "train.timeout") -> None:
-        """From now on a phase without progress for so many seconds, or its multiple, is a hang. key: that says so."""
+        """From now on a phase without progress for `timeout` seconds, or its multiple for slow phases, is a hang. key:
+        the config key of the timeout."""
         self._timeout, self.key = timeout, key
         self.at(self.phase)
 
     @property
     def patience(self) -> str:
-        """How long others are waited for, in words."""
+        """How long others are waited for, for messages."""
         return self.key if self._timeout is None else f"{self._timeout:g} seconds ({self.key})"
 
     def in_run(self, run: Path) -> None:
-        """RUN is there: without a launcher the record is kept in it."""
+        """RUN exists from now on; without a launcher the record is kept there."""
         self._fixed["run"] = str(run)
         if self._file is None:
             path = run / FOLDER / live_name(self._fixed["rank"])
@@ -154,22 +153,22 @@ class Flight:
         self._write()
 
     def step(self, number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
-        """A step begins with its plan. documents: sources of its documents, at least of the first few; count: how many
-        there are, if not so many."""
+        """Begin a step. documents: sources of its documents, at least the first few. count: of all its documents, if
+        `documents` are not all."""
         self._first_step = self._first_step or number
         self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
         self.at("plan", documents=documents, count=count)
 
     def planned(self, digest: str) -> None:
-        """The digest of the plan that this rank has made of the step."""
+        """Set the digest of this rank's plan of the step."""
         self._step["plan"] = digest
         self._head = ""
 
     def at(
         self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None, count: int | None = None
     ) -> None:
-        """A phase begins. micro_batch counts from 1. documents: sources of those it is about; None: as before. count:
-        as step() has it."""
+        """Begin a phase. micro_batch counts from 1. documents: sources of the documents in this phase; None: unchanged.
+        count: as in step()."""
         self.phase, self.micro_batch = phase, micro_batch
         self.since = time.monotonic()
         self.changes += 1
@@ -186,24 +185,24 @@ class Flight:
         self._write()
 
     def beat(self) -> None:
-        """The phase goes on: what it does takes long, and is not hung."""
+        """Show progress: the present phase takes long, but does not hang."""
         self.since = time.monotonic()
         if self.since - self._written > 1.0:
             self._write()
 
     def record(self) -> Record:
-        """As it is now."""
+        """The present record."""
         return Record(**json.loads(self._text()))
 
     def silence(self) -> float | None:
-        """Seconds beyond the limit without any progress; None while all is well."""
+        """Seconds beyond the limit without progress; None within it."""
         over = -1.0 if self.limit is None else time.monotonic() - self.since - self.limit
         return over if over > 0 else None
 
     # ------------------------------------------------------------ the file
 
     def open(self, path: Path) -> None:
-        """Keep the record in this file. Where it cannot be written there is none: a record never ends a run."""
+        """Keep the record in this file. A file that cannot be written is ignored: a record never ends a run."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -211,7 +210,7 @@ class Flight:
             self._write()
 
     def close(self, remove: bool = True) -> None:
-        """Forget everything, and remove a file of this rank's own in RUN."""
+        """Forget everything; remove: delete this rank's own file in RUN."""
         if self._file is not None:
             os.close(self._file)
         if remove and self._own and self._path is not None:
@@ -272,7 +271,8 @@ def read_all(folder: Path) -> dict[int, Record]:
 
 
 def keep(record: Record, more: Mapping[str, Any]) -> bool:
-    """Write a rank's record and what else is known of its end into RUN/flight, for people to read. False: no room."""
+    """Write a rank's record, and what else is known of its end, into RUN/flight, for people to read. False where that
+    fails."""
     if not record.run:
         return False
     path = Path(record.run) / FOLDER / kept_name(record.rank)
@@ -290,15 +290,15 @@ def keep(record: Record, more: Mapping[str, Any]) -> bool:
 
 
 def furthest_behind(records: Mapping[int, Record]) -> list[int]:
-    """The ranks that have come least far; empty where all are equally far."""
+    """The ranks that have made the least progress; empty where all are equal."""
     progress = {rank: (record.step, record.changes) for rank, record in records.items()}
     behind = [rank for rank, reached in progress.items() if reached == min(progress.values())]
     return behind if len(behind) < len(records) else []
 
 
 def last_collectives(count: int = 16) -> list[dict[str, Any]]:
-    """The last ones of gloo and of NCCL, from torch's own flight recorder (nothing is counted by weft), the oldest
-    first; empty without a process group or a recorder."""
+    """The last collectives of gloo and NCCL, oldest first, from torch's own flight recorder; empty without a process
+    group or a recorder."""
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     found: list[dict[str, Any]] = []
     for name in _GROUPS:

@@ -44,7 +44,7 @@ def check_profile(config: ProfileConfig, *, steps: int | None = None, world: int
 
 @contextmanager
 def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Iterator[None]:
-    """Trace what runs inside if this step and rank are to be. folder: RUN."""
+    """Inside, trace this step if the config asks for this step and rank. folder: RUN."""
     if step not in config.steps or rank not in config.ranks:
         yield
         return
@@ -93,8 +93,7 @@ def _ranges() -> Iterator[None]:
 
 
 def own_peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held at once, in GiB (2^30 bytes): of the accelerator, or resident on the
-    host for CPU."""
+    """The peak memory of this process in GiB (2^30 bytes): of the accelerator, or resident on the host for CPU."""
     if device.type == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""summary.json: what a run did."""
+"""summary.json: the results of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEPT = 10
 
 
 class Phases:
-    """Seconds by phase: `with phases("load"): ...`. The time of a phase inside another counts in both."""
+    """Seconds by phase: `with phases("load"): ...`. The time of a nested phase counts in both."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -42,10 +42,8 @@ class Phases:
 
 @dataclass
 class RunSummary:
-    """Gathers the lines of metrics.jsonl. model, data: where they came from.
-
-    The losses of skipped steps are left out; peak memory is the largest rank's, in GiB (2^30 bytes).
-    """
+    """Accumulates the lines of metrics.jsonl. model, data: their paths. Losses of skipped steps are omitted; peak
+    memory is the largest rank's, in GiB (2^30 bytes)."""
 
     model: str
     data: str = ""
@@ -86,13 +84,13 @@ class RunSummary:
             self.first_evaluation = self.first_evaluation or self.last_evaluation
 
     def counts(self) -> dict[str, Any]:
-        """What has been gathered so far, for JSON; `go_on` takes it up again."""
+        """The accumulated state, for JSON; `go_on` restores it."""
         left_out = ("model", "data")
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
 
     def go_on(self, counts: Mapping[str, Any]) -> None:
-        """Count on from what another process has gathered."""
+        """Restore the state of another process."""
         for name, value in counts.items():
             setattr(self, name, deque(value, maxlen=_KEPT) if isinstance(getattr(self, name), deque) else value)
 
@@ -104,7 +102,7 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write summary.json whole or not at all; see `content`."""
+        """Write summary.json atomically; see `content`."""
         partial = path.with_name(path.name + ".partial")
         text = json.dumps(self.content(phases, saved, stopped, best), indent=2, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
@@ -117,12 +115,8 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What summary.json says. saved: the HuggingFace directory of the last weights.
-
-
-        stopped: what ended the run before its last step: a signal, or a key of eval. best: the best evaluation, with
-        its checkpoint where it is kept.
-        """
+        """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: what ended the
+        run early: a signal, or a key of eval. best: the best evaluation, with its checkpoint where that is saved."""
         content = {
             "model": called(self.model),
             "data": called(self.data),

@@ -32,7 +32,8 @@ METRICS = ("data", "forward", "backward", "communication", "optimizer")
 
 
 class StepTimes:
-    """Listens to the flight record of this process while it is open. communication: null where it cannot be told."""
+    """Measures phases by listening to the flight record while it is open. communication: null where it cannot be
+    measured."""
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._cuda = device.type == "cuda"
@@ -55,7 +56,7 @@ class StepTimes:
             flight.own.listeners.remove(self._at)
 
     def take(self) -> dict[str, float | None]:
-        """`time/...` of the step that has ended, in seconds; empty where none was seen."""
+        """`time/...` of the finished step, in seconds; empty where there was none."""
         marks, waits = self._marks, self._waits
         self._marks, self._waits = [], []
         if len(marks) < 2:
@@ -101,13 +102,13 @@ _open: StepTimes | None = None
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around a collective that this thread waits for."""
+    """Inside, this thread waits for a collective."""
     began = time.perf_counter()
     yield
     waited(began)
 
 
 def waited(since: float) -> None:
-    """This thread has been in a collective since then, by time.perf_counter."""
+    """This thread has waited for a collective since `since`, by time.perf_counter."""
     if _open is not None:
         _open.waited(since)

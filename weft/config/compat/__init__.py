@@ -1,4 +1,4 @@
-"""Other trainers: their names, what to write in weft instead, and drafts of their configs. Imports no torch.
+"""Other trainers: their names, weft's equivalents, and drafts of configs. Imports no torch.
 
-What is known stands in tables/, one table for each trainer; nothing is read before a name asks for it.
+All knowledge is in tables/, one table per trainer; nothing is read before a name is looked up.
 """

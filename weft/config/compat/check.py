@@ -1,4 +1,4 @@
-"""What must hold of the tables beyond their types: every name, sentence and key in them is one that there is."""
+"""Checks of the tables beyond their types: every name, sentence and key in them exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = re.compile(r"`([a-z_]+\.[\w.*]+)`")  # a key of weft in a sentence
 
 
 def check(tables: Tables) -> None:
-    """TableError that lists all problems of the tables, if there are any."""
+    """TableError that lists all problems of the tables."""
     found = list(problems(tables))
     if found:
         raise TableError("\n".join(found))

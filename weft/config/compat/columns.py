@@ -1,4 +1,4 @@
-"""What configs of other trainers say of data, in keys of weft: columns, roles, lists of sources."""
+"""The data sections of other trainers' configs in keys of weft: columns, roles, lists of sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TYPE = "conversations, and columns of instructions, are rendered by the tokeniz
 
 
 def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
-    """data.columns, of the columns that weft would not find by their names. given: their key -> the column."""
+    """Set data.columns for columns that weft would not find by name. given: their key -> the column."""
     columns = {TABLES.columns[str(entry_of(name))]: column for name, column in given.items()}
     values = {entry_of(name): value for name, value in found.items()}
     if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
@@ -30,7 +30,7 @@ def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any
 
 
 def take_sources(draft: Draft, name: str, entries: Any) -> None:
-    """data.path or data.sources, or those of eval, of a list of axolotl's data sets."""
+    """Set data.path or data.sources, or those of eval, from axolotl's list of data sets."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
         draft.left[name] = "it is no list of data sets with a path."
         return
@@ -65,7 +65,7 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
 
 
 def columns_of_sources(draft: Draft) -> None:
-    """Sources have columns of their own: data.columns goes into each."""
+    """Move data.columns into each source."""
     if "data.sources" not in draft.taken or "data.columns" not in draft.taken:
         return
     columns, _, _ = draft.taken.pop("data.columns")
@@ -79,7 +79,7 @@ def columns_of_sources(draft: Draft) -> None:
 
 
 def take_adapted(draft: Draft, found: Mapping[str, Any]) -> None:
-    """lora.targets of torchtune's three keys."""
+    """Set lora.targets from torchtune's three keys."""
     values = {name.rpartition(".")[2]: value for name, value in found.items()}
     modules = values.get("lora_attn_modules")
     if not isinstance(modules, list):

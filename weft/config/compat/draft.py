@@ -1,4 +1,4 @@
-"""A draft of a config: what has been taken over from another trainer's, and what has not."""
+"""A draft of a config: what was taken over from another trainer's, and what was not."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from weft.config.yaml12 import Node, read_value, show
 
 @dataclass
 class Draft:
-    """taken: key -> (value, where it comes from, their name). left: their name -> what to do about it. unfit: keys for
-    which a value was given that weft cannot take, so that no default stands in for it."""
+    """taken: key -> (value, origin, their name). left: their name -> advice. unfit: keys whose value weft cannot take,
+    so that no default replaces it."""
 
     taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What has been taken for a key."""
+        """The value taken for a key."""
         return self.taken[key][0] if key in self.taken else default
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Set a key, unless the schema does not have it or its value does not fit. name: theirs; origin: in words."""
+        """Set a key, if the schema has it and the value fits. name: theirs. origin: in words."""
         spec = schema_keys(SftConfig).get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
@@ -45,7 +45,7 @@ class Draft:
         return f"{text}: {advice}" if spec.type is str and advice else f"{text}, which is {describe(spec.type)}."
 
     def drop(self, key: str, because: str) -> None:
-        """Take a key back."""
+        """Remove a key that was taken, with a reason."""
         _, _, name = self.taken.pop(key)
         if name != key:
             self.left[name] = because

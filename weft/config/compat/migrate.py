@@ -1,6 +1,6 @@
-"""`weft migrate`: a config of another trainer as a draft of weft's.
+"""`weft migrate`: another trainer's config as a draft of weft's.
 
-What has one meaning is taken over; of everything else the draft says what to do, in the words of names.py.
+Unambiguous settings are taken over; for everything else the draft contains advice, in the words of names.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
-    """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: as many
-    as the files say. UserError for files of a trainer that nobody knows, and of what is no supervised fine-tuning."""
+    """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: from the
+    files. UserError for files of an unknown trainer, or of anything but supervised fine-tuning."""
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs = _trainer_of(found, files)

@@ -1,7 +1,7 @@
-"""What to say to names and values that users bring from other trainers.
+"""Advice on names and values that users bring from other trainers.
 
 A name is looked up by its last parts, as many as the tables know, so that `actor_rollout_ref.actor.optim.lr` and `lr`
-are the same. `wandb.*` in a table stands for a section and all that is in it.
+are the same. `wandb.*` in a table stands for a section and everything in it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ _FOREIGN = 4
 
 
 def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
-    """What to say instead of a dotted name of another trainer, or None where it is not known.
-
-    reinforcement: in a config of `weft rl`, which has answers of its own.
-    """
+    """Advice on a dotted name of another trainer, or None where it is unknown. reinforcement: for a config of `weft
+    rl`, which has advice of its own."""
     own = entry_of(name, TABLES.rl_names) if reinforcement else None
     if own is not None:
         return TABLES.rl_names[own]
@@ -36,13 +34,13 @@ def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
 
 
 def trainers_of(name: str) -> list[Trainer]:
-    """The trainers that have a dotted name."""
+    """The trainers that have this dotted name."""
     found = entry_of(name)
     return [trainer for trainer in TABLES.trainers if found in trainer.names]
 
 
 def with_state(text: str) -> str:
-    """A sentence, with what is not in this version yet of the keys that it names."""
+    """The advice, with a remark on keys in it that this version does not have yet."""
     missing = [f"`{key}`" for key in dict.fromkeys(re.findall(r"`([\w.]+)`", text)) if not_yet(key)]
     if not missing:
         return text
@@ -50,7 +48,7 @@ def with_state(text: str) -> str:
 
 
 def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
-    """The entry of a table (default: all names) for a dotted name: the one that says most of it."""
+    """The most specific entry of a table (default: all names) for a dotted name."""
     table = TABLES.names if table is None else table
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):
@@ -63,17 +61,15 @@ def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
 
 
 def weft_value(key: str, value: Any) -> str | None:
-    """What to write instead of another trainer's value of a key, or None."""
+    """weft's equivalent of another trainer's value of a key, or None."""
     word = str(value).lower()
     known = TABLES.values.get(key, {})
     return known.get(word) or (word if word in known.values() and word != value else None)
 
 
 def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
-    """The trainer with most signs among these dotted names, and the names that are signs of it; None without any.
-
-    accelerate's file goes with that of another trainer, so it is taken only where there is no other.
-    """
+    """(the trainer with most signs among these dotted names, the names that are signs); None without any. accelerate's
+    file accompanies another trainer's, so accelerate is chosen only where there is no other."""
     names = list(names)
     found = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
     best = max(found, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
@@ -81,7 +77,7 @@ def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
 
 
 def likely_trainer(names: Iterable[str]) -> Trainer | None:
-    """The trainer that most of these dotted names are of, if there are enough of them and no two have as many."""
+    """The trainer that has most of these dotted names, if there are enough of them and no other has as many."""
     names = list(names)
     if len(names) < _FOREIGN:
         return None

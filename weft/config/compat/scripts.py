@@ -1,4 +1,4 @@
-"""Options and overrides of a shell script, as a config: --lr 1e-5 and optim.lr=1e-5. Nothing of it is run."""
+"""The options and overrides of a shell script as a config: --lr 1e-5 and optim.lr=1e-5. The script is not run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S
 
 
 def read_script(path: str) -> Node:
-    """name -> value of all options, and of all overrides of the commands that start Python.
-
-    Variables that the script sets are put in, with the defaults of those that it does not (`${NAME:-default}`); others
-    stay as they are.
-    """
+    """name -> value of all options and overrides of commands that start Python. Variables that the script sets are
+    substituted, with defaults for others (`${NAME:-default}`); unknown ones stay."""
     try:
         lines = list(_lines(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Tables of YAML as typed records. What does not fit is an error that names file and key."""
+"""Tables in YAML as typed records. Errors name file and key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = TypeVar("Record")
 
 
 class TableError(ValueError):
-    """A table that cannot be read: its file, the key in it, and what is wrong there."""
+    """An invalid table: file, key, and what is wrong."""
 
 
 class _Loader(_Base):
@@ -40,7 +40,7 @@ class _Loader(_Base):
 
 
 def read_table(path: Path, kind: type[Record]) -> Record:
-    """The file as a `kind`, a dataclass. TableError where a key or a type is another."""
+    """The file as a `kind`, a dataclass. TableError for unknown keys and wrong types."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -74,12 +74,12 @@ def _record(value: Mapping[str, Any], kind: Any, where: str) -> Any:
 
 
 def word(value: Any) -> str:
-    """A scalar of YAML as tables compare it: true is `true`, null is `none`. Names keep their case."""
+    """A scalar of YAML as tables compare it: true is `true`, null is `none`. Strings keep their case."""
     return value if isinstance(value, str) else str(value).lower()
 
 
 def inverse(groups: Mapping[str, Iterable[Any]], where: str) -> dict[str, str]:
-    """name -> the group that it stands in. TableError for a name that stands in two."""
+    """name -> the group that contains it. TableError for a name in two groups."""
     found: dict[str, str] = {}
     for group, names in groups.items():
         for name in map(word, names):

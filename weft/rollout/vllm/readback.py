@@ -31,8 +31,8 @@ Names = tuple[str, ...]
 
 
 def digest(values: Tensor) -> int:
-    """64 bits of all values, wherever they are: the sum of a mix of each one's bits in fp32. Zeros add nothing, so that
-    padding does not; what is too small for a normal fp32 counts as zero, which kernels make of it."""
+    """64 bits of all values in any order: the sum of a mix of each value's bits in fp32. Zeros add nothing, so padding
+    does not matter; subnormal fp32 values count as zero, as kernels treat them."""
     total = 0
     for chunk in values.detach().reshape(-1).split(_CHUNK):
         exact = chunk.to(torch.float32)
@@ -43,8 +43,8 @@ def digest(values: Tensor) -> int:
 
 
 def digests_of(model: torch.nn.Module) -> Digests:
-    """Of every parameter, by its name; of a head, which keeps its weight beside the packed copy that it uses, also
-    whether they differ."""
+    """Digests of every parameter, by name; for a head that keeps its weight next to the packed copy that it uses, also
+    whether the two differ."""
     found, seen = Digests(), set[int]()
     for path, module in model.named_modules():
         packs = hasattr(module, "cpu_linear")
@@ -74,22 +74,20 @@ def _is_head(module: Any) -> bool:
 
 
 class Proof:
-    """Whether a model holds what it was sent; for a worker that takes whole tensors.
-
-    Where vLLM changes values as it loads them, which the first load shows, they are not compared later.
-    """
+    """Verifies that a model holds what it was sent, for a worker that receives full tensors. Parameters that vLLM
+    changes as it loads them, which the first load shows, are not compared later."""
 
     def __init__(self) -> None:
         self._plain: set[Names] | None = None  # groups that were as sent at the first load
 
     @property
     def first(self) -> bool:
-        """Whether none was checked yet."""
+        """Whether nothing was checked yet."""
         return self._plain is None
 
     def check(self, model: Any, sent: Digests, before: Digests) -> None:
-        """SyncError, naming vLLM's parameters, where one is not as it was sent. sent: by the tensors' names. before:
-        what was `digests_of` before the first load."""
+        """SyncError, naming vLLM's parameters, where one differs from what was sent. sent: by the tensors' names.
+        before: `digests_of` the model before the first load."""
         now = digests_of(model)
         groups = _groups(now, sent, getattr(model, "packed_modules_mapping", {}))
         differing = [own for own, theirs in groups if _total(now, own) != _total(sent, theirs)]
@@ -135,10 +133,8 @@ def _total(digests: Digests, names: Names) -> int:
 
 
 def check_adapter(model: Any, slot: int, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """SyncError, naming vLLM's layers, where a slot of adapters does not hold this one, which is in peft's format.
-
-    Of linear layers. scaling: of A B; vLLM multiplies B with it.
-    """
+    """SyncError, naming vLLM's layers, where a slot of adapters does not hold this adapter, which is in peft's format.
+    Checks linear layers. scaling: of A B; vLLM multiplies B by it."""
     owners = {part: own for own, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_b_stacked")}
     wanted = Digests()
@@ -163,8 +159,8 @@ def _in_slot(layer: Any, slot: int) -> int:
 
 @contextmanager
 def complete(model: Any) -> Iterator[None]:
-    """Inside, a load by the model that leaves something out raises SyncError: vLLM only notes it in its log, and goes
-    on with what was there before, or with what memory happened to hold."""
+    """Inside, a load by the model that omits something raises SyncError: vLLM only logs it, and continues with the
+    previous or uninitialised values."""
     load = model.load_weights
     names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}  # a tied one once
 

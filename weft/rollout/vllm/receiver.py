@@ -1,8 +1,7 @@
-"""vLLM's end of a weight sync: methods that its workers get by --worker-extension-cls.
+"""vLLM's end of a weight sync: methods added to its workers by --worker-extension-cls.
 
-It runs in vLLM's own environment, where of weft there is nothing but this file, readback.py and the wire (server.py
-copies them).
-Written against vLLM 0.32: `reload_weights` of the worker, which loads any number of times, on CPU, too.
+This file runs in vLLM's environment, where of weft only it, readback.py and the protocol exist (server.py copies them).
+Written for vLLM 0.32: `reload_weights` of the worker, which can load repeatedly, on CPU, too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from weft.rollout.vllm import readback
 
 
 class Receiver:
-    """Mixed into vLLM's worker, of which it uses what is declared here."""
+    """A mixin of vLLM's worker, whose attributes it declares here."""
 
     reload_weights: Any
     list_loras: Any
@@ -33,11 +32,12 @@ class Receiver:
     rank: int
 
     def weft_receive(self, ticket: str, version: int, has: int | None, based: bool, folder: str) -> dict[str, Any]:
-        """Take one delivery: weights, or an adapter and perhaps its base. ticket: as JSON; its member is replaced.
+        """Receive one sync: weights, or an adapter and possibly its base.
 
-        has: version that the engine has; None: none that it may sample with. based: it has an adapter's base. folder:
-        where an adapter is put, in peft's format. Returns {"adapter": whether one came, "verify": whether it is to be
-        read back}, or {"error": text}: an exception would end the engine.
+        ticket: as JSON; its member is replaced. has: version of the engine's weights; None: none that it may sample
+        with. based: whether it has an adapter's base. folder: receives an adapter, in peft's format. Returns
+        {"adapter": whether one came, "verify": whether it must be read back}, or {"error": text}, because an exception
+        would end the engine.
         """
         try:
             own = protocol.Ticket.of({**json.loads(ticket), "member": self.rank})
@@ -55,10 +55,10 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def weft_adapter(self, name: str, folder: str) -> dict[str, Any]:
-        """Load the adapter in `folder` anew, under the number that it has. Returns {} or {"error": text}.
+        """Load the adapter in `folder` again, under its present number. Returns {} or {"error": text}.
 
-        The server's own route has vLLM load it anew for every batch from then on. Where a new base has come meanwhile
-        the adapter has no number, and vLLM reads it at its next use.
+        The server's own route would make vLLM load it again for every batch. After a new base the adapter has no
+        number, and vLLM loads it at its next use.
         """
         from vllm.lora.request import LoRARequest
 
@@ -70,8 +70,8 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def weft_check_adapter(self, folder: str) -> dict[str, Any]:
-        """See that the adapter in use is the one in `folder`. Returns {} or {"error": text}. One that vLLM is going to
-        read at its next use has no number yet."""
+        """Check that the adapter in use is the one in `folder`. Returns {} or {"error": text}. An adapter that vLLM
+        will load at its next use has no number yet."""
         from safetensors.torch import load_file
 
         try:
@@ -86,10 +86,7 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def weft_reload(self, folder: str) -> dict[str, Any]:
-        """Take all weights from a HuggingFace directory that this worker can read, and see that they are there.
-
-        Returns {} or {"error": text}.
-        """
+        """Load all weights from a HuggingFace directory and verify them. Returns {} or {"error": text}."""
         from safetensors.torch import load_file
 
         try:

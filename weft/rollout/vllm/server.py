@@ -1,4 +1,4 @@
-"""How vLLM's server is started: its command line and its environment."""
+"""The command line and the environment of vLLM's server."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Settings:
 def settings_of(
     config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str, *, weights: bool = True
 ) -> Settings:
-    """What the config says. name: of the engine. run: the run's folder. compute: the trainer's dtype, as in "bf16".
-    weights: whether those at model.path are to be read."""
+    """The settings of a config. name: of the engine. run: the run's folder. compute: the trainer's dtype, such as
+    "bf16". weights: whether to read those at model.path."""
     rollout = config.rollout
     dtype = _DTYPES[compute if rollout.dtype == "auto" else rollout.dtype]
     reading = {} if weights and config.model.init == "pretrained" else {"load_format": "dummy"}
@@ -88,7 +88,7 @@ def settings_of(
 
 
 def command(settings: Settings, socket: Path) -> list[str]:
-    """The server's command line. socket: where it is to listen."""
+    """The server's command line. socket: on which it will listen."""
     words = [
         str(settings.interpreter.python), "-m", _SERVER, "--model", settings.model,
         "--uds", str(socket), "--enable-scale-out", "--dtype", settings.dtype, "--seed", str(settings.seed),
@@ -109,7 +109,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
 
 
 def environment(settings: Settings, parts: Path) -> dict[str, str]:
-    """All of the server's environment. parts: the folder with weft's part."""
+    """The server's complete environment. parts: the folder with weft's part."""
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     paths = [str(parts), *filter(None, [settings.variables.get("PYTHONPATH")])]
     fixed = {
@@ -127,7 +127,7 @@ def environment(settings: Settings, parts: Path) -> dict[str, str]:
 
 
 def place_parts(folder: Path) -> Path:
-    """Copy weft's part for vLLM's processes into `folder`, as a package `weft` with nothing else in it."""
+    """Copy the files of weft that vLLM's processes import into `folder`, as a package `weft` with nothing else."""
     source = PACKAGE
     for part in _PARTS:
         target = folder / "weft" / part
@@ -150,7 +150,7 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
 
 
 def option(name: str, value: Any) -> list[str]:
-    """The words of a command line for one of rollout.options."""
+    """One of rollout.options as words of a command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
