@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import open_engine, saved_model
+from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.test_head import TILES, TRANSFORMS, close, problem
 from weft.errors import UserError
@@ -20,7 +21,8 @@ from weft.models import captured
 from weft.objectives.base import Batch, Terms
 from weft.objectives.load import check_objective
 from weft.objectives.readouts import Wanted
-from weft.ops.head import LogitTransform
+from weft.ops.communicator import InThreads, Meeting
+from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
 from weft.verification.observed import to_documents
 
@@ -57,6 +59,35 @@ def test_values_and_gradients_equal_full_logits(
         )
         for one, other in zip(found, wanted, strict=True):
             close(one, other, tolerance)
+
+
+@pytest.mark.parametrize("most", [0, 3, 20])
+def test_parts_of_a_vocabulary_are_joined(most: int) -> None:
+    """Over threads that stand for ranks; 20 of the largest logits are more than one part has."""
+    hidden, weight, bias, targets = problem(11, torch.float64)
+    ids = torch.stack([targets, (targets * 3 + 1) % 37], 1)
+    whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    expected = selected_logits(*whole, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6)
+    upstream = [torch.randn_like(x) for x in (expected.chosen, expected.top, expected.logsumexp)]
+    wanted = torch.autograd.grad([expected.chosen, expected.top, expected.logsumexp], whole, upstream)
+    meeting, borders = Meeting(3), [0, 12, 24, 37]
+
+    def part(place: int) -> tuple[Any, Any]:
+        own = slice(borders[place], borders[place + 1])
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight[own].detach(), bias[own].detach())]
+        shard = VocabularyShard(own.start, InThreads(meeting, place))
+        got = selected_logits(*inputs, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6, shard=shard)
+        return got, torch.autograd.grad([got.chosen, got.top, got.logsumexp], inputs, upstream)
+
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(part, range(3)))
+    for got, _ in parts:
+        assert torch.equal(got.top_ids, expected.top_ids)
+        for one, other in zip(got, expected, strict=True):
+            close(one.detach().double(), other.detach().double(), 1e-12)
+    of_hidden, of_weight, of_bias = zip(*(gradients for _, gradients in parts), strict=True)
+    for one, other in zip((sum(of_hidden), torch.cat(of_weight), torch.cat(of_bias)), wanted, strict=True):
+        close(one, other, 1e-12)
 
 
 def test_no_predictions_give_zero_gradients() -> None:
@@ -182,6 +213,9 @@ CASES = [
     ("gemma2", "1", "packed", {}),  # soft-capped, tied
     ("lfm2", "1", "padded", {}),
     ("lfm2", "2", "padded", {}),
+    ("qwen3", "tp4", "packed", {}),
+    ("gemma2", "2xtp2", "packed", {}),
+    ("lfm2", "tp2", "padded", {"model": {"recompute": "full"}}),
 ]
 
 
@@ -190,7 +224,7 @@ def test_parity_with_plain_transformers(family: str, mesh: str, layout: str, sec
     path = saved_model(family)
     loss, expected = of_transformers(path, family)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for found, gradients in run(int(mesh), of_weft, path, family, mesh, layout, sections):
+    for found, gradients in run(world_of(mesh), of_weft, path, family, mesh, layout, sections):
         assert found == pytest.approx(loss, rel=1e-5)
         assert gradients.keys() == expected.keys()
         for name, wanted in expected.items():
@@ -221,9 +255,9 @@ def test_chosen_logits_need_to_be_chosen() -> None:
         check_objective(objective, "mine")
 
 
-def opened(path: str, readouts: Sequence[str], compiled: bool = False) -> str:
+def opened(path: str, readouts: Sequence[str], compiled: bool = False, mesh: str = "1") -> str:
     try:
-        open_engine(path, "1", readouts=readouts, model={"compile": compiled})
+        open_engine(path, mesh, readouts=readouts, model={"compile": compiled})
     except UserError as error:
         return str(error)
     return ""
@@ -239,6 +273,13 @@ def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
     assert run(1, opened, path, ["hidden/model.layers.1", "top_logits/5"]) == [""]
     assert "logits. Ask for fewer." in run(1, opened, path, ["top_logits/999"])[0]
     assert "Set model.compile=false." in run(1, opened, path, ["hidden/model.norm"], True)[0]
+
+
+def test_parts_of_states_are_refused() -> None:
+    inside = ["hidden/model.layers.1.mlp", "hidden/model.layers.1.mlp.down_proj"]
+    for said in run(2, opened, saved_model("qwen3"), inside, False, "tp2"):
+        assert "each rank has a part of what is inside of model.layers.1.mlp. Read model.layers.1.mlp or" in said
+    assert run(2, opened, saved_model("qwen3"), inside[:1], False, "tp2") == ["", ""]
 
 
 def test_a_module_that_gives_no_vector_for_each_token() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
+from tests.resuming import Sections, process
 from weft.checkpoint import export
 from weft.sharding.cuts import Cut
 from weft.sharding.safetensors_files import TensorFile
@@ -68,6 +69,21 @@ def overridden(path: str) -> list[str]:
 
 def test_what_is_divided_and_replicated_is_walked_whole() -> None:
     assert run(4, overridden, saved_model("qwen3")) == [[]] * 4
+
+
+# ---------------------------------------------------------------- answers of a run
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ("all-linear", "lm_head")}], ids=["whole", "adapters"])
+def test_prompts_are_answered_as_by_one_process(lora: dict[str, Any], tmp_path: Path) -> None:
+    """Dealt to all ranks: those of a tp group answer different ones."""
+    asked = {"prompts": tuple("abcdefg"), "max_new_tokens": 6, "every": 2}
+    sections: Sections = {"eval": asked, "train": {"steps": 4, "epochs": None, "seed": 3}, "lora": lora}
+    for mesh in ("1", "2xtp2", "tp2"):
+        process(tmp_path / mesh, mesh, sections=sections)
+    answers = {mesh: (tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", "2xtp2", "tp2")}
+    assert answers["1"].count("prompt") == 2 * len("abcdefg")
+    assert answers["1"] == answers["2xtp2"] == answers["tp2"]
 
 
 # ---------------------------------------------------------------- bugs, planted

@@ -263,8 +263,6 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
         )
     yield from common_combinations(config)
     yield from _eval_combinations(config.eval)
-    if config.mesh.tp > 1 and config.eval.prompts is not None:
-        yield "eval.prompts", f"eval.prompts: {_NO_TP}"
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:

@@ -19,12 +19,12 @@ from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.value_head import fill_value_head
-from weft.errors import UserError
 from weft.models import hf
 from weft.models.captured import check_readouts
 from weft.models.freeze import freeze
 from weft.models.lora import freeze_base
-from weft.objectives.readouts import Wanted, needs_logits
+from weft.models.tp_styles import check_states
+from weft.objectives.readouts import Wanted
 from weft.ops.communicator import ContextAxis
 from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
 from weft.optim.groups import check_groups
@@ -171,11 +171,10 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
         else:
             freeze_base(module, built.lora)
         check_groups(module, config.optimizer)
-    if frame.mesh.tp is not None and needs_logits(readouts):
-        raise UserError(
-            "train.objective: single logits cannot be read with mesh.tp above 1 in this version: set mesh.tp=1."
-        )
-    check_readouts(module, len(module.head.weight), Wanted.of(readouts), compiled=config.model.compile)
+    wanted = Wanted.of(readouts)
+    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile)
+    if frame.mesh.tp is not None:
+        check_states(module, built.config.get_text_config(), wanted.hidden)
     return replace(built, balance=balance_coefficient(config.model, built.config, module))
 
 

@@ -6,7 +6,7 @@ A style is read off the module tree: the linear layers that enter attention or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,17 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
             )
         of.setdefault(name, Style())
     return found
+
+
+def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str]) -> None:
+    """UserError where a rank has only a part of what one of these modules gives (`hidden/MODULE`)."""
+    for region in find_styles(module, config).regions if names else ():
+        inside = next((name for name in names if name.startswith(f"{region}.")), None)
+        if inside is not None:
+            raise UserError(
+                f"train.objective: `hidden/{inside}` in `readouts`: with mesh.tp above 1 each rank has a part of what "
+                f"is inside of {region}. Read {region} or its layer, or set mesh.tp=1."
+            )
 
 
 def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:

@@ -105,7 +105,7 @@ class Head(nn.Module):
         ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
         got = selected_logits(
             hidden_NH, weight, self.bias, ids, self.transform,
-            top=Wanted.of(tops).top, temperature=self.temperature,
+            top=Wanted.of(tops).top, temperature=self.temperature, shard=self.shard,
         )  # fmt: skip
         out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
         if chosen_NC is not None:

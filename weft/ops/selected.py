@@ -18,6 +18,7 @@ from weft.ops.head import (
     LogitTransform,
     Needs,
     Scaling,
+    VocabularyShard,
     WideSum,
     log_sum_exp_,
     spread,
@@ -46,16 +47,17 @@ def selected_logits(
     top: int = 0,
     temperature: float = 1.0,
     tile: tuple[int, int] | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Selected:
     """Selected values of z = transform(hidden @ weight.T + bias) / temperature, with exact gradients.
 
     hidden: [N, H]. weight: [V, H]. bias: [V] or None. ids: [N, C] int64 in [0, V); one outside gives NaN. top: K, at
-    most V. tile: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not None, for N
-    = 0.
+    most V. tile, shard: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not
+    None, for N = 0.
     """
     assert hidden.ndim == 2 and ids.ndim == 2 and len(ids) == len(hidden), (hidden.shape, ids.shape)
-    assert 0 <= top <= len(weight), (top, weight.shape)
-    return Selected(*_Selected.apply(hidden, weight, bias, ids, top, Scaling.of(transform, temperature), tile))
+    assert top >= 0 and (top <= len(weight) or shard is not None), (top, weight.shape)
+    return Selected(*_Selected.apply(hidden, weight, bias, ids, top, Scaling.of(transform, temperature), tile, shard))
 
 
 class _Running(NamedTuple):
@@ -80,6 +82,23 @@ class _Running(NamedTuple):
     def rows(self, rows: slice) -> _Running:
         return _Running(*(values[rows] for values in self))
 
+    def joined(self, shard: VocabularyShard) -> _Running:
+        """Of the whole vocabulary, from the parts of the ranks; collective. Of each part its K largest travel."""
+        ranks, count = shard.ranks, self.top.shape[1]
+        largest = self.lse.clone()
+        ranks.max_(largest)
+        mass = (self.lse - largest).exp_()
+        ranks.sum_(mass)
+        chosen = self.chosen.nan_to_num(float("-inf"), float("inf"), float("-inf"))
+        ranks.max_(chosen)
+        chosen = torch.where(chosen.isneginf(), float("nan"), chosen)
+        top, top_ids = self.top, self.top_ids
+        if count:
+            values, ids = torch.cat(ranks.gather(top), 1), torch.cat(ranks.gather(top_ids + shard.first), 1)
+            top, order = values.topk(count, 1)
+            top_ids = ids.gather(1, order)
+        return _Running(chosen, top, top_ids, largest + mass.log_())
+
 
 class _Selected(torch.autograd.Function):
     @staticmethod
@@ -92,8 +111,11 @@ class _Selected(torch.autograd.Function):
         top: int,
         scaling: Scaling,
         tile: tuple[int, int] | None,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        first = 0 if shard is None else shard.first
+        ids = ids - first
         logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
         running = _Running.start(ids, top, logits.wide)
         for columns, all_rows in logits.tiles(tile):
@@ -104,7 +126,9 @@ class _Selected(torch.autograd.Function):
                         z.tanh_().mul_(scaling.outer)
                     place = slice(rows.start + block.start, rows.start + block.stop)
                     _fold(z, ids[place], columns, running.rows(place))
-        ctx.save_for_backward(hidden, weight, bias, torch.cat([ids, running.top_ids], 1), running.lse)
+        if shard is not None:
+            running = running.joined(shard)
+        ctx.save_for_backward(hidden, weight, bias, torch.cat([ids, running.top_ids - first], 1), running.lse)
         ctx.mark_non_differentiable(running.top_ids)
         ctx.scaling, ctx.tile, ctx.chosen = scaling, tile, ids.shape[1]
         return tuple(running)
@@ -131,7 +155,7 @@ class _Selected(torch.autograd.Function):
             if total is not None:
                 total.finish()
         narrow = (x if x is None else x.to(like.dtype) for x, like in zip(out, (hidden, weight, bias), strict=True))
-        return *narrow, None, None, None, None
+        return *narrow, *(None,) * 5
 
 
 def _local(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
