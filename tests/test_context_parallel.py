@@ -34,6 +34,7 @@ from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
 from weft.ops.communicator import OverGroup
+from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
 CASES = [
@@ -343,3 +344,14 @@ def test_ratios_of_whole_samples(policy_loss: str) -> None:
         for name, gradient in gradients.items():
             off = float((found[name] - gradient).abs().max())
             assert off <= 1e-5 * max(float(gradient.abs().max()), 1e-3 * largest), name
+
+
+def shapes(path: str, mesh: str) -> list[tuple[int, int]]:
+    """(elements here, of all) of each parameter."""
+    engine = open_engine(path, mesh)
+    return [(own_part(p).numel(), p.numel()) for p in engine.module.parameters()]
+
+
+def test_its_ranks_shard_parameters() -> None:
+    found = run(2, shapes, saved_model("llama"), "cp2")[0]
+    assert all(here * 2 == of_all for here, of_all in found)
