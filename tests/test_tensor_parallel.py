@@ -21,7 +21,7 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine import division_check
-from weft.engine.division_check import check_division
+from weft.engine.division_check import Division, check_division
 from weft.engine.engine import Engine
 from weft.engine.startup import examine
 from weft.errors import UserError
@@ -74,6 +74,14 @@ def copies_left_out(cuts: dict[str, Cut], *rest: Any) -> dict[str, Any]:
     return {name: groups for name, groups in PARTIAL(cuts, *rest).items() if not cuts[name].divides}
 
 
+def inside_alone(cuts: dict[str, Cut], *rest: Any) -> dict[str, Any]:
+    return {name: groups for name, groups in PARTIAL(cuts, *rest).items() if "layernorm" not in name}
+
+
+def summed_again(ctx: Any, grad: Tensor) -> Any:
+    return 2 * grad.narrow(1, ctx.place * ctx.tokens, ctx.tokens), None, None
+
+
 # name -> family, mesh, (module or class, what in it is replaced, by what).
 PLANTS: dict[str, tuple[str, str, tuple[Any, str, Any]]] = {
     # NVIDIA-NeMo/RL#3716, Megatron-LM#7452: no sum over tp behind a norm of heads; routers, too.
@@ -86,6 +94,8 @@ PLANTS: dict[str, tuple[str, str, tuple[Any, str, Any]]] = {
     # Megatron-LM#7452: a part of the vocabulary is taken for all of it.
     "the loss of a part": ("llama", "tp2", ("weft.ops.head", "_Running.joined", lambda running, ranks: running)),
     "the gradient of a part": ("llama", "tp2", (tensor, "_SumGradient.backward", lambda ctx, grad: (grad, None))),
+    "norms between blocks are not summed": ("llama", "tp2", (tensor, "_partial", inside_alone)),
+    "last states' gradients are summed": ("llama", "tp2", ("weft.parallel.sequence", "_Join.backward", summed_again)),
     "biases of every rank": ("gpt2", "tp2", (tensor, "_share_bias", lambda *_: None)),
     "biases of experts of every rank": ("gpt_oss", "tp2", (tensor, "_share_bias", lambda *_: None)),
     "experts balanced once per rank": ("qwen3_moe", "tp2", (Mesh, "tp_size", 1)),
@@ -103,7 +113,8 @@ def with_a_bug(path: str, mesh: str, name: str) -> bool:
     for part in path_to:
         owner = getattr(owner, part)
     wrong = staticmethod(wrong) if last == "backward" else wrong
-    started = mock.patch("weft.engine.stages.check_division")  # which would refuse most of them
+    found = Division(0.0, sequence="gpt2" not in path)
+    started = mock.patch("weft.engine.stages.check_division", return_value=found)  # which would refuse most of them
     with started, mock.patch.object(owner, last, wrong):
         verdict = parity(path, mesh, KNOBS.get(name, {}))
     return verdict is None or verdict.passed
@@ -117,6 +128,7 @@ def test_a_bug_is_seen(name: str) -> None:
 
 # ---------------------------------------------------------------- before it starts: a small copy, divided over threads
 
+TOKENS_WHOLE = {"gemma4_text", "lfm2", "qwen3_next", "falcon", "jamba", "llama4_text", "gpt2"}
 DIVIDED = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm",
     "cohere2", "lfm2", "qwen3_next", "falcon", "jamba", "llama4_text", "olmo2", "gpt2", "phi", "phi3_longrope",
@@ -126,7 +138,9 @@ DIVIDED = (
 
 def divided(family: str, tp: int = 2) -> float:
     config = hf.without_noise(tiny_config(family))
-    return check_division(config, examine(config), tp)
+    found = check_division(config, examine(config), tp)
+    assert found.sequence == (family not in TOKENS_WHOLE)
+    return found.error
 
 
 @pytest.mark.parametrize("family", DIVIDED)
@@ -139,7 +153,7 @@ def test_heads_that_are_repeated_are_checked() -> None:
 
 
 WRONG: dict[str, tuple[str, Any, str, Any]] = {
-    "no sum of outputs": ("llama", tensor._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
+    "no sum of outputs": ("gpt2", tensor._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
     "no sum of gradients": ("llama", tensor._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
     "copies are not summed": ("qwen3", division_check, "sum_partial_gradients", lambda *_: None),
     "biases of every rank": ("gpt_oss", tensor, "_share_bias", lambda *_: None),

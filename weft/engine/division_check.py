@@ -7,6 +7,8 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from threading import BrokenBarrierError
 from typing import Any, TypeVar
 
@@ -29,20 +31,40 @@ GRADIENT_TOLERANCE = 5e-4
 READOUT_TOLERANCE = 1e-4
 
 
-def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> float:
-    """The largest difference of a gradient, relative to its parameter's largest. UserError, naming the family and what
-    differs, where one is too large, or the copy cannot be divided."""
+@dataclass(frozen=True)
+class Division:
+    """error: the largest difference of a gradient, relative to its parameter's largest. sequence: tokens can be divided
+    between blocks."""
+
+    error: float
+    sequence: bool
+
+
+def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
+    """How the model can be divided. UserError, naming the family and what differs, where it cannot."""
     small = small_copy(config, "per_document")
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
     documents = documents_of(text_vocabulary(whole))
-    expected, gradients = _run(whole, documents, findings)
+    expected = _run(whole, documents, findings)
+    # Mixers that hold a state, and code that adds what it has of all tokens, need whole rows between blocks.
+    with suppress(UserError):
+        return Division(_compare(config, _divided(small, documents, findings, ranks, sequence=True), expected), True)
+    return Division(_compare(config, _divided(small, documents, findings, ranks, sequence=False), expected), False)
+
+
+Ran = tuple[Tensor, dict[str, Tensor]]  # readouts, gradients
+
+
+def _compare(config: PretrainedConfig, divided: Callable[[], Ran], expected: Ran) -> float:
+    """The largest difference. UserError where it is too large, or the copy does not run."""
     try:
-        found, joined = _divided(small, documents, findings, ranks)
+        found, joined = divided()
     except UserError:
         raise
     except Exception as error:  # shapes that do not fit any more, somewhere in the family's code
         raise _refusal(config, f"its code does not run with parts of its heads ({first_line(error)})") from error
-    off = float((found - expected).abs().max() / expected.abs().max())
+    readouts, gradients = expected
+    off = float((found - readouts).abs().max() / readouts.abs().max())
     if not off <= READOUT_TOLERANCE:
         raise _refusal(config, f"log-probabilities differ by {off:.1e}")
     largest = max(float(g.abs().max()) for g in gradients.values())
@@ -84,18 +106,19 @@ def _run(module: TrainModule, documents: list[Tensor], findings: Findings) -> tu
 
 
 def _divided(
-    small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+    small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int, *, sequence: bool
+) -> Callable[[], Ran]:
     """The same of `ranks` threads; gradients whole."""
 
-    def one(place: int, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+    def one(place: int, groups: Groups) -> Ran:
         def neighbours(size: int) -> Communicator:
             first = place // size * size
             return groups(tuple(range(first, first + size)), place)
 
-        return _of_rank(small, documents, findings, Axis(place, ranks, neighbours(ranks), neighbours))
+        axis = Axis(place, ranks, neighbours(ranks), neighbours)
+        return _of_rank(small, documents, findings, axis, sequence=sequence)
 
-    return in_threads(ranks, one)[0]
+    return lambda: in_threads(ranks, one)[0]
 
 
 def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
@@ -132,12 +155,10 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
     return [result.result() for result in results]
 
 
-def _of_rank(
-    small: PreTrainedModel, documents: list[Tensor], findings: Findings, axis: Axis
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _of_rank(small: PreTrainedModel, documents: list[Tensor], findings: Findings, axis: Axis, *, sequence: bool) -> Ran:
     module = TrainModule(copy.deepcopy(small))
     whole = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    divided = tensor_parallel(module, axis, small.config)
+    divided = tensor_parallel(module, axis, small.config, sequence=sequence)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(divided.cuts[name].take(whole[name]))

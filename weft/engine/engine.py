@@ -83,7 +83,9 @@ class Engine:
         self._complete = False  # the gradients, over the ranks of tp
         self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
         self.context, self.budget = cut.context, config.step.max_tokens_per_device
-        self._planner = StepPlanner(config.step, self.mesh, built, cut.context)
+        self._planner = StepPlanner(
+            config.step, self.mesh, built, cut.context, self.mesh.tp_size if cut.divided.sequence else 1
+        )
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(self.mesh.loss_rank, cut.context, built.layout, bool(self.balance), on_device, replay)

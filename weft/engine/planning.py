@@ -19,9 +19,11 @@ from weft.parallel.mesh import Mesh
 class StepPlanner:
     """Plans the steps of one model on one mesh, for Engine's methods of the same names."""
 
-    def __init__(self, step: StepConfig, mesh: Mesh, built: BuiltModel, context: ContextAxis | None) -> None:
-        """context: the ranks that documents may be cut over; None where none is."""
-        self.step, self.mesh, self.layout, self.context = step, mesh, built.layout, context
+    def __init__(
+        self, step: StepConfig, mesh: Mesh, built: BuiltModel, context: ContextAxis | None, multiple: int
+    ) -> None:
+        """context: the ranks that documents may be cut over; None where none is. multiple: of which rows are."""
+        self.step, self.mesh, self.layout, self.context, self.multiple = step, mesh, built.layout, context, multiple
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
@@ -38,11 +40,12 @@ class StepPlanner:
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan."""
-        context = self.context
+        context, budget = self.context, -(-budget // self.multiple) * self.multiple
         return plan_step(
             metadata,
             ranks=self.mesh.loss_ranks,
             budget=budget,
+            multiple=self.multiple,
             layout=self.layout,
             shapes=self.step.shapes,
             alone_above=self._alone_above(metadata, budget),

@@ -103,7 +103,7 @@ def assemble(
     set_deterministic(config.deterministic)
     frame = describe(config, ranks, mesh)
     built = build(frame, weights=weights, readouts=readouts)
-    made = cut(frame, built)
+    made = cut(frame, built, readouts)
     parts = Parts(frame, built, made, new_loss_scale(frame))
     if not weights:
         return parts
@@ -178,16 +178,19 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
     return replace(built, balance=balance_coefficient(config.model, built.config, module))
 
 
-def cut(frame: Frame, built: BuiltModel) -> Cut:
-    """Shard the model over the mesh, in place; parameters stay on meta."""
+def cut(frame: Frame, built: BuiltModel, readouts: Collection[str] = ()) -> Cut:
+    """Shard the model over the mesh, in place; parameters stay on meta. readouts: as in Engine."""
     config, module, ranks = frame.config, built.module, frame.ranks
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
+    sequence = False
     if frame.mesh.tp is not None:
-        check_division(checked, built.findings, frame.mesh.tp.size)
+        division = check_division(checked, built.findings, frame.mesh.tp.size)
+        sequence = division.sequence and not Wanted.of(readouts).hidden  # states of modules are read of all tokens
     context = context_of(frame, built, checked)
     units, divided = parallelize(
-        module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device
-    )
+        module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device,
+        sequence=sequence,
+    )  # fmt: skip
     state = Trained(frame.moments, config.optimizer.ema_decay is not None) if frame.trained else None
     memory = memory_needs(module, units, frame.precision, state)
     room = capacity(frame.storage, local_ranks(ranks.world), ranks.assumed)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.versions import reduce_scatter_single
+
 
 class Communicator(Protocol):
     """Every method is called by all ranks together, with tensors of one shape and dtype."""
@@ -28,6 +30,10 @@ class Communicator(Protocol):
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in order."""
+        ...
+
+    def sum_part(self, x: Tensor) -> Tensor:
+        """This rank's part, of equal ones along the first dimension, of the sum over the ranks."""
         ...
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -52,6 +58,11 @@ class OverGroup:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x, group=self.group)
         return parts
+
+    def sum_part(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // dist.get_world_size(self.group), *x.shape[1:])
+        reduce_scatter_single(out, x.contiguous(), group=self.group)
+        return out
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = x.new_empty(sum(received), *x.shape[1:])
@@ -108,6 +119,11 @@ class InThreads:
         found: list[Tensor] = []
         self._each(x, found.extend)
         return found
+
+    def sum_part(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.sum_(total)
+        return total.chunk(self.meeting.size)[self.place]
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         found: list[Tensor] = []

@@ -43,10 +43,13 @@ def parallelize(
     fsdp: FsdpConfig,
     precision: Precision,
     device: torch.device,
+    *,
+    sequence: bool = False,
 ) -> tuple[list[Unit], TensorParallel]:
-    """Shard the model in place; its FSDP units, and what tensor parallelism has divided."""
+    """Shard the model in place; its FSDP units, and what tensor parallelism has divided. sequence: with tp, tokens
+    between blocks, too."""
     # 0. Compute with parts: what is stored is divided before anything looks at it.
-    divided = tensor_parallel(module, mesh.tp, config)
+    divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
 
     # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":

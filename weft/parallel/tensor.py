@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,21 +27,26 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
+from weft.parallel.sequence import GatherTokens, SumTokens, join_last_states
 from weft.sharding.cuts import Cut, Range, even, repeated, scaled, split
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """cuts: of every parameter, by each of its names. partial: parameters whose gradients are sums of parts, with the
-    ranks that have these, by their number."""
+    ranks that have these, by their number. sequence: between blocks a rank has a part of the row's tokens."""
 
     cuts: dict[str, Cut]
     partial: dict[str, dict[int, Communicator]]
+    sequence: bool = False
 
 
-def tensor_parallel(module: TrainModule, axis: Axis | None, config: PretrainedConfig) -> TensorParallel:
+def tensor_parallel(
+    module: TrainModule, axis: Axis | None, config: PretrainedConfig, *, sequence: bool = False
+) -> TensorParallel:
     """Cut a model, and make it compute with its parts, which have no values yet. UserError where sizes do not divide.
-    axis: None where there is nothing to do."""
+    axis: None where there is nothing to do. sequence: divide tokens between blocks, whose rows are then multiples of
+    the axis."""
     if axis is None:
         return TensorParallel({}, {})
     styles = find_styles(module, config.get_text_config())
@@ -50,17 +55,18 @@ def tensor_parallel(module: TrainModule, axis: Axis | None, config: PretrainedCo
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     _replace_parameters(module, cuts)
-    _hook(module, styles, cuts, axis)
+    _hook(module, styles, cuts, axis, sequence)
     vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
-    return TensorParallel(cuts, _partial(cuts, styles, axis, vocabulary))
+    inside = ("",) if sequence else tuple(f"{name}." for name in (*styles.regions, *vocabulary))
+    partial = _partial(cuts, axis, inside)
+    if sequence and module.facts.head not in vocabulary:  # it reads all tokens, on each rank
+        partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
+    return TensorParallel(cuts, partial, sequence)
 
 
-def _partial(
-    cuts: dict[str, Cut], styles: Styles, axis: Axis, outside: Sequence[str]
-) -> dict[str, dict[int, Communicator]]:
-    """What several ranks have of a block that is divided: each uses it for its own heads or columns. outside: divided
-    modules that are no regions, whose adapters have such a part, too."""
-    inside = tuple(f"{region}." for region in (*styles.regions, *outside))
+def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
+    """What several ranks have of a block that is divided: each uses it for its own heads, columns or tokens. inside:
+    how the names of such parameters begin."""
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
     groups = {copies: axis.neighbours(copies) for copies in numbers}
     return {
@@ -115,11 +121,14 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
             holder.nf = holder.weight.shape[1]  # what Conv1D gives its outputs' shape by
 
 
-def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis) -> None:
+def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
+    enter, leave = (GatherTokens, SumTokens) if sequence else (_SumGradient, _Sum)
     for name in styles.regions:
         region = module.get_submodule(name)
-        region.register_forward_pre_hook(_enter(axis.ranks), with_kwargs=True)
-        region.register_forward_hook(_leave(axis.ranks))
+        region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
+        region.register_forward_hook(_leave(axis.ranks, leave))
+    if sequence:
+        join_last_states(module.base, axis.ranks, axis.place)
     for name in styles.biased:
         _share_bias(module.get_submodule(name), axis.size)
     for name, style in styles.joined.items():
@@ -133,25 +142,25 @@ def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis)
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
             adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
-    _divide_vocabulary(module, cuts, axis)
+    _divide_vocabulary(module, cuts, axis, leave)
 
 
-def _enter(ranks: Communicator) -> Callable[..., Any]:
+def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The hidden states are the first argument, or go by that name."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if args:
-            return (_SumGradient.apply(args[0], ranks), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _SumGradient.apply(kwargs["hidden_states"], ranks)}
+            return (operation.apply(args[0], ranks), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": operation.apply(kwargs["hidden_states"], ranks)}
 
     return hook
 
 
-def _leave(ranks: Communicator) -> Callable[..., Any]:
+def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return (_Sum.apply(output[0], ranks), *output[1:])
-        return _Sum.apply(output, ranks)
+            return (operation.apply(output[0], ranks), *output[1:])
+        return operation.apply(output, ranks)
 
     return hook
 
@@ -245,8 +254,11 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
                 setattr(owner, name, max(1, count // ranks))
 
 
-def _divide_vocabulary(module: TrainModule, cuts: dict[str, Cut], axis: Axis) -> None:
-    """Rows of other ranks give zeros in the embedding, whose outputs are summed; the head is told where it begins."""
+def _divide_vocabulary(
+    module: TrainModule, cuts: dict[str, Cut], axis: Axis, total: type[torch.autograd.Function]
+) -> None:
+    """Rows of other ranks give zeros in the embedding, whose outputs are summed by `total`; the head is told where it
+    begins."""
     embedding: Any = module.get_submodule(module.facts.embedding)
     cut = cuts[f"{module.facts.embedding}.weight"]
     ((first, count),) = cut.ranges[cut.place]
@@ -261,7 +273,7 @@ def _divide_vocabulary(module: TrainModule, cuts: dict[str, Cut], axis: Axis) ->
         return (own.clamp(0, count - 1),)
 
     def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return _Sum.apply(output.masked_fill(elsewhere.pop()[..., None], 0.0), axis.ranks)
+        return total.apply(output.masked_fill(elsewhere.pop()[..., None], 0.0), axis.ranks)
 
     embedding.register_forward_pre_hook(enter)
     embedding.register_forward_hook(leave)

@@ -267,7 +267,8 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
         "cp": "parts of long documents; shards, as those of dp_shard",
-        "tp": "heads, intermediate widths and vocabulary divided; the same documents",
+        "tp": f"heads, intermediate widths, vocabulary{', tokens between blocks' * engine.divided.sequence} divided; "
+        "the same documents",
     }
     return [
         AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])

@@ -1,0 +1,74 @@
+"""Sequence parallelism: between blocks, each rank of tp has a part of the row's tokens, so that what norms and
+residuals keep is divided, too. A block gathers its input, and its output is summed and cut in one operation, which
+together send as much as the sum of the output would (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+
+B batch, T tokens of a row, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.ops.communicator import Communicator
+
+
+class GatherTokens(torch.autograd.Function):
+    """[B, T / ranks, H] -> [B, T, H]. Each rank's gradient is of its part of a block: they are summed, and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return gathered(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed_part(grad, ctx.ranks), None
+
+
+class SumTokens(torch.autograd.Function):
+    """The sum of the ranks' [B, T, H], of which each keeps its tokens, [B, T / ranks, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return summed_part(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.ranks), None
+
+
+class _Join(torch.autograd.Function):
+    """[B, T / ranks, H] -> [B, T, H] for what all ranks compute alike: gradients are whole already, and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, place: int) -> Tensor:
+        ctx.place, ctx.tokens = place, x.shape[1]
+        return gathered(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(1, ctx.place * ctx.tokens, ctx.tokens), None, None
+
+
+def gathered(x: Tensor, ranks: Communicator) -> Tensor:
+    """All ranks' tokens, in order."""
+    return torch.cat(ranks.gather(x.contiguous()), 1)
+
+
+def summed_part(x: Tensor, ranks: Communicator) -> Tensor:
+    """This rank's tokens of the sum."""
+    return ranks.sum_part(x.transpose(0, 1)).transpose(0, 1)
+
+
+def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:
+    """Make a base model give the last hidden states of all tokens."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = _Join.apply(output.last_hidden_state, ranks, place)
+        return output
+
+    base.register_forward_hook(hook)
