@@ -28,7 +28,7 @@ from tests.faults import DO, Fault, prepare
 from tests.local_rl import LocalGroup, local_actors
 from tests.machine import business
 from weft.cluster.failures import explain
-from weft.cluster.rays import _Host
+from weft.cluster.rays import _SerialActor
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.stopping import say_what_ends
@@ -147,8 +147,8 @@ class ReportingGroup(LocalGroup):
         self._opened.close()
 
 
-def _host(make: Callable[[], Any], number: int, scratch: Path) -> _Host:
-    host = object.__new__(_Host)
+def _host(make: Callable[[], Any], number: int, scratch: Path) -> _SerialActor:
+    host = object.__new__(_SerialActor)
     host._number, host._scratch, host._make, host._object = number, scratch, lambda _: make(), None
     return host
 
@@ -211,16 +211,16 @@ def _port_in_use() -> None:
     """Where trainer ranks are to meet somebody listens already."""
     from weft.cluster import rays
 
-    original = rays._introduce
+    original = rays._prepare
 
-    def introduce(handles: Sequence[Any], meet: bool) -> None:
-        original(handles, meet)
+    def prepare(handles: Sequence[Any], rendezvous: bool) -> None:
+        original(handles, rendezvous)
         listener = socket.create_server(("127.0.0.1", 0))
         _kept.append(listener)
         variables = {"MASTER_PORT": str(listener.getsockname()[1])}
         rays.import_ray().get([handle.prepare.remote(variables, os.getcwd()) for handle in handles])
 
-    rays._introduce = introduce
+    rays._prepare = prepare
 
 
 def _few_files() -> None:

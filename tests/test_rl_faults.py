@@ -35,7 +35,7 @@ from weft.checkpoint.save import Saver
 from weft.cluster import actor_watchdog, reports
 from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.options import RolloutsOptions
-from weft.cluster.rays import _Host, together
+from weft.cluster.rays import _SerialActor, together
 from weft.cluster.reports import RankReport
 from weft.cluster.status import kind_of
 from weft.config.rl_schema import RlAlgorithm
@@ -353,7 +353,7 @@ class Fails:
 
 
 def test_what_fails_in_an_actor_is_told_before_it_answers(tmp_path: Path) -> None:
-    host, fails = object.__new__(_Host), Fails()
+    host, fails = object.__new__(_SerialActor), Fails()
     host._number, host._scratch, host._make, host._object = 0, tmp_path, None, fails
     report = host.call("update")
     assert "boom" in report.message and fails.told == ["boom"]
