@@ -1,6 +1,6 @@
 """model.compile: layers run as graphs, attention over documents does not, and the numbers are those of a plain process.
 
-One case, because the first steps compile: 70 s where others use the machine too.
+One case for each kind of mesh, because the first steps compile: 70 s where others use the machine too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, verify
 
 
-def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
+def compiled(path: str, mesh: str) -> tuple[Verdict | None, dict[str, Any]]:
     """Parity with recomputation, and what was traced."""
     torch._dynamo.utils.counters.clear()
     torch._inductor.config.compile_threads = 1  # no pool of compiler processes, which take longer to start than to run
-    engine = open_engine(path, "2", model={"compile": True, "recompute": "full"})
+    engine = open_engine(path, mesh, model={"compile": True, "recompute": "full"})
     traced: list[bool] = []
     kernel = attention.KERNELS["per_document"].run
 
@@ -53,8 +53,10 @@ def compiled(path: str) -> tuple[Verdict | None, dict[str, Any]]:
 @pytest.mark.versions
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-def test_parity_with_compiled_layers() -> None:
-    ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), timeout=500.0)
+@pytest.mark.parametrize("mesh", ["2", "tp2"])
+def test_parity_with_compiled_layers(mesh: str) -> None:
+    """The sums over tp are in the graphs."""
+    ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), mesh, timeout=500.0)
     verdict = ranks[0][0]
     assert verdict.passed, describe(verdict)
     for _, seen in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.parallel import tensor
 from weft.rl.trainer import Trainer
 from weft.rollout.records import write_rollouts
 from weft.verification.harness import Verdict
@@ -113,3 +115,15 @@ def test_a_planted_bug_fails(plant: str, mesh: str) -> None:
     verdict: Verdict = run(world_of(mesh), verdict_of, plant, model("llama"), mesh, ("rl.epochs=2",))[0]
     assert "gradients, every parameter" in verdict.failed
     assert ("readout: old logprob" in verdict.failed) == (plant == "temperature-left-out")
+
+
+def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
+    """Of what ranks of tp have alike and use for their own heads."""
+    started = mock.patch("weft.engine.stages.check_division")  # which would refuse it
+    with started, mock.patch.object(tensor, "_partial", return_value={}):
+        return verify_rl(Trainer(config_of(path, "tp2", *keys), "cpu"), 1e-3)
+
+
+def test_gradients_that_tp_does_not_complete_are_seen_in_policy_and_critic() -> None:
+    verdict: Verdict = run(2, without_sums, model("qwen3"), PPO)[0]
+    assert {"gradients, every parameter", "critic: gradients, every parameter"} <= set(verdict.failed)

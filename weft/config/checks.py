@@ -151,7 +151,6 @@ INERT = (
     Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
 )
 
-_NO_TP = "not yet in this version with mesh.tp above 1: leave it out, or set mesh.tp=1."
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 # What weft itself tells a chat template.
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -284,8 +283,6 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "model.init is random, and with lora no checkpoint would hold the base that is drawn, so that nobody "
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
-    if config.mesh.tp > 1 and config.model.compile:
-        yield "model.compile", f"model.compile=true: {_NO_TP}"
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
 from weft.planner.memory import Needs, Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
 from weft.sharding.adapter_files import fill_adapters
+from weft.sharding.cuts import whole_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
 
@@ -216,7 +218,8 @@ def check_memory(frame: Frame, built: BuiltModel, made: Cut, *, fill: bool) -> N
     """UserError where a rank has too little memory for its shards, or for drawing initial weights."""
     check_fits(made.memory, made.room, frame.mesh, frame.config.fsdp, frame.config.optimizer)
     if built.load is None and fill:
-        check_draws(built.module, capacity(torch.device("cpu"), local_ranks(frame.ranks.world)))
+        shapes = (whole_shape(name, p, made.divided.cuts) for name, p in built.module.named_parameters())
+        check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(frame.ranks.world)))
 
 
 def fill_weights(

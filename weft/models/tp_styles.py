@@ -110,14 +110,13 @@ def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[s
         if not isinstance(child, LowRank):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        owner, parameter = module.get_submodule(owner_name), parameter_of(leaf)
-        style = of.get(f"{owner_name}.{parameter}", Style())
-        by_outputs = style.dim == _outputs_dim(owner, parameter)
+        style = of.get(f"{owner_name}.{parameter_of(leaf)}", Style())
+        by_outputs = style.dim == _outputs_dim(module.get_submodule(owner_name))
         yield f"{name}.A", Style() if style.dim is None or by_outputs else Style(1, style.parts)
         yield f"{name}.B", Style(0, style.parts) if by_outputs else Style()
 
 
-def _outputs_dim(owner: Any, parameter: str) -> int:
+def _outputs_dim(owner: Any) -> int:
     """The dimension of a weight that its layer's outputs come from."""
     if hf.is_fused_experts(owner):
         return 2 if owner.is_transposed else 1

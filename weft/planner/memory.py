@@ -133,9 +133,9 @@ def check_fits(needs: Needs, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer:
     )
 
 
-def check_draws(module: nn.Module, room: int) -> None:
+def check_draws(elements: int, room: int) -> None:
     """UserError where a rank, which draws all initial weights in fp32 on the host, has too little memory there."""
-    drawn = _elements(module.parameters()) * torch.float32.itemsize
+    drawn = elements * torch.float32.itemsize
     if drawn > room:
         raise UserError(
             f"model.init=random: each rank draws the whole model, {byte_count(drawn)}, and has {byte_count(room)} of "

@@ -75,15 +75,16 @@ class Cut:
         longest = max(shape[self.dim] for shape in shapes)
         sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
         sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
-        out, filled = part.new_empty(self.shape), part.new_zeros(self.shape[self.dim], dtype=torch.bool)
+        # Ranges of two ranks are the same, or apart.
+        filled, whole = sum(size for _, size in {own for ranges in self.ranges for own in ranges}), self.shape[self.dim]
+        if filled != whole:
+            raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
+        out = part.new_empty(self.shape)
         for place, values in enumerate(self.ranks.gather(sent)):
             offset = 0
             for first, size in self.ranges[place]:
                 out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
-                filled[first : first + size] = True
                 offset += size
-        if not filled.all():
-            raise RuntimeError(f"ranks hold {int(filled.sum())} of {len(filled)} along dim {self.dim}")
         return out
 
 
