@@ -73,12 +73,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Names that say how many GPUs the old run had."""
+    """Names that say how many GPUs the old run had, and what they shared."""
 
     all: tuple[str, ...]
     machines: tuple[str, ...]
     gpus: tuple[str, ...]
     sharing: tuple[str, ...]
+    shards: tuple[str, ...]
+    rows: tuple[str, ...]
 
 
 @dataclass(frozen=True)
