@@ -6,30 +6,49 @@ Of families whose attention needs no mask: on the CPU a window is one, and keeps
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.cases import saved_model
+from weft.engine.context_check import _axis
+from weft.engine.context_row import cut_row
+from weft.engine.division_check import in_threads
+from weft.engine.document import Document
+from weft.engine.plan import DocumentMeta, plan_step
+from weft.engine.row import build_row
 from weft.engine.startup import hidden_of, implementation
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
-from weft.planner.activations import saved_bytes
+from weft.parallel.mesh import Axis
+from weft.parallel.tensor import tensor_parallel
+from weft.planner.activations import Shared, saved_bytes
 
 TOKENS = 192
 
 
-def kept(path: str, dtype: torch.dtype, recompute: bool) -> int:
-    """Bytes, of one document of so many tokens, with weft's own attention."""
+def build(path: str, dtype: torch.dtype) -> TrainModule:
     config = hf.without_noise(hf.read_config(path))
     hf.register_kernels()
     attention = implementation(config, "auto")
-    model = hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train()
+    return TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
+
+
+def kept(path: str, dtype: torch.dtype, recompute: bool) -> int:
+    """Bytes, of one document of so many tokens, with weft's own attention."""
+    module = build(path, dtype)
     if recompute:
-        hf.enable_recompute(model)
-    module = TrainModule(model)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        hf.enable_recompute(module.hf_model)
+    ids = [torch.arange(TOKENS) % module.head.weight.shape[0]]
+    bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
+    return kept_by(module, lambda: hidden_of(module, ids, "packed", bounds))
+
+
+def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     found: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,9 +57,9 @@ def kept(path: str, dtype: torch.dtype, recompute: bool) -> int:
             found[storage.data_ptr()] = storage
         return tensor
 
-    ids = [torch.arange(TOKENS) % config.get_text_config().vocab_size]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden_of(module, ids, "packed", Bounds.packed((TOKENS,), torch.device("cpu")))
+        out = forward()
+    del out
     return sum(storage.nbytes() for storage in found.values())
 
 
@@ -60,3 +79,55 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     again = saved_bytes(config, TOKENS, dtype, recompute=True)
     assert again - foreseen // layers == pytest.approx(kept(path, dtype, True), rel=0.1)
     assert saved_bytes(config, 2 * TOKENS, dtype, recompute=False) == pytest.approx(2 * foreseen, rel=1e-3)
+
+
+def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
+    """The same on the first of ranks that divide the layers."""
+
+    def one(place: int, groups: Any) -> int:
+        module = build(path, dtype)
+        ranks = groups(tuple(range(tp)), place)
+        tensor_parallel(module, Axis(place, tp, ranks, lambda _: ranks), module.hf_model.config)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
+        return kept_by(module, lambda: hidden_of(module, [torch.arange(TOKENS) % 128], "packed", bounds))
+
+    return in_threads(tp, one)[0]
+
+
+def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
+    """The same on each of ranks that share the document; the largest."""
+    document = {0: Document(torch.arange(TOKENS + 1) % 120 + 3, torch.ones(TOKENS + 1))}
+    meta = DocumentMeta(TOKENS + 1, 1.0, TOKENS, unread=1)
+    ranks = ring * ulysses
+    plan = plan_step([meta], ranks=ranks, budget=TOKENS // ranks, ring=ring, ulysses=ulysses)
+    row = build_row([0], document, read=[TOKENS], length=TOKENS, layout="packed", every_token=False)
+
+    def one(place: int, groups: Any) -> int:
+        module = build(path, torch.float32)
+        part = cut_row(row, plan, 0, place, _axis(place, ring, ulysses, groups))
+        return kept_by(module, lambda: module.hidden(part.input_ids_BT, part.position_ids_BT, part.bounds))
+
+    return max(in_threads(ranks, one))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16)]
+)
+def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
+    path = saved_model(family)
+    config = hf.without_noise(hf.read_config(path))
+    foreseen = saved_bytes(config, TOKENS, dtype, recompute=False, shared=Shared(tp=2))
+    assert foreseen == pytest.approx(kept_divided(path, dtype, 2), rel=0.1)
+    assert foreseen < 0.85 * saved_bytes(config, TOKENS, dtype, recompute=False)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
+    """Of a document that all of them share: keys of all of it in a ring, repeated heads of keys with Ulysses."""
+    path = saved_model("qwen3")
+    config = hf.without_noise(hf.read_config(path))
+    shared = Shared(ring=ring, ulysses=ulysses)
+    foreseen = saved_bytes(config, TOKENS // (ring * ulysses), torch.float32, recompute=False, shared=shared)
+    assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)

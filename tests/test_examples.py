@@ -21,6 +21,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3-4B-128k": 4_022_468_096,
+    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
 
@@ -82,6 +84,28 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     if not torch.cuda.is_available():
         assert cli.main([*words, "--device", "cuda"]) == 2
         assert "a dry run takes --assume h100-80gb" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_64_gpus_counts_what_each_has(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers are divided by tp, shards are over dp_shard x cp, and rows are a rank's."""
+    words = ["sft", "examples/sft_qwen3_32b.yaml", "--dry-run", "--assume", "h100-80gb"]
+    assert cli.main([*words, "mesh.tp=8", "mesh.cp=4", "mesh.dp_shard=2", "data.max_length=65536"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tp layers divided over 8 ranks" in out
+    assert "cp documents longer than 16,384 tokens are cut over up to 4 ranks (ring 4)" in out
+    assert "FSDP units, the part of one of 8 ranks of tp" in out and "32.8B embed_tokens.weight" in out
+    assert "weights 1.907 GiB + gradients 1.907 GiB + optimizer 3.815 GiB" in out  # 16 bytes x 32.8e9 / 64
+    assert "rows of 16,384 tokens, a rank's part of 65,536, keep 12.35 GiB for backward (model.recompute=full)" in out
+
+
+def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft", "examples/sft_qwen3_4b_128k.yaml", "--dry-run", "--assume", "h100-80gb"]
+    assert cli.main([*words, "mesh.ulysses=4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cut over up to 4 ranks (ulysses 4); others send nothing" in out
+    assert "rows of 32,768 tokens, a rank's part of 131,072, keep 11.55 GiB for backward" in out
+    assert cli.main([*words, "mesh.cp=2", "mesh.dp_shard=4"]) == 2
+    assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -422,6 +422,64 @@ def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "dir: ./out" in draft
 
 
+@pytest.mark.parametrize(
+    ("text", "gpus", "expected"),
+    [
+        (
+            "pretrain: m\nsequence_length: 4096\nnum_gpus_per_node: 8\nulysses_size: 2\nfsdp_size: 4\n", None,
+            {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ulysses": 2},
+        ),
+        (
+            "pretrain: m\nsequence_length: 4096\nnum_gpus_per_node: 8\nulysses_size: 2\nfsdp_size: 1\n", None,
+            {"mesh.cp": 2, "mesh.ulysses": 2},
+        ),
+        (
+            "data: {train_files: d, max_length: 32768, max_token_len_per_gpu: 16384}\nengine: {fsdp_size: 16,"
+            " ulysses_sequence_parallel_size: 4}\ntrainer: {nnodes: 1, n_gpus_per_node: 8}\n", None,
+            {"mesh.cp": 4, "mesh.ulysses": 4, "step.max_tokens_per_device": 16384},
+        ),
+        (
+            "data: {train_files: d, max_length: 80000}\nengine: {fsdp_size: 3, ulysses_sequence_parallel_size: 4}\n",
+            None, {"mesh.cp": 4, "mesh.ulysses": 4, "step.max_tokens_per_device": 20000},
+        ),
+        (
+            "parallelism: {tensor_parallel_degree: 2, context_parallel_degree: 4, data_parallel_shard_degree: 8}\n"
+            "training: {seq_len: 65536}\nmetrics: {log_freq: 1}\n", 64,
+            {"mesh.tp": 2, "mesh.cp": 4, "mesh.dp_shard": 8, "step.max_tokens_per_device": 16384},
+        ),
+        (
+            "distributed: {tp_size: 2, cp_size: 2, dp_replicate_size: 2}\nstep_scheduler: {num_epochs: 1}\n"
+            "packed_sequence: {packed_sequence_size: 16384}\n", None,
+            {"mesh.tp": 2, "mesh.cp": 2, "mesh.dp_replicate": 2, "step.max_tokens_per_device": 8192},
+        ),
+        (
+            "num_processes: 8\nparallelism_config: {parallelism_config_tp_size: 2, parallelism_config_sp_size: 2,"
+            " parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 1}\n", None,
+            {"mesh.tp": 2, "mesh.cp": 2, "mesh.ulysses": 2, "mesh.dp_shard": 2},
+        ),
+        (
+            "base_model: m\nsequence_len: 8192\ndp_shard_size: 2\ncontext_parallel_size: 2\n"
+            "tensor_parallel_size: 2\nmicro_batch_size: 1\ngradient_accumulation_steps: 4\n", 8,
+            {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.tp": 2, "step.documents": 8},
+        ),
+    ],
+    ids=["ROLL", "ROLL, all ranks", "verl", "verl, uneven", "torchtitan", "Automodel", "accelerate", "axolotl"],
+)  # fmt: skip
+def test_meshes(tmp_path: Path, text: str, gpus: int | None, expected: dict[str, Any]) -> None:
+    """verl's and ROLL's shards are counted over the ranks that share documents, weft's mesh.dp_shard is not."""
+    (tmp_path / "a.yaml").write_text(text)
+    found = values(str(tmp_path / "a.yaml"), ranks=gpus)
+    told = ("mesh.", "step.documents") if "step.documents" in expected else ("mesh.",)
+    told = (*told, "step.max_tokens_per_device")
+    assert {key: value for key, value in found.items() if key.startswith(told)} == expected
+
+
+def test_shards_that_do_not_divide_are_named(tmp_path: Path) -> None:
+    text = "data: {train_files: d}\nengine: {fsdp_size: 3, ulysses_sequence_parallel_size: 2}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert "engine.fsdp_size: 3 ranks are not shared evenly by groups" in migrate([str(tmp_path / "a.yaml")])
+
+
 @pytest.mark.parametrize("minutes", ["30", '"30"', "30.0"])
 def test_minutes_are_seconds(tmp_path: Path, minutes: str) -> None:
     """In quotes, too, where sixty times a text would be a text."""

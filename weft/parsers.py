@@ -211,7 +211,7 @@ def migrate_parser() -> argparse.ArgumentParser:
         "a script (.sh) that starts a run",
     )  # fmt: skip
     parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="data ranks of the old run (default: what the files say, else 1)"
+        "--nproc", type=_count, metavar="N", help="GPUs of the old run (default: what the files say, else 1)"
     )
     return parser
 

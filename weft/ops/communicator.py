@@ -71,6 +71,25 @@ class OverGroup:
 
 
 @dataclass(frozen=True)
+class ShapesAlone:
+    """Of so many ranks that are not there, for tensors on meta: what comes back has its shape and no values."""
+
+    size: int
+
+    def sum_(self, x: Tensor) -> None:
+        pass
+
+    def max_(self, x: Tensor) -> None:
+        pass
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [torch.empty_like(x) for _ in range(self.size)]
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return x.new_empty(sum(received), *x.shape[1:])
+
+
+@dataclass(frozen=True)
 class ContextAxis:
     """A rank's place among those that share documents too long for one. Its ranks are ring x ulysses, ulysses inner.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
 from weft.models.patterns import names_it, nearest
+from weft.sharding.cuts import Cut, whole_shape
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -110,8 +112,11 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
             )
 
 
-def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) -> list[OptimizerGroupRow]:
-    """Rows of the table at start: what is decayed, what is not, and what is frozen; elements over all ranks."""
+def describe_groups(
+    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, Cut] | None = None
+) -> list[OptimizerGroupRow]:
+    """Rows of the table at start: what is decayed, what is not, and what is frozen; elements over all ranks. cuts: of
+    parameters that tp divides."""
     names = _names(named_parameters)
     treated = treatments(((name, p) for p, several in names.items() for name in several), config)
     rows: dict[_Row, list[nn.Parameter]] = {
@@ -125,7 +130,7 @@ def describe_groups(named_parameters: NamedParameters, config: OptimizerConfig) 
             name=row[1],
             weight_decay=row[2],
             parameters=len(rows[row]),
-            elements=sum(p.numel() for p in rows[row]),
+            elements=sum(math.prod(whole_shape(names[p][0], p, cuts or {})) for p in rows[row]),
             examples=_kinds(names[p][0] for p in rows[row]),
             lr=row[3],
         )

@@ -4,6 +4,8 @@ nothing."""
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,29 +13,54 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import ShapesAlone
+from weft.ops.context import repeats
+from weft.parallel.mesh import Axis
+from weft.parallel.tensor import tensor_parallel
 
 _ATTENTION = "weft_shapes"
 _TOKENS = 256  # of the row that is run; what is kept grows with the tokens
 
 
-def saved_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, recompute: bool) -> int:
-    """Bytes that autograd keeps of the layers for a row of so many tokens, computed in `dtype`.
+@dataclass(frozen=True)
+class Shared:
+    """How many ranks share the work on a row: layers (tp), and a document that is cut (ring x ulysses)."""
 
-    recompute: as model.recompute=full has it; then with all of the one layer that is run again. Not counted: weights,
-    the head, masks (of kernels that make one, of windows on the CPU), and what a kernel takes for the time that it
-    runs. Raises whatever a family does that cannot run on meta.
+    tp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+
+    def keys(self, heads: int, query_heads: int) -> float:
+        """Keys that attention keeps, in those of the rank's own tokens. In a ring of n a rank has two of 2 n chunks of
+        the longest document, i and 2 n - 1 - i, whose queries see 2 n + 1 together."""
+        return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
+
+
+def saved_bytes(
+    config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, recompute: bool, shared: Shared = Shared()
+) -> int:
+    """Bytes that autograd keeps of the layers on a rank for its so many tokens of a row, computed in `dtype`.
+
+    recompute: as model.recompute=full has it; then with all of the one layer that is run again. shared: with the row
+    part of one document. Not counted: weights, the head, masks (of kernels that make one, of windows on the CPU), and
+    what a kernel takes for the time that it runs. Raises whatever a family does that cannot run on meta.
     """
-    kept = _saved(config, dtype, recompute=recompute)
+    kept = _saved(config, dtype, shared, recompute=recompute)
     if recompute:
-        kept += _saved(config, dtype, recompute=False) // config.get_text_config().num_hidden_layers
+        kept += _saved(config, dtype, shared, recompute=False) // config.get_text_config().num_hidden_layers
     return kept * tokens // _TOKENS
 
 
-def _saved(config: PretrainedConfig, dtype: torch.dtype, *, recompute: bool) -> int:
-    AttentionInterface.register(_ATTENTION, _attend)
+def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: Shared, *, recompute: bool) -> int:
+    AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     if recompute:
         hf.enable_recompute(model)
+    module = TrainModule(model)
+    if shared.tp > 1:
+        ranks = ShapesAlone(shared.tp)
+        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
 
@@ -45,7 +72,7 @@ def _saved(config: PretrainedConfig, dtype: torch.dtype, *, recompute: bool) -> 
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model.base_model(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
+        out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
     return sum(storage.nbytes() for storage in found.values())
 
@@ -55,8 +82,19 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _attend(
-    module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **others: Any
+    shared: Shared,
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTE: Tensor,
+    mask: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
+    seen = shared.keys(key_BKTD.shape[1], query_BHTD.shape[1])
+    if seen > 1:
+        key_BKTD, value_BKTE = (
+            x.new_empty(*x.shape[:2], int(seen * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
+        )
     out: Tensor = _Attended.apply(query_BHTD, key_BKTD, value_BKTE)
     return out.transpose(1, 2), None
 

@@ -28,7 +28,7 @@ from weft.models.lora import describe
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.activations import saved_bytes
+from weft.planner.activations import Shared, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.report.progress import duration, number
 from weft.report.tables import (
@@ -48,6 +48,8 @@ from weft.sharding.cuts import Cut, whole_shape
 from weft.sharding.load import LoadReport
 from weft.terminal import byte_count, called, say
 from weft.versions import untested_versions
+
+_COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
 
 
 def print_opening(
@@ -96,16 +98,25 @@ def _activations(engine: Engine) -> str:
     most = "at most " if engine.lora is not None or model.freeze else ""
     try:
         kept = saved_bytes(
-            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full"
+            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full",
+            shared=_shared(engine),
         )  # fmt: skip
     except Exception as error:  # whatever a family does that needs values
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
+    cut = engine.context
+    row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
-        f"of {tokens:,} tokens keep {most}{byte_count(kept)} for backward (model.recompute={model.recompute}), counted "
-        "from shapes, without the head and masks"
+        f"of {tokens:,} tokens{row} keep {most}{byte_count(kept)} for backward (model.recompute={model.recompute}), "
+        "counted from shapes, without the head and masks"
     )
+
+
+def _shared(engine: Engine) -> Shared:
+    """The ranks that share the largest row, which is part of one document where that can be."""
+    cut = engine.context
+    return Shared(engine.mesh.tp_size, *((cut.ring_size, cut.ulysses_size) if cut is not None else ()))
 
 
 def _balancing(engine: Engine) -> str:
@@ -125,6 +136,8 @@ def print_model(
     say(f"layout   documents {built.layout}; {_attention(config, engine)}")
     if engine.mesh.cp_size > 1:
         say(f"cp       {_context(engine)}")
+    if engine.mesh.tp_size > 1:
+        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {_COMPARED}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
         "eager forward, documents do not see each other"
@@ -144,8 +157,9 @@ def print_model(
         say(f"hint     {advice}")
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
-    show(unit_table(unit_rows(engine)))
-    show(optimizer_table(describe_groups(engine.module.named_parameters(remove_duplicate=False), config.optimizer)))
+    show(unit_table(unit_rows(engine), engine.mesh.tp_size))
+    named = engine.module.named_parameters(remove_duplicate=False)
+    show(optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)))
 
 
 def _rooms(engine: Engine) -> str:
@@ -255,7 +269,10 @@ def _context(engine: Engine) -> str:
         return "documents of this family are not cut, but dealt whole to these ranks"
     parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
     how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-    return f"documents longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing"
+    return (
+        f"documents longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing; "
+        f"{_COMPARED}"
+    )
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:

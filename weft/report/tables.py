@@ -112,10 +112,11 @@ def dtype_table(rows: Iterable[DtypeRow]) -> Table:
     return table
 
 
-def unit_table(units: Sequence[UnitRow]) -> Table:
-    """FSDP units; those that differ only in a number are one row."""
+def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
+    """FSDP units; those that differ only in a number are one row. tp: ranks of which each gathers its own part."""
     mixed = ["sharding"] if any(unit.sharding for unit in units) else []
-    table = _table("FSDP units", ">units", "name", ">parameters each", ">bytes each", *mixed)
+    title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
+    table = _table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
     alike: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
         key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)

@@ -17,6 +17,7 @@ from weft.config.checks import EXCLUSIVE, INERT
 from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.compat.draft import Draft, numbers_of
 from weft.config.compat.names import advice_for, entry_of, recognised
+from weft.config.compat.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.compat.scripts import read_script
 from weft.config.compat.trainer import ANY, ITSELF, NOTE, REINFORCEMENT, TABLES, Trainer
 from weft.config.keys import schema_keys
@@ -38,15 +39,17 @@ _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
-    """The draft, as YAML. ranks: data ranks of the old run, by which a per-device batch is multiplied; None: from the
-    files. UserError for files of an unknown trainer, or of anything but supervised fine-tuning."""
+    """The draft, as YAML. ranks: of the old run; those that did not share documents multiply a per-device batch; None:
+    from the files. UserError for files of an unknown trainer, or of anything but supervised fine-tuning."""
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs = _trainer_of(found, files)
     draft = _draft(found, trainer)
     _add_defaults(draft, trainer, found)
     _add_balancing(draft, trainer, found)
-    _take_batch(draft, trainer, found, ranks or _ranks(found))
+    gpus = ranks or gpus_of(found)
+    _take_batch(draft, trainer, found, gpus and max(1, gpus // shared_by(found)))
+    settle_mesh(draft, found, gpus)
     _settle(draft, found)
     _drop_idle(draft)
     more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
@@ -83,24 +86,6 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
                 f"supervised fine-tuning alone. {instead}"
             )
     return trainer, signs
-
-
-def _ranks(found: Mapping[str, Any]) -> int | None:
-    """Data ranks of the old run, where its config says so."""
-    by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
-    names = TABLES.shared.ranks
-    for name in names.all:
-        if name in by_entry:
-            return int(by_entry[name])
-    machines = next((by_entry[name] for name in names.machines if by_entry.get(name)), 1)
-    each = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
-    return None if each is None else max(1, int(machines) * int(each) // _shared_by(found))
-
-
-def _shared_by(found: Mapping[str, Any]) -> int:
-    """How many GPUs of the old run worked on the same documents."""
-    sizes = (value for name, value in found.items() if entry_of(name) in TABLES.shared.ranks.sharing)
-    return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 
 
 def _draft(found: Mapping[str, Any], trainer: Trainer) -> Draft:
@@ -199,7 +184,7 @@ def _take_batch(draft: Draft, trainer: Trainer, found: Mapping[str, Any], ranks:
         return
     gpus = "the number of GPUs: multiply by it, or say --nproc"
     if ranks:
-        gpus = f"{ranks} data rank(s), each of several GPUs" if _shared_by(found) > 1 else f"{ranks} GPUs"
+        gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(found) > 1 else f"{ranks} GPUs"
     origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
     name = next(iter(given), "step.documents")
     draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
@@ -251,9 +236,10 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         shape, _, name = draft.taken.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
-    longest = draft.value("data.max_length") or 0
-    if longest > draft.value("step.max_tokens_per_device", 8192):
-        draft.take("step.max_tokens_per_device", longest, "", "a row holds the longest document")
+    longest, cp = draft.value("data.max_length") or 0, draft.value("mesh.cp", 1)
+    if longest > cp * draft.value("step.max_tokens_per_device", 8192):
+        origin = "a row holds the longest document" + (" over the ranks of mesh.cp" if cp > 1 else "")
+        draft.take("step.max_tokens_per_device", -(-longest // cp), "", origin)
 
 
 def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:

@@ -30,7 +30,8 @@ weft migrate {file} --nproc 8 > mine.yaml
 
 makes a draft of weft's config: what has the same meaning, the defaults that nobody wrote down, and below it what was
 not taken over, with what to do about it. `--nproc` is the number of GPUs of the old run, by which a per-device batch is
-multiplied. Read it through, and look at what it would do with `weft sft mine.yaml --dry-run`.
+multiplied; those that shared documents count once. Read it through, and look at what it would do with
+`weft sft mine.yaml --dry-run`.
 """
 _NAMES = """\
 ## What weft calls it

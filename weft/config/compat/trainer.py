@@ -73,12 +73,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Names that give the number of GPUs of the old run."""
+    """Names that give the number of GPUs of the old run, and what they shared."""
 
     all: tuple[str, ...]
     machines: tuple[str, ...]
     gpus: tuple[str, ...]
     sharing: tuple[str, ...]
+    shards: tuple[str, ...]
+    rows: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""The ranks of the old run: how many there were, and what those that shared documents make of its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weft.config.compat.draft import Draft
+from weft.config.compat.names import entry_of
+from weft.config.compat.trainer import TABLES
+
+
+def gpus_of(found: Mapping[str, Any]) -> int | None:
+    """How many there were, where the config says so."""
+    by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
+    names = TABLES.shared.ranks
+    for name in names.all:
+        if name in by_entry:
+            return int(by_entry[name])
+    machines = next((by_entry[name] for name in names.machines if by_entry.get(name)), 1)
+    each = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
+    return None if each is None else int(machines) * int(each)
+
+
+def shared_by(found: Mapping[str, Any]) -> int:
+    """How many GPUs of the old run worked on the same documents."""
+    sizes = (value for name, value in found.items() if entry_of(name) in TABLES.shared.ranks.sharing)
+    return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
+
+
+def settle_mesh(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> None:
+    """Shards and rows that were counted over the ranks that share documents, as mesh.dp_shard and a rank's tokens."""
+    names, cp = TABLES.shared.ranks, draft.value("mesh.cp", 1)
+    if entry_of(_name(draft, "mesh.dp_shard")) in names.shards:
+        _settle_shards(draft, found, gpus, cp)
+    row = "step.max_tokens_per_device"
+    if cp > 1 and entry_of(_name(draft, row)) in names.rows:
+        tokens = draft.value(row)
+        draft.take(row, -(-tokens // cp), _name(draft, row), f"{tokens} / mesh.cp: a rank's")
+
+
+def _settle_shards(draft: Draft, found: Mapping[str, Any], gpus: int | None, cp: int) -> None:
+    size, name = draft.value("mesh.dp_shard"), _name(draft, "mesh.dp_shard")
+    over = None if gpus is None else max(1, gpus * cp // shared_by(found))  # those that hold parts of the same tensors
+    if over is not None and size >= over:  # all of them, whatever is written
+        if size > over:
+            draft.taken.pop("mesh.dp_shard")
+            return
+    elif over is not None and over % size == 0:
+        draft.take("mesh.dp_replicate", over // size, name, f"{over} ranks / {entry_of(name)} {size}")
+    if size % cp:
+        draft.drop("mesh.dp_shard", f"{size} ranks are not shared evenly by groups of mesh.cp = {cp}.")
+        draft.taken.pop("mesh.dp_replicate", None)
+    elif cp > 1:
+        draft.take("mesh.dp_shard", size // cp, name, f"{entry_of(name)} {size} / mesh.cp, which shards as well")
+
+
+def _name(draft: Draft, key: str) -> str:
+    """What the value of a key was called."""
+    return draft.taken[key][2] if key in draft.taken else ""
