@@ -20,16 +20,18 @@ from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
 
 _ATTENTION = "weft_shapes"
-_TOKENS = 256  # of the row that is run; what is kept grows with the tokens
+_TOKENS = 240  # of the row that is run; what is kept grows with the tokens
 
 
 @dataclass(frozen=True)
 class Shared:
-    """How many ranks share the work on a row: layers (tp), and a document that is cut (ring x ulysses)."""
+    """How many ranks share the work on a row: layers (tp), and a document that is cut (ring x ulysses). sequence:
+    tokens between layers, too."""
 
     tp: int = 1
     ring: int = 1
     ulysses: int = 1
+    sequence: bool = False
 
     def keys(self, heads: int, query_heads: int) -> float:
         """Keys that attention keeps, in those of the rank's own tokens. In a ring of n a rank has two of 2 n chunks of
@@ -60,7 +62,7 @@ def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: Shared, *, reco
     module = TrainModule(model)
     if shared.tp > 1:
         ranks = ShapesAlone(shared.tp)
-        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config)
+        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
 

@@ -116,7 +116,8 @@ def _activations(engine: Engine) -> str:
 def _shared(engine: Engine) -> Shared:
     """The ranks that share the largest row, which is part of one document where that can be."""
     cut = engine.context
-    return Shared(engine.mesh.tp_size, *((cut.ring_size, cut.ulysses_size) if cut is not None else ()))
+    ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
+    return Shared(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
 
 
 def _balancing(engine: Engine) -> str:
