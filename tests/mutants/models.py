@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant("parallel/tensor.py", "_Join.backward", "own / cut.copies[0]", "own", "tests/test_tensor_parallel.py"),
     Mutant("parallel/tensor.py", "sum_partial_gradients", "copies > 1", "copies > 2", "tests/test_tensor_parallel.py"),
     Mutant("sharding/cuts.py", "Cut.boxes", "first + start - offset", "first", "tests/test_tensor_parallel.py tests/test_resume.py"),
-    Mutant("sharding/cuts.py", "shards_of", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
+    Mutant("sharding/cuts.py", "_held", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
     Mutant("models/tp_styles.py", "_of_mlp", ",) * 2)", ",))", "tests/test_tensor_parallel.py"),
     Mutant("optim/optimizer.py", "global_norm", " / key[1]", "", "tests/test_tensor_parallel.py"),
 )  # fmt: skip
