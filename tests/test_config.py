@@ -194,7 +194,7 @@ def test_required_keys() -> None:
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=3", "say `schedule.warmup_steps`"),
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "say `mesh.tp`"),
-        ("parallelism.context_parallel_degree=2", "weft calls it `mesh.cp`."),
+        ("parallelism.context_parallel_degree=2", "say `mesh.cp`"),
         ("mesh.ep=1", "mesh.ep is not in this version yet: leave it out"),
         ("rollout.num_generations=8", "rollout belongs to `weft rl`"),
         ("optimzer.lr=3", "did you mean optimizer"),

@@ -95,7 +95,7 @@ def test_a_dry_run_of_64_gpus_counts_what_each_has(checkout: Path, capsys: pytes
     assert "cp documents longer than 16,384 tokens are cut over up to 4 ranks (ring 4)" in out
     assert "FSDP units, the part of one of 8 ranks of tp" in out and "32.8B embed_tokens.weight" in out
     assert "weights 1.907 GiB + gradients 1.907 GiB + optimizer 3.815 GiB" in out  # 16 bytes x 32.8e9 / 64
-    assert "rows of 16,384 tokens, a rank's part of 65,536, keep 12.35 GiB for backward (model.recompute=full)" in out
+    assert "rows of 16,384 tokens, a rank's part of 65,536, keep 2.366 GiB for backward (model.recompute=full)" in out
 
 
 def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
