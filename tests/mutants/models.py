@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant("parallel/tensor.py", "sum_partial_gradients", "copies > 1", "copies > 2", "tests/test_tensor_parallel.py"),
     Mutant("sharding/cuts.py", "Cut.boxes", "first + start - offset", "first", "tests/test_tensor_parallel.py tests/test_resume.py"),
     Mutant("engine/pieces.py", "spread", "total * n // ranks", "total // ranks * n", "tests/test_context_parallel.py"),
-    Mutant("engine/context_row.py", "_shared_documents", "own[0][0] == 0", "True", "tests/test_context_parallel.py"),
+    Mutant("engine/context_row.py", "_shared_documents", " if own[0][0] == 0", "", "tests/test_context_parallel.py"),
     Mutant("engine/engine.py", "Engine._join_parts", "self.context.ranks.sum_(total)", "pass", "tests/test_context_parallel.py"),
     Mutant("ops/context.py", "_seen", "start - window + 1", "start - window + 2", "tests/test_context_parallel.py"),
     Mutant("ops/context.py", "_heads_for_tokens", "call.sinks_H.chunk(size)[place]", "call.sinks_H.chunk(size)[0]", "tests/test_context_parallel.py"),

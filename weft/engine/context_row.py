@@ -103,6 +103,7 @@ def _shared_documents(
 ) -> SharedDocuments:
     """The rank with a document's first token counts it."""
     number = {document: n for n, document in enumerate(shared)}
-    slots = torch.tensor([number.get(d, -1) for d in documents], dtype=torch.int64)
-    counted = torch.tensor([own[0][0] == 0 for own in pieces], dtype=torch.bool)
-    return SharedDocuments(slots, len(shared), counted, axis.ranks)
+    places = torch.tensor([n for n, d in enumerate(documents) if d in number], dtype=torch.int64)
+    slots = torch.tensor([number[d] for d in documents if d in number], dtype=torch.int64)
+    counted = torch.tensor([n for n, own in enumerate(pieces) if own[0][0] == 0], dtype=torch.int64)
+    return SharedDocuments(places, slots, len(shared), counted, axis.ranks)

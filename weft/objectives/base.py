@@ -38,15 +38,20 @@ class Batch:
     def document_sum(self, values_N: Tensor) -> Tensor:
         """Sum over each document's predictions, [documents]; differentiable, and complete on every mesh.
 
-        With mesh.cp a document may be on several ranks, which all see its sum. over_documents counts it once.
+        Each document of the step is one element on one rank, so that losses and metrics may add them up. With mesh.cp a
+        row may have parts of documents that another rank counts: per_token_document_sum has those, too.
         """
+        sums_D = self._document_sums(values_N)
+        return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted)
+
+    def per_token_document_sum(self, values_N: Tensor) -> Tensor:
+        """[N] the sum over the whole document that each prediction belongs to; differentiable, on every mesh."""
+        return self._document_sums(values_N)[self.document_N]
+
+    def _document_sums(self, values_N: Tensor) -> Tensor:
         out = torch.zeros(len(self.documents), dtype=values_N.dtype, device=values_N.device)
         out = out.index_add(0, self.document_N, values_N)
         return out if self.shared is None else self.shared.complete(out)
-
-    def over_documents(self, values_D: Tensor) -> Tensor:
-        """Sum of [documents] values, a scalar, for losses and metrics: each document counts on one rank."""
-        return (values_D if self.shared is None else values_D * self.shared.counted_D).sum()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PolicyTokens:
     """The tokens of a row as a policy loss sees them, [N] each. logprob: of the current policy, with gradient.
-    old_logprob: of the old one. batch: has document_sum, for quantities of whole samples."""
+    old_logprob: of the old one. batch: has per_token_document_sum, for quantities of whole samples."""
 
     logprob: Tensor
     old_logprob: Tensor
@@ -53,16 +53,15 @@ class PolicyTokens:
     @property
     def product_ratio(self) -> Tensor:
         """Ratio of each token's whole sample, the product over its tokens, with gradients through all of them."""
-        whole = self.batch.document_sum(self.log_ratio).clamp(-LARGEST, LARGEST)
-        return whole[self.batch.document_N].exp()
+        return self.batch.per_token_document_sum(self.log_ratio).clamp(-LARGEST, LARGEST).exp()
 
     @property
     def sequence_ratio(self) -> Tensor:
         """Ratio of each token's whole sample, (prod ratio)^(1/G), with a gradient through this token alone (GSPO-token,
         arXiv:2507.18071, equation 14)."""
         with torch.no_grad():
-            count = self.batch.document_sum(torch.ones_like(self.logprob)).clamp(min=1)
-            mean = (self.batch.document_sum(self.log_ratio) / count)[self.batch.document_N]
+            count = self.batch.per_token_document_sum(torch.ones_like(self.logprob))
+            mean = self.batch.per_token_document_sum(self.log_ratio) / count
         return (mean + self.logprob - self.logprob.detach()).exp()
 
 
@@ -225,8 +224,8 @@ class PolicyLoss:
             return 1.0
         wanted = torch.full_like(batch.weights_N, 1 / self._tokens)
         if how == "sequence_mean":
-            count = batch.document_sum(torch.ones_like(batch.weights_N)).clamp(min=1)
-            wanted = 1 / (count[batch.document_N] * self._samples)
+            count = batch.per_token_document_sum(torch.ones_like(batch.weights_N))
+            wanted = 1 / (count * self._samples)
         return wanted * self._divisor / batch.weights_N
 
     @staticmethod
@@ -234,7 +233,7 @@ class PolicyLoss:
         """How many of the row's samples lost their gradient, counted by their tokens' shares, and of how many."""
         count = batch.document_sum(torch.ones_like(clipped))
         share = batch.document_sum(clipped) / count.clamp(min=1)
-        return batch.over_documents(share), batch.over_documents((count > 0).float())
+        return share.sum(), (count > 0).sum()
 
     def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
         loss = self.loss(tokens, self.config)
@@ -257,7 +256,7 @@ class PolicyLoss:
         """This row's part of the normaliser."""
         if self.config.aggregation == "token_mean":
             return batch.weights_N.sum()
-        trained = batch.over_documents((batch.document_sum(torch.ones_like(batch.weights_N)) > 0).float())
+        trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
         return trained * (self._divisor / self._samples)  # of those that are masked, each row says its part
 
     @torch.no_grad()

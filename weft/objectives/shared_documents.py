@@ -17,26 +17,27 @@ from weft.ops.communicator import Communicator
 
 @dataclass(frozen=True, eq=False)
 class SharedDocuments:
-    """Documents of a row that other ranks have parts of. slots_D: of each document of the row, its place among all
-    shared ones of the group, -1 for one that is whole here. count: of all shared ones. counted_D: whether this rank
-    counts the document, as one rank of the group does."""
+    """Documents of a row that other ranks have parts of.
 
-    slots_D: Tensor
+    places: of these in the row, int64. slots: their numbers among all shared ones of the group, which are `count`.
+    counted: places in the row of the documents that this rank counts; each is counted by one rank of the group.
+    """
+
+    places: Tensor
+    slots: Tensor
     count: int
-    counted_D: Tensor
+    counted: Tensor
     ranks: Communicator
 
     def complete(self, values: Tensor) -> Tensor:
         """[D, ...] sums over parts of documents -> over whole ones. Collective, with a gradient."""
-        shared = self.slots_D >= 0
-        places, slots = shared.nonzero().flatten(), self.slots_D[shared]
-        total = values.new_zeros(self.count, *values.shape[1:]).index_add(0, slots, values[places])
+        total = values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.slots, values[self.places])
         complete: Tensor = _SumBoth.apply(total, self.ranks)
-        return values.index_put((places,), complete[slots])
+        return values.index_put((self.places,), complete[self.slots])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SharedDocuments:
         """The same, with its tensors elsewhere."""
-        return replace(self, slots_D=move(self.slots_D), counted_D=move(self.counted_D))
+        return replace(self, places=move(self.places), slots=move(self.slots), counted=move(self.counted))
 
 
 class _SumBoth(torch.autograd.Function):
