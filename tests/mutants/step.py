@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant("objectives/policy.py", "_clipped", "clamp(1 - low, 1 + high)", "clamp(1 - low, 1 + low)", "tests/test_policy_loss.py tests/test_policy_parity.py"),
     Mutant("objectives/policy.py", "_clipped", "torch.where(advantage < 0, ", "torch.where(advantage != 0, ", "tests/test_policy_loss.py tests/test_policy_parity.py"),
     Mutant("objectives/policy.py", "cispo", "tokens.ratio.detach()", "tokens.ratio", "tests/test_policy_loss.py tests/test_policy_parity.py"),
-    Mutant("objectives/policy.py", "PolicyTokens.sequence_ratio", "/ count)", ")", "tests/test_policy_loss.py tests/test_policy_parity.py"),
+    Mutant("objectives/policy.py", "PolicyTokens.sequence_ratio", " / count", "", "tests/test_policy_loss.py tests/test_policy_parity.py"),
     Mutant("objectives/policy.py", "kl_loss", "d.square() / 2", "d.square()", "tests/test_policy_loss.py tests/test_policy_parity.py"),
     Mutant("objectives/policy.py", "kl_loss", "torch.expm1((-d)", "torch.expm1((d)", "tests/test_policy_loss.py tests/test_policy_parity.py"),
     Mutant("objectives/policy.py", "kl_loss", 'tokens.ratio.detach() if config.kl_estimator == "k2" else tokens.ratio', "tokens.ratio", "tests/test_policy_loss.py tests/test_policy_parity.py"),
