@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite mutants faults mistakes test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft test lint types suite mutants faults mistakes support test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ faults: $(STAMP)
 # What people get wrong, each with what its message proposes (five minutes); the table is in docs/reference/failures.md.
 mistakes: $(STAMP)
 	$(BIN)/python -m tests.mistakes
+
+# Which families train on which axes of the mesh (ten minutes); docs/reference/support.md. WORDS=... are families.
+support: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support $(WORDS)
 
 # What takes long: actors of weft rl that are stopped or killed on a real Ray; 20,000 damaged files for each reader.
 test-soak: $(STAMP)

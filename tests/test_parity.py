@@ -18,30 +18,21 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes
     assert verdict.passed, describe(verdict)
 
 
-@pytest.mark.parametrize("mesh", ["1", "2", "3", "4", "2x2"])
+MESHES = ["1", "2", "3", "4", "2x2"]
+MORE_FAMILIES = [
+    "qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope",
+    "jamba", "recurrent_gemma", "gemma4_text",
+]  # fmt: skip
+CASES = [*((family, mesh) for family in PARITY_FAMILIES for mesh in MESHES), *((f, "2") for f in MORE_FAMILIES)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", PARITY_FAMILIES)
 def test_families(family: str, mesh: str) -> None:
     check(family, mesh, {})
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_next",
-        "falcon",
-        "mamba2",
-        "llama4_text",
-        "gpt2",
-        "phi",
-        "mixtral",
-        "glm4_moe",
-        "olmo2",
-        "phi3_longrope",
-        "jamba",
-        "recurrent_gemma",
-        "gemma4_text",
-    ],
-)
+@pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_more_families(family: str) -> None:
     check(family, "2", {})
 

@@ -1,0 +1,232 @@
+"""What the axes of the mesh cost, and what they save, on ranks that are processes of this machine (gloo, CPU, fp32).
+
+    python benchmarks/mesh.py                                # ten minutes on two idle cores
+    python benchmarks/mesh.py --parts axes --before COMMIT   # beside the weft of another commit
+
+axes: a step with tp and cp of size 1 beside the same step of a weft that has neither (--before, taken out of git), by
+turns; processor time of all ranks, because a shared machine changes its pace. rates: tokens/s of two ranks as dp, tp
+and cp, with short documents and with one long one. memory: the rise of a rank's peak in one forward and backward of a
+document over 1, 2 and 4 ranks of cp.
+
+On a CPU these are shapes of curves, not speeds: ranks share cores and memory, and gloo copies through the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+TREE = "WEFT_BENCH_TREE"  # the checkout whose weft a rank imports
+sys.path.insert(0, os.environ.get(TREE, str(HERE.parent.parent)))
+
+Spec = dict[str, Any]
+Answer = dict[str, Any]
+SHORT = [96, 128, 160, 192, 224, 256, 288, 320] * 2
+MESHES: dict[str, dict[str, int]] = {
+    "dp 2": {"dp_shard": 2},
+    "tp 2": {"dp_shard": 1, "tp": 2},
+    "cp 2, ring": {"dp_shard": 1, "cp": 2, "ulysses": 1},
+    "cp 2, Ulysses": {"dp_shard": 1, "cp": 2, "ulysses": 2},
+}
+
+
+# ---------------------------------------------------------------- a rank
+
+
+def peak_gib() -> float:
+    """The most memory that this process has had."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / (1 << 20)
+
+
+def rank(path: str) -> None:
+    """Take the steps of a spec; the first rank prints one line of JSON."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.cluster.process import join
+    from weft.config.schema import MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+    from weft.engine.config import EngineConfig
+    from weft.engine.document import Document
+    from weft.engine.engine import Engine
+    from weft.objectives.cross_entropy import CrossEntropy
+
+    spec: Spec = json.loads(Path(path).read_text())
+    random = torch.Generator().manual_seed(0)
+    documents = [
+        Document(torch.randint(3, spec["vocabulary"], (n,), generator=random), torch.ones(n)) for n in spec["lengths"]
+    ]
+    config = EngineConfig(
+        model=ModelConfig(path=spec["model"]), mesh=MeshConfig(**spec["mesh"]), optimizer=OptimizerConfig(lr=1e-4),
+        step=StepConfig(documents=len(documents), max_tokens_per_device=spec["budget"]),
+    )  # fmt: skip
+    engine, objective = Engine(config, join("cpu")), CrossEntropy()
+    torch.set_num_threads(spec["threads"])
+    before, seconds, processor = peak_gib(), [], []
+    for _ in range(spec["warmup"] + spec["steps"]):
+        wall, own = time.perf_counter(), time.process_time()
+        plan, mine = engine.deal(documents)
+        metrics = engine.accumulate(plan, engine.rows(plan, mine, objective), objective)
+        if spec["steps"]:
+            engine.apply(1e-4)
+        seconds.append(time.perf_counter() - wall)
+        processor.append(time.process_time() - own)
+    figures = torch.tensor([statistics.median(processor[spec["warmup"] :] or processor)])
+    most = torch.tensor([peak_gib() - before])
+    if dist.is_initialized():
+        dist.all_reduce(figures)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    answer = {"seconds": statistics.median(seconds[spec["warmup"] :] or seconds), "processor": float(figures)}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(answer | {"gib": float(most), "loss": metrics["loss"], "tokens": plan.totals.tokens}))
+
+
+def start(spec: Spec, ranks: int, tree: Path) -> Answer:
+    """What the first of so many ranks printed, which import the weft of `tree`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(spec | {"threads": max(1, (os.cpu_count() or 1) // ranks)}))
+        file.flush()
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        environment = os.environ | {TREE: str(tree), "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "OMP_WAIT_POLICY": "passive"}
+        words = [sys.executable, *launch, str(HERE), "--rank", file.name]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if done.returncode or not lines:
+        sys.exit(f"{spec['mesh']} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    answer: Answer = json.loads(lines[-1])
+    return answer
+
+
+# ---------------------------------------------------------------- the work
+
+
+def write_model(folder: Path, layers: int, width: int, vocabulary: int, positions: int) -> Spec:
+    """A Qwen3 with random weights, four heads and two of keys and values."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=positions,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return {"model": str(folder), "vocabulary": vocabulary}
+
+
+def tree_of(commit: str, folder: Path) -> Path:
+    """The files of a commit."""
+    packed = subprocess.run(["git", "archive", commit], cwd=HERE.parent.parent, capture_output=True, check=True)
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def axes(folder: Path, before: str, runs: int) -> list[str]:
+    """Rows of a table: the same step with axes of size 1, and without them."""
+    old, new = tree_of(before, folder / "before"), HERE.parent.parent
+    model = write_model(folder / "model", layers=4, width=256, vocabulary=4096, positions=512)
+    rows = []
+    for ranks in (1, 2):
+        spec = model | {"lengths": SHORT, "budget": 2048, "mesh": {"dp_shard": ranks}, "warmup": 2, "steps": 6}
+        found = []
+        for turn in range(runs):
+            pair = {tree: start(spec, ranks, tree) for tree in ((old, new) if turn % 2 else (new, old))}
+            assert abs(pair[old]["loss"] - pair[new]["loss"]) < 1e-5 * pair[old]["loss"]
+            found.append((pair[old], pair[new]))
+            log(f"axes, {ranks} ranks: {pair[new]['processor'] / pair[old]['processor']:.3f} by processor time")
+        ratios = [now["processor"] / then["processor"] for then, now in found]
+        times = [statistics.median(one[n]["processor"] * 1e3 for one in found) for n in (0, 1)]
+        spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
+        rows.append(f"| {ranks} | {times[0]:.0f} | {times[1]:.0f} | {statistics.median(ratios):.3f} | {spread} |")
+    return [
+        "| ranks | before, ms | now, ms | now / before, median | lowest - highest |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def rates(folder: Path, long: int, runs: int) -> list[str]:
+    """Rows of a table: two ranks, each way, with short documents and with a long one."""
+    model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
+    rows: dict[str, list[str]] = {name: [] for name in MESHES}
+    for lengths in (SHORT, [long]):
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in MESHES}
+        for turn in range(runs if lengths is SHORT else 1):
+            names = list(MESHES)[turn % 4 :] + list(MESHES)[: turn % 4]
+            for name in names:
+                budget = 2048 if lengths is SHORT else long // MESHES[name].get("cp", 1)
+                steps = {"warmup": 1, "steps": 4} if lengths is SHORT else {"warmup": 0, "steps": 1}
+                answer = start(model | steps | {"lengths": lengths, "budget": budget, "mesh": MESHES[name]}, 2, TOP)
+                found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
+                log(f"rates, {name}, {len(lengths)} documents: {found[name][-1][0]:.0f} tokens/s")
+        first = statistics.median(rate for rate, _ in found["dp 2"])
+        for name, values in found.items():
+            rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
+            rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
+    each = "tokens/s | / dp 2 | processor seconds of a step"
+    head = [f"| mesh | short: {each} | one of {long:,}: {each} |", "|---|---|---|---|---|---|---|"]
+    return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
+def memory(folder: Path, long: int) -> list[str]:
+    """Rows of a table: peak memory of one document over more and more ranks."""
+    model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
+    rows, alone = [], 0.0
+    for cp in (1, 2, 4):
+        for ulysses in (1, 2) if cp == 2 else (max(1, cp // 2),):
+            mesh = {"dp_shard": 1, "cp": cp, "ulysses": ulysses}
+            spec = model | {"lengths": [long], "budget": -(-long // cp), "mesh": mesh, "warmup": 1, "steps": 0}
+            answer = start(spec, cp, TOP)
+            alone = alone or answer["gib"]
+            log(f"memory, cp {cp}, ulysses {ulysses}: {answer['gib']:.2f} GiB in {answer['seconds']:.0f} s")
+            rows.append(f"| {cp} | {ulysses} | {answer['gib']:.2f} | {answer['gib'] / alone:.2f} |")
+    return ["| cp | of it Ulysses | GiB of the rank that takes most | / cp 1 |", "|---|---|---|---|", *rows]
+
+
+def log(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+TOP = HERE.parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["axes", "rates", "memory"], choices=["axes", "rates", "memory"])
+    parser.add_argument("--before", metavar="COMMIT", help="of axes; without it that part is left out")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--long", type=int, default=16384, help="tokens of the long document of rates")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of the document of memory")
+    parser.add_argument("--rank", metavar="SPEC", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rank(given.rank)
+        return
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
+    for part in given.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            if part == "axes" and given.before:
+                print("\n".join(["\n## axes\n", *axes(Path(folder), given.before, given.runs)]), flush=True)
+            elif part == "rates":
+                print("\n".join(["\n## rates\n", *rates(Path(folder), given.long, given.runs)]), flush=True)
+            elif part == "memory":
+                print("\n".join(["\n## memory\n", *memory(Path(folder), given.longest)]), flush=True)
+    print(f"\nload at the end {os.getloadavg()[0]:.0f}")
+
+
+if __name__ == "__main__":
+    main()
