@@ -63,6 +63,7 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
     assert measured == built and len(built) > 50
     assert all(type(value) is type(other) for one, two in zip(measured, built, strict=True)
                for value, other in zip(one, two, strict=True))  # fmt: skip
+    assert first_sources(chosen, range(9), 9) == [document.source for document in chosen][:9]
     assert first_sources(documents, indices, 9) == [document.source for document in chosen][:9]
     assert {source.partition(":")[0] for source in first_sources(documents, indices, 99)} == {"a.jsonl", "b.jsonl"}
 

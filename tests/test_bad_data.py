@@ -63,8 +63,8 @@ def parquet(*rows: dict[str, Any]) -> Callable[[Path], object]:
     return write
 
 
-LONG = [{"text": "a" * 5}, {"text": "a" * 30}, {"text": "a" * 20}]
-SHORT = ["data.max_length=10"]
+LONG = [{"text": "a" * 9}, {"text": "a" * 30}, {"text": "a" * 20}]
+SHORT = ["data.max_length=10"]  # as long as the first with its end
 
 CASES = [
     # files

@@ -12,9 +12,11 @@ import torch
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
+from weft.config.schema import OptimizerConfig
+from weft.models.flops import FlopFacts
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
-from weft.verification.expected import Expected
+from weft.verification.expected import Expected, Trainer, expect
 from weft.verification.observed import Observed
 from weft.verification.routing import Differences
 
@@ -93,3 +95,25 @@ def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observe
     seen, expected = deepcopy(sides)
     CHANGES[name](seen)
     assert harness.judge(seen, expected, "adamw").failed == [name]
+
+
+def test_what_is_no_number_has_not_passed() -> None:
+    assert harness.Figure("f", 1.0, 1.0).passed and not harness.Figure("f", 1.1, 1.0).passed
+    assert not harness.Figure("f", float("nan"), 1.0).passed
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_are_as_far_off_as_their_difference_is_long(optimizer: str) -> None:
+    """Moved by (3, 4), and off by (0.03, 0.04): a hundredth of the way."""
+    start, after = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}
+    seen = {"w": after["w"] * 1.01}
+    figure = harness.compare_weights("weights", seen, after, start, [after], optimizer)
+    assert figure.value == pytest.approx(0.01, rel=1e-4) and figure.noise == 0.0
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_padding_is_noise_only_where_it_changes_rounding_alone(pads: bool) -> None:
+    """Elsewhere it is another result, and tolerances would widen by it."""
+    trainer = Trainer(saved_model("llama"), [1e-3], OptimizerConfig(lr=1e-3), "cpu", "model.layers", pads=pads)
+    expected = expect(trainer, awkward_steps(128)[:1], FlopFacts(dense=1))
+    assert len(expected.steps[0].others) == len(expected.others) == 1 + pads

@@ -14,7 +14,8 @@ from tests.zoo import tiny_config
 from weft import cli
 from weft.errors import UserError
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.base import Batch
+from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.objectives.load import choose_objective
 
 FOCAL = """
@@ -152,3 +153,12 @@ def test_ways_to_name_one(here: Path) -> None:
     assert isinstance(choose_objective(None), CrossEntropy)
     assert choose_objective("own_losses.Focal").gamma == 2.0  # type: ignore[attr-defined]
     assert choose_objective("own_losses:sharp").gamma == 5.0  # type: ignore[attr-defined]
+
+
+def test_a_document_is_exact_where_every_token_with_a_weight_is_the_likeliest() -> None:
+    """Of any weight but 0: tokens of a negative one count as well, and those of none do not."""
+    weights, top1 = torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    readouts = {"logprob": torch.zeros(6), "top1": top1}
+    batch = Batch(readouts, weights, torch.tensor([0, 0, 1, 1, 2, 3]), (0, 1, 2, 3), {})
+    exact, asked = HeldOutLoss()(batch).metrics["exact"]
+    assert (float(exact), float(asked)) == (2, 3)  # the second and the third, of all but the last

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.rl_samples import algorithm, rl_config, sample
 from weft.cluster.options import RlOptions
 from weft.config.rl_schema import RlAlgorithm
+from weft.engine.plan import DocumentMeta, plan_step
 from weft.errors import UserError
 from weft.objectives.base import Batch, Terms
 from weft.objectives.policy import PolicyLoss
@@ -117,6 +118,13 @@ def test_metrics() -> None:
     outside = {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.5, "clip_ratio/region_mean": 0.75}
     assert means(policy_loss="cispo").items() >= outside.items()
     assert not any(name.startswith("clip") for name in means(policy_loss="reinforce"))
+
+
+@pytest.mark.parametrize(("aggregation", "divisor"), [("token_mean", 5.0), ("sequence_mean", 2.0)])
+def test_a_document_without_a_trained_token_is_no_sample(aggregation: Any, divisor: float) -> None:
+    documents = [DocumentMeta(9, float(trained), trained) for trained in (2, 0, 3)]
+    plan = plan_step(documents, ranks=1, budget=16)
+    assert PolicyLoss(algorithm(aggregation=aggregation)).normaliser(plan) == divisor
 
 
 def test_the_share_of_samples_that_are_clipped() -> None:

@@ -18,6 +18,7 @@ from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import metas
 from weft.errors import UserError
+from weft.objectives.correction import importance_ratios
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, kl, require_comparable
@@ -257,6 +258,12 @@ def test_corrections(keys: dict[str, Any], expected: list[list[float]]) -> None:
     for given, weights in zip(samples, expected, strict=True):
         assert given.correction is not None and not given.correction[~given.sampled].any()
         assert given.correction[given.sampled] == pytest.approx(weights, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_ratios_are_neither_infinite_nor_zero(level: Any) -> None:
+    ratios = importance_ratios(torch.tensor([-900.0, 900.0]), torch.arange(2), 2, algorithm(correction_level=level))
+    assert ratios.tolist() == pytest.approx([math.exp(-20), math.exp(20)])
 
 
 def test_corrections_leave_what_agrees_exactly_as_it_is() -> None:

@@ -72,6 +72,12 @@ def test_padding_has_positions_that_some_document_has() -> None:
     assert row_of([far], "packed", 9).position_ids_BT.tolist() == [[90, 91, 92, 0, 1, 2, 0, 1, 2]]
 
 
+@pytest.mark.parametrize(("layout", "length"), [("packed", 20), ("padded", 6)])
+def test_padding_counts_for_no_token(layout: Any, length: int) -> None:
+    assert row_of(MIXED, layout, length).real_tokens == sum(READ)
+    assert row_of([], layout, length).real_tokens == 0
+
+
 def test_negative_weights_are_trained() -> None:
     """A weight is any number but 0: one below takes a token's probability away."""
     made = Document(torch.arange(5), torch.tensor([9.0, -1.0, 0.0, 0.5, -2.0]))
