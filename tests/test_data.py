@@ -137,6 +137,7 @@ def test_completions_get_no_space_that_the_user_did_not_write(tmp_path: Path) ->
         ({"text": "ab"}, [(1, "<s>ab</s>")]),
         ({"text": "<s>ab</s>"}, [(1, "<s>ab</s>")]),
         ({"prompt": "<s>a", "completion": "b</s>"}, [(0, "<s>a"), (1, "b</s>")]),
+        ({"prompt": "a", "completion": "b</s>c"}, [(0, "<s>a"), (1, "b</s>c</s>")]),  # the end is where it ends
     ],
 )
 def test_bos_and_eos_are_there_once(tmp_path: Path, value: Any, expected: Runs) -> None:

@@ -110,6 +110,15 @@ def test_top1_is_whether_argmax_is_the_target(transform: LogitTransform, tile: t
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_transform_is_what_it_says(transform: LogitTransform) -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64)
+    expected = logits * transform.scale
+    if transform.softcap is not None:
+        expected = transform.softcap * torch.tanh(expected / transform.softcap)
+    torch.testing.assert_close(transform(logits), expected)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_gradcheck(transform: LogitTransform) -> None:
     hidden, weight, bias, targets = problem(4, torch.float64, vocabulary=9, width=3)
 
@@ -139,7 +148,7 @@ def test_one_prediction() -> None:
     assert torch.equal(same, logprob)
 
 
-HINTS = ["right", "a multiple", "partly zero", "both zero"]
+HINTS = ["right", "a multiple", "partly zero", "both zero", "of sum zero"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -155,6 +164,8 @@ def test_a_known_direction_changes_nothing_but_the_work(
         upstream[3:6] = 0
     if hint == "both zero":
         upstream *= 0
+    if hint == "of sum zero":  # as advantages within a group are
+        upstream[:] = torch.tensor([1.0, -1.0] * 5 + [0.0])
     direction = Direction({"a multiple": -3.7, "partly zero": 2}.get(hint, 1) * upstream)
     actual, _ = chunked_readouts(
         hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, direction=direction, tile=tile

@@ -29,7 +29,7 @@ from weft.engine.startup import Findings
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel import parallelize
-from weft.sharding import load
+from weft.sharding import load, walker
 from weft.sharding.boxes import Box, local_box
 from weft.sharding.layout import Piece
 from weft.sharding.ranges import RangeWriter
@@ -257,9 +257,9 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
 
 
 def differs_in_parts(path: str) -> list[bool]:
-    """Whether `a` differs from each other tensor, compared by two ranks row by row in turn."""
+    """Whether `a` differs from each other tensor, compared by two ranks two rows at a time, in turn."""
     opened = open_source(path)
-    with mock.patch.object(load, "_COMPARED_ROWS", 4):
+    with mock.patch.object(load, "_COMPARED_ROWS", 8):
         return [load._differ(opened, "a", name) for name in ("same", "first", "second", "last")]
 
 
@@ -267,7 +267,7 @@ def test_ranks_agree_whether_tied_weights_differ(tmp_path: Path) -> None:
     """Each compares its share alone: what one of them finds, all have to know, or only some would untie."""
     same = torch.arange(20.0).reshape(5, 4)
     tensors = {name: same.clone() for name in ("a", "same", "first", "second", "last")}
-    for name, row in (("first", 0), ("second", 1), ("last", 4)):
+    for name, row in (("first", 1), ("second", 3), ("last", 4)):
         tensors[name][row, 0] = -1
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -378,6 +378,21 @@ def test_the_manifest_is_kept() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             stream_of(*stream)
+
+
+def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
+    """Half of the bytes allowed, 64: small tensors together, and of a large one as many experts as fit."""
+    shapes = {"a": (2, 4), "b": (2, 4), "experts": (5, 2, 3), "c": (2, 2)}
+    module = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+    pieces = [Piece(name, name, Box.whole(shapes[name]), (0, 1)) for name in ("a", "b")]
+    pieces += [Piece(f"expert {n}", "experts", Box((n, 0, 0), (1, 2, 3)), (1, 2)) for n in range(5)]
+    pieces.append(Piece("c", "c", Box.whole(shapes["c"]), (0, 1)))
+    manifest = {piece.disk: torch.empty(piece.shape, device="meta") for piece in pieces}
+    with mock.patch.object(walker, "_Gather", wraps=walker._Gather) as gather:
+        found = dict(checked(walk(module, pieces, manifest, {}, bucket_bytes=128), manifest))
+    gathered = [[piece.disk for part in call.args[1] for piece in part.pieces] for call in gather.call_args_list]
+    assert gathered == [["a", "b"], ["expert 0", "expert 1"], ["expert 2", "expert 3"], ["expert 4", "c"]]
+    assert all(torch.equal(found[f"expert {n}"], module["experts"][n]) for n in range(5))
 
 
 def swapped_gate_and_up(path: str, folder: str) -> dict[str, Any]:

@@ -304,6 +304,10 @@ def test_train_on() -> None:
     )
     assert trained(everything, {"prompt": "a", "completion": "b"}) == ["ab<|im_end|>"]
     assert trained(last, {"prompt": "a", "completion": "b"}) == ["b<|im_end|>"]
+    asked = {"prompt": CHATS["multi"]["messages"][:3], "completion": [answer("Two.")]}
+    assert (
+        trained(encoder_of("qwen2_5"), asked) == trained(last, asked) == ["Two.<|im_end|>"]
+    )  # not the prompt's answer
     with pytest.raises(UserError, match="message 2 says `train: false`, and data.train_on: all"):
         trained(everything, CHATS["flags"])
 

@@ -8,6 +8,7 @@ import torch
 from tests.zoo import tiny_config
 from weft.models import hf
 from weft.models.families import family_of
+from weft.models.routing import replaced
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.verification.routing import Recorder, Replay
@@ -58,3 +59,10 @@ def test_same_weights_choose_alike_and_other_weights_are_steered(family: str) ->
     with torch.no_grad(), replay.steering(ours, layers):
         forward_packed(ours)
     assert replay.differences.wrong > 0
+
+
+def test_replaced_experts_come_with_their_own_scores() -> None:
+    scores = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+    found = replaced(scores, scores.topk(2), torch.tensor([[1, 0], [0, 2]]))
+    assert found.indices.tolist() == [[1, 0], [0, 2]]
+    assert torch.equal(found.values, torch.tensor([[0.2, 0.1], [0.5, 0.2]]))

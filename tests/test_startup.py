@@ -23,6 +23,7 @@ from weft.engine import startup
 from weft.engine.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.facts import position_limit
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.ops import attention
@@ -85,6 +86,22 @@ def test_logits_that_are_no_number_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(attention.KERNELS, "per_document", replace(kernel, run=spoilt))
     with pytest.raises(UserError, match="logits differ from HuggingFace's eager forward by nan"):
         examine(tiny_config("llama"))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_length_that_chooses_a_rotary_table(kind: str, nested: bool) -> None:
+    """Of the table itself, or else of the config; other tables are the same for every length."""
+
+    def limit(rope: dict[str, Any], **values: Any) -> int | None:
+        parameters = {"full_attention": rope} if nested else rope
+        return position_limit(Mock(rope_parameters=parameters, max_position_embeddings=64, **values))
+
+    own = {"rope_type": kind, "original_max_position_embeddings": 16}
+    assert limit(own, original_max_position_embeddings=32) == 16
+    assert limit({"rope_type": kind}, original_max_position_embeddings=32) == 32
+    assert limit({"rope_type": kind}, original_max_position_embeddings=None) == 64
+    assert limit({"rope_type": "llama3", "original_max_position_embeddings": 16}) is None
 
 
 # ---------------------------------------------------------------- refusals
@@ -155,6 +172,28 @@ def test_a_new_family_without_a_leak_is_packed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_family_that_leaks_along_the_row_is_laid_out_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine(strange(monkeypatch, _LeaksAlongTheRow)).layout == "padded"
+
+
+def _leaks_what_is_changed(source: int, victim: int) -> type[LlamaModel]:
+    """A Llama that tells a document of a packed row of another, if that is not the one that the checks begin with."""
+
+    class Leaks(LlamaModel):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            out, ids = super().forward(*args, **options), options["input_ids"]
+            if ids.shape == (1, sum(LENGTHS)):
+                usual = startup.documents_of(self.config.vocab_size)[source]
+                changed = ids[0].split(LENGTHS)[source] != usual
+                out.last_hidden_state[0].split(LENGTHS)[victim].add_(changed.any().float())
+            return out
+
+    return Leaks
+
+
+@pytest.mark.parametrize(("source", "victim"), [(0, 1), (0, 3), (2, 1), (2, 3), (2, 0)])
+def test_a_leak_that_shows_only_where_a_neighbour_is_another_is_seen(
+    source: int, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert examine(strange(monkeypatch, _leaks_what_is_changed(source, victim))).layout == "padded"
 
 
 REFUSED = [
