@@ -184,7 +184,7 @@ def memory(folder: Path, long: int) -> list[str]:
     model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
     rows, alone = [], 0.0
     for cp in (1, 2, 4):
-        for ulysses in (1, 2) if cp == 2 else (max(1, cp // 2),):
+        for ulysses in (u for u in (1, 2, 4) if u <= cp):
             mesh = {"dp_shard": 1, "cp": cp, "ulysses": ulysses}
             spec = model | {"lengths": [long], "budget": -(-long // cp), "mesh": mesh, "warmup": 1, "steps": 0}
             answer = start(spec, cp, TOP)

@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant("ops/selected.py", "_fold", "places + columns.start", "places", "tests/test_selected.py"),
     Mutant("ops/selected.py", "_gradient_of_tile", "upstream[block] * here", "upstream[block]", "tests/test_selected.py"),
     Mutant("ops/head.py", "Logits.tile", "beta=inner, alpha=inner", "beta=1, alpha=inner", "tests/test_head.py"),
-    Mutant("ops/per_document.py", "_hidden", "distance >= call.window", "distance > call.window", "tests/test_attention.py"),
+    Mutant("ops/per_document.py", "_hidden", "place <= own - call.window", "place < own - call.window", "tests/test_attention.py"),
     Mutant("ops/per_document.py", "_explicit", "torch.tanh(scores / call.softcap) * call.softcap", "torch.tanh(scores) * call.softcap", "tests/test_attention.py"),
     Mutant("ops/per_document.py", "_explicit", ".softmax(-1)[..., :-1]", "[..., :-1].softmax(-1)", "tests/test_attention.py"),
     Mutant("ops/per_document.py", "_one", "scale=call.scaling", "scale=None", "tests/test_attention.py tests/test_parity.py"),
