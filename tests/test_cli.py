@@ -157,7 +157,8 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
     assert cli.main(["verify", "c.yaml"]) == 0
     command, nproc = recorder.launched[0]
     assert nproc == 2  # on CPU a mesh of one would show little
-    assert command[-3:] == ["mesh.dp_replicate=1", "mesh.dp_shard=2", "mesh.tp=1"]
+    axes = ["mesh.dp_replicate=1", "mesh.dp_shard=2", "mesh.cp=1", "mesh.tp=1", "mesh.ulysses=null"]
+    assert command[-5:] == axes
     assert cli.main(["verify", "c.yaml", "mesh.dp_replicate=4", "mesh.dp_shard=64"]) == 0
     assert recorder.launched[1][1] == 4
     assert "mesh.dp_shard = 64 is more than this machine has (2); verified with 2" in capsys.readouterr().out
