@@ -171,10 +171,12 @@ DOCUMENTS = [(list(range(3, 3 + n)), [0, *[1] * (n - 2), 0]) for n in (9, 4, 17,
 def of_weft(
     path: str, family: str, mesh: str, layout: str, sections: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
-    engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, **sections)
+    objective = Everything(family)
+    asked = sorted(objective.readouts)
+    engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, readouts=asked, **sections)
     assert engine.built.layout == layout
     documents, metas = to_documents(engine, DOCUMENTS)
-    metrics = engine.accumulate(engine.plan(metas), documents, Everything(family))
+    metrics = engine.accumulate(engine.plan(metas), documents, objective)
     return float(metrics["loss"] or 0.0), {n: g for n, g in engine.gradients() if g is not None}
 
 

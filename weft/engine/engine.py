@@ -23,6 +23,7 @@ from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
+from weft.objectives.readouts import Wanted
 from weft.optim.optimizer import OverTp, clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, whole
@@ -83,9 +84,8 @@ class Engine:
         self._complete = False  # the gradients, over the ranks of tp
         self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
         self.context, self.budget = cut.context, config.step.max_tokens_per_device
-        self._planner = StepPlanner(
-            config.step, self.mesh, built, cut.context, self.mesh.tp_size if cut.divided.sequence else 1
-        )
+        multiple = self.mesh.tp.size if self.mesh.tp is not None and cut.divided.sequence else 1
+        self._planner = StepPlanner(config.step, self.mesh, built, cut.context, multiple)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(self.mesh.loss_rank, cut.context, built.layout, bool(self.balance), on_device, replay)
@@ -119,6 +119,12 @@ class Engine:
 
     def rows(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Rows:
         """This rank's rows for accumulate(), on the host. May be called in another thread."""
+        hidden = Wanted.of(objective.readouts).hidden
+        if hidden and self.divided.sequence:
+            raise UserError(
+                f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
+                "row's tokens: say at the start what objectives read, Engine(..., readouts=objective.readouts)."
+            )
         return self._lay_out(plan, documents, objective.every_token)
 
     def _lay_out(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool) -> Rows:

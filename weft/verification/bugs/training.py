@@ -33,9 +33,10 @@ def bf16_masters(
     fsdp: Any,
     precision: Any,
     *rest: Any,
+    **options: Any,
 ) -> Any:
     plant.hit()
-    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *rest)
+    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *rest, **options)
 
 
 @bug(
