@@ -4,6 +4,7 @@ ranks, and readouts and the gradient of every parameter are compared with those 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.context_row import cut_row
-from weft.engine.division_check import GRADIENT_TOLERANCE, READOUT_TOLERANCE, difference, in_threads
+from weft.engine.division_check import compare, in_threads
 from weft.engine.document import Document
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.engine.startup import LENGTHS, Findings, documents_of, small_copy, text_vocabulary
-from weft.errors import UserError, first_line
+from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, ContextAxis
@@ -73,22 +74,8 @@ def check_context(
     small = small_copy(config, "per_document")
     ranks = _ranks_of_copy(small, cp, ulysses)
     plan, documents = _documents(text_vocabulary(TrainModule(copy.deepcopy(small))), ranks)
-    expected, gradients = _whole(small, documents)
-    try:
-        found, summed = _cut(small, documents, plan, ranks)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the family's code makes of a part of a document
-        raise _refusal(config, f"its code does not run with parts of documents ({first_line(error)})") from error
-    off = float((found - expected).abs().max() / expected.abs().max())
-    if not off <= READOUT_TOLERANCE:
-        raise _refusal(config, f"log-probabilities differ by {off:.1e}")
-    largest = max(float(g.abs().max()) for g in gradients.values())
-    share = {name: difference(summed[name], g, largest) for name, g in gradients.items()}
-    worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
-    if not share[worst] <= GRADIENT_TOLERANCE:
-        raise _refusal(config, f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
-    return share[worst]
+    expected = _whole(small, documents)
+    return compare(lambda: _cut(small, documents, plan), expected, partial(_refusal, config), "documents")
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> UserError:
@@ -132,9 +119,7 @@ def _gradients(module: TrainModule) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _cut(
-    small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan, ranks: tuple[int, int]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of threads that share the documents; gradients summed."""
     assert plan.group is not None
     ring, ulysses = plan.group.ring, plan.group.ulysses

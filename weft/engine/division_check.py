@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import BrokenBarrierError
 from typing import Any, TypeVar
 
@@ -46,32 +47,38 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Div
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
     documents = documents_of(text_vocabulary(whole))
     expected = _run(whole, documents, findings)
+
+    def error(sequence: bool) -> float:
+        divided = _divided(small, documents, findings, ranks, sequence=sequence)
+        return compare(divided, expected, partial(_refusal, config), "its heads")
+
     # Mixers that hold a state, and code that adds what it has of all tokens, need whole rows between blocks.
     with suppress(UserError):
-        return Division(_compare(config, _divided(small, documents, findings, ranks, sequence=True), expected), True)
-    return Division(_compare(config, _divided(small, documents, findings, ranks, sequence=False), expected), False)
+        return Division(error(True), True)
+    return Division(error(False), False)
 
 
 Ran = tuple[Tensor, dict[str, Tensor]]  # readouts, gradients
 
 
-def _compare(config: PretrainedConfig, divided: Callable[[], Ran], expected: Ran) -> float:
-    """The largest difference. UserError where it is too large, or the copy does not run."""
+def compare(divided: Callable[[], Ran], expected: Ran, refusal: Callable[[str], UserError], parts: str) -> float:
+    """The largest difference of a gradient, relative to its parameter's largest. Raises the refusal, with its reason,
+    where one is too large, or the copy does not run with parts of `parts`."""
     try:
         found, joined = divided()
     except UserError:
         raise
     except Exception as error:  # shapes that do not fit any more, somewhere in the family's code
-        raise _refusal(config, f"its code does not run with parts of its heads ({first_line(error)})") from error
+        raise refusal(f"its code does not run with parts of {parts} ({first_line(error)})") from error
     readouts, gradients = expected
     off = float((found - readouts).abs().max() / readouts.abs().max())
     if not off <= READOUT_TOLERANCE:
-        raise _refusal(config, f"log-probabilities differ by {off:.1e}")
+        raise refusal(f"log-probabilities differ by {off:.1e}")
     largest = max(float(g.abs().max()) for g in gradients.values())
-    share = {name: difference(joined[name], g, largest) for name, g in gradients.items()}
+    share = {name: _difference(joined[name], g, largest) for name, g in gradients.items()}
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
     if not share[worst] <= GRADIENT_TOLERANCE:
-        raise _refusal(config, f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
+        raise refusal(f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
     return share[worst]
 
 
@@ -82,7 +89,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def difference(found: Tensor, expected: Tensor, largest: float) -> float:
+def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
     """Relative to the parameter's largest gradient, or to a thousandth of the model's."""
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * largest)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.communicator import Communicator
+from weft.ops.communicator import Communicator, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +46,8 @@ class _SumBoth(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return _summed(x, ranks)
+        return summed(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.ranks), None
-
-
-def _summed(x: Tensor, ranks: Communicator) -> Tensor:
-    out = x.contiguous().clone()
-    ranks.sum_(out)
-    return out
+        return summed(grad, ctx.ranks), None

@@ -42,6 +42,13 @@ class Communicator(Protocol):
         ...
 
 
+def summed(x: Tensor, ranks: Communicator) -> Tensor:
+    """The sum over the ranks, beside x."""
+    out = x.contiguous().clone()
+    ranks.sum_(out)
+    return out
+
+
 @dataclass(frozen=True)
 class OverGroup:
     """Over a process group."""

@@ -24,7 +24,7 @@ from weft.models import hf
 from weft.models.low_rank import LowRank
 from weft.models.tp_styles import Part, Style, Styles, find_styles
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import Communicator
+from weft.ops.communicator import Communicator, summed
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.sequence import GatherTokens, SumTokens, join_last_states
@@ -175,7 +175,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.ranks), None
+        return summed(grad, ctx.ranks), None
 
 
 class _Sum(torch.autograd.Function):
@@ -183,7 +183,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        return _summed(x, ranks)
+        return summed(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -201,7 +201,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: Cut = ctx.cut
-        own = _of_last(cut, grad).take(_summed(grad, cut.ranks))
+        own = _of_last(cut, grad).take(summed(grad, cut.ranks))
         return own / cut.copies[0], None  # where several ranks have the same, their gradients are added up again
 
 
@@ -217,12 +217,6 @@ def _of_last(cut: Cut, x: Tensor) -> Cut:
 def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
     """[..., inputs] -> [..., those of this rank]. cut: of a matrix by its columns."""
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
-
-
-def _summed(x: Tensor, ranks: Communicator) -> Tensor:
-    out = x.contiguous().clone()
-    ranks.sum_(out)
-    return out
 
 
 def _share_bias(module: nn.Module, ranks: int) -> None:
