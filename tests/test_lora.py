@@ -225,7 +225,7 @@ def unbroken() -> Any:
         yield Path(folder) / "run"
 
 
-@pytest.mark.parametrize(("before", "after"), [("4", "2"), ("1", "3")])
+@pytest.mark.parametrize(("before", "after"), [("4", "2"), ("1", "3"), ("2xtp2", "2"), ("4", "2xtp2")])
 def test_an_adapter_is_resumed_whole_on_another_mesh(before: str, after: str, unbroken: Path, tmp_path: Path) -> None:
     process(tmp_path, before, steps=4, sections=RUN)
     process(tmp_path, after, resume=True, sections=RUN)

@@ -3,7 +3,6 @@ is saved is what one process saves."""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
-from tests.resuming import Sections, lines, process, whole_state
+from tests.resuming import Sections
 from tests.test_lora import EXPERTS
 from weft.checkpoint import rng
 from weft.checkpoint.adapters import save_adapter
@@ -176,29 +175,3 @@ def test_masks_of_parts_that_are_alike_are_seen() -> None:
     expected, found = run(1, dropped, path, "1", "none")[0], run(2, own_masks, path)[0]
     name = "model.layers.0.mlp.down_proj.lora.A"
     assert float((found[name] - expected[name]).abs().max()) > 1e-2 * float(expected[name].abs().max())
-
-
-# ---------------------------------------------------------------- runs
-
-
-RUN: Sections = {"lora": {"rank": 3, "modules_to_save": ("lm_head",)}}
-
-
-@pytest.fixture(scope="module")
-def unbroken() -> Any:
-    """A run of ten steps on one rank."""
-    with tempfile.TemporaryDirectory(prefix="weft-lora-") as folder:
-        process(Path(folder) / "run", "1", sections=RUN)
-        yield Path(folder) / "run"
-
-
-@pytest.mark.parametrize(("before", "after"), [("2xtp2", "2"), ("4", "2xtp2")])
-def test_a_run_is_gone_on_with_on_another_mesh(before: str, after: str, unbroken: Path, tmp_path: Path) -> None:
-    process(tmp_path, before, steps=4, sections=RUN)
-    process(tmp_path, after, resume=True, sections=RUN)
-    for cut, whole in zip(lines(tmp_path), lines(unbroken), strict=True):
-        assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    found, expected = whole_state(tmp_path, 10), whole_state(unbroken, 10)
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert torch.allclose(values, expected[name], rtol=1e-3, atol=1e-5), name
