@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant("ops/per_document.py", "_one", "scale=call.scaling", "scale=None", "tests/test_attention.py tests/test_parity.py"),
     Mutant("ops/per_document.py", "per_document", "length * count for length, count in runs", "length for length, count in runs", "tests/test_attention.py"),
     Mutant("ops/attention.py", "Kernel.suits", " and traits.value_width in self.widths", "", "tests/test_attention.py"),
-    Mutant("ops/attention.py", "Kernel.suits", "(self.softcap_and_sinks or not (traits.softcap or traits.sinks))", "True", "tests/test_attention.py"),
+    Mutant("ops/attention.py", "Kernel.suits", "(self.any_scores or not (traits.softcap or traits.sinks or traits.images))", "True", "tests/test_attention.py"),
     Mutant("ops/attention_call.py", "Call.windowed", "self.window < length", "self.window <= length - 2", "tests/test_attention.py"),
     Mutant("ops/attention.py", "attend", "if bounds is None:", "if False:", "tests/test_attention.py tests/test_startup.py"),
     Mutant("parallel/fsdp.py", "shard", "child.set_gradient_divide_factor(1.0)", "pass", "tests/test_engine.py tests/test_parity.py"),

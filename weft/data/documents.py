@@ -69,7 +69,7 @@ class Documents(MeasuredDocuments):
         lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
         losses: Array = np.concatenate([piece.losses for piece in pieces])
         weights = losses.astype(np.float64)  # a trained token weighs 1
-        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool))
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), np.zeros_like(lengths))
 
     def __len__(self) -> int:
         return int(self._ends[-1])

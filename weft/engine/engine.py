@@ -88,7 +88,16 @@ class Engine:
         self._planner = StepPlanner(config.step, self.mesh, built, cut.context, multiple)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
-        self._rows = RowBuilder(self.mesh.loss_rank, cut.context, built.layout, bool(self.balance), on_device, replay)
+        self._rows = RowBuilder(
+            self.mesh.loss_rank,
+            cut.context,
+            built.layout,
+            bool(self.balance),
+            on_device,
+            replay,
+            built.vision,
+            self.module.base,
+        )
 
     # ------------------------------------------------------------ plan
 

@@ -63,7 +63,7 @@ class Executor:
         bounds = row.bounds if self.uses_bounds else None
         return self.module(
             row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-            chosen_NC,
+            chosen_NC, row.media, row.borrowed,
         )  # fmt: skip
 
     def forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:

@@ -36,6 +36,7 @@ class DocumentMeta:
     length: tokens. unread: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
     be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
+    patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as those.
     """
 
     length: int
@@ -45,11 +46,18 @@ class DocumentMeta:
     cost: float = 0.0
     routed: bool = False
     unread: int = 0
+    patches: int = 0
+    tower_tokens: int = 0
 
     @property
     def read(self) -> int:
         """Tokens that a forward reads, from the first."""
         return self.length - self.unread
+
+    @property
+    def room(self) -> int:
+        """Tokens of max_tokens_per_device that it takes."""
+        return self.read + self.tower_tokens
 
 
 def unread_tokens(length: int, *, whole: bool) -> int:
@@ -98,6 +106,13 @@ class StepPlan:
     def of_rank(self, rank: int) -> list[tuple[int, ...]]:
         """The rows of one rank, by micro-batch."""
         return [micro_batch[rank] for micro_batch in self.rows]
+
+    def has_images(self, micro_batch: int) -> bool:
+        """Whether every rank runs the vision tower in this micro-batch: where any has images, and in the last one if
+        the step has any, because that is where gradients may be reduced."""
+        last = micro_batch == self.micro_batches - 1
+        rows = self.rows if last else (self.rows[micro_batch],)
+        return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
 
     def row_length(self, micro_batch: int, rank: int) -> int:
         """T of a row, with padding."""
@@ -155,7 +170,15 @@ class StepPlan:
         Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
         """
         made_of = tuple(
-            (d.length, d.unread, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
+            (
+                d.length,
+                d.unread,
+                _hashable(d.weight),
+                d.loss_tokens,
+                d.cost,
+                d.patches,
+                -1 if d.group is None else d.group,
+            )
             for d in self.documents
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
@@ -272,7 +295,7 @@ def _packed(
 ) -> list[list[list[int]]]:
     """[k][r] some of the documents, in rows of this capacity, in each the longest first."""
     limit = capacity if alone_above is None else alone_above
-    lengths = [documents[i].read if documents[i].read <= limit else capacity for i in chosen]
+    lengths = [documents[i].room if documents[i].read <= limit else capacity for i in chosen]
     rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
     by_length = [sorted((chosen[n] for n in row), key=lambda i: (-documents[i].read, i)) for row in rows]
     return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
@@ -302,6 +325,13 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ran
     for index, document in enumerate(documents):
         if document.length < 1:
             raise UserError(f"document {index} of the step has no tokens: leave it out")
+        if document.patches and document.room > sizes.capacity:
+            needed = -(-document.room // sizes.multiple) * sizes.multiple
+            raise UserError(
+                f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}, and documents with images are not cut: "
+                f"set step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
+            )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
             over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""

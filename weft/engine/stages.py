@@ -187,7 +187,8 @@ def cut(frame: Frame, built: BuiltModel, readouts: Collection[str] = ()) -> Cut:
     sequence = False
     if frame.mesh.tp is not None:
         division = check_division(checked, built.findings, frame.mesh.tp.size)
-        sequence = division.sequence and not Wanted.of(readouts).hidden  # states of modules are read of all tokens
+        # States of modules are read of all tokens, and images are put among all embeddings of a row.
+        sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
     context = context_of(frame, built, checked)
     units, divided = parallelize(
         module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.engine.image_check import check_images
 from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
@@ -43,7 +44,8 @@ class Findings:
     """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit.
 
     attention_calls: calls per forward that received the bounds. attends: whether the model has attention. attention:
-    the kinds of its calls. copy: the small copy, in words. head: name of the head.
+    the kinds of its calls. copy: the small copy, in words. head: name of the head. images: why documents with images
+    are refused; empty where they are not.
     """
 
     layout: Layout
@@ -54,6 +56,7 @@ class Findings:
     attention: tuple[Traits, ...]
     copy: str
     head: str
+    images: str = ""
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
@@ -63,7 +66,7 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 
 def compute_exactly(model: PreTrainedModel) -> None:
     """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
-    model.set_attn_implementation(implementation(model.config, attention.EXACT))
+    model.set_attn_implementation(hf.attention_by_part(model.config, implementation(model.config, attention.EXACT)))
     hf.run_experts_one_by_one(model)
 
 
@@ -117,8 +120,11 @@ def examine(config: PretrainedConfig) -> Findings:
             continue
         if worst <= tolerance:
             attends = family.attention is not None or bool(kinds)
-            found = tuple(sorted(kinds))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, found, words, ours.facts.head)
+            images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
+            return Findings(
+                layout, uses_bounds and attends, worst, calls, attends, tuple(sorted(kinds)), words, ours.facts.head,
+                images,
+            )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
@@ -201,7 +207,7 @@ def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     with torch.no_grad():  # weights that start at 0 or 1 would hide a mistake in what they multiply
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
-            if parameter.ndim < 2:
+            if parameter.ndim < 2 or not parameter.any():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return model
 

@@ -145,7 +145,10 @@ def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
     own = context.tokens
     parts = [_shared(_cut(call, 0, own), context, run)]
     if context.whole:
-        rest = replace(_cut(call, own, None), bounds=context.rest(call.query_BHTD.device))
+        bounds = context.rest(call.query_BHTD.device)
+        if call.bounds.last_seen is not None:
+            bounds = replace(bounds, last_seen=call.bounds.last_seen[own:] - own)
+        rest = replace(_cut(call, own, None), bounds=bounds)
         parts.append(run(rest))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

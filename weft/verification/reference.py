@@ -44,8 +44,12 @@ class Reference:
 
     def logits(self, ids: list[int]) -> Tensor:
         """[T, V] of one document alone."""
-        tensor = torch.tensor([ids], device=self.device)
-        return self.model(input_ids=tensor, use_cache=False).logits[0].float()
+        batch = {"input_ids": torch.tensor([ids], device=self.device), **self.images([ids])}
+        return self.model(**batch, use_cache=False).logits[0].float()
+
+    def images(self, ids: list[list[int]]) -> dict[str, Any]:
+        """Forward arguments for the images of a batch (image_reference.py)."""
+        return {}
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -95,7 +99,7 @@ class Reference:
     ) -> tuple[Tensor, list[list[Tensor]]]:
         """(sum of w ce, of each document its routers' logits, [T, experts] of each layer, where they are asked for)."""
         tensor = torch.tensor(ids, device=self.device)
-        extra = {"output_router_logits": True} if self.balance else {}
+        extra = self.images(ids) | ({"output_router_logits": True} if self.balance else {})
         out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
         weights = torch.tensor(masks, device=self.device)[:, 1:]
         ce = -out.logits.float()[:, :-1].log_softmax(-1).gather(2, tensor[:, 1:, None])[:, :, 0]
