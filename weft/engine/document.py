@@ -107,7 +107,10 @@ class Chosen(MeasuredDocuments):
 
     def measures(self) -> Measures:
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
-        return Measures(*(column[chosen] for column in all_of))
+        return Measures(
+            all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
+            all_of.patches[chosen],
+        )  # fmt: skip
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])

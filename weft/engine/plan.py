@@ -329,8 +329,8 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ran
             needed = -(-document.room // sizes.multiple) * sizes.multiple
             raise UserError(
                 f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
-                f"{document.tower_tokens} more, but a row holds {sizes.capacity}, and documents with images are not cut: "
-                f"set step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}, and documents with images are not "
+                f"cut: set step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
             )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple

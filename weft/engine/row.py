@@ -154,7 +154,7 @@ def _owners(places: _Places, tokens: int) -> Tensor:
 def _media(documents: Sequence[Document], vision: Vision) -> dict[str, Any]:
     """The images of a row; where it has none, the smallest one."""
     found = [document.media.inputs for document in documents if document.media is not None]
-    return {"media": joined(found or [vision.smallest]), "borrowed": not found}
+    return {"media": joined(found or [dict(vision.smallest)]), "borrowed": not found}
 
 
 def _last_seen(documents: Sequence[Document], vision: Vision, read: Sequence[int], length: int) -> Tensor:

@@ -177,7 +177,14 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile)
     if frame.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden)
-    return replace(built, balance=balance_coefficient(config.model, built.config, module))
+    flops = replace(built.flops, tower_frozen=not _trains_tower(built))
+    return replace(built, flops=flops, balance=balance_coefficient(config.model, built.config, module))
+
+
+def _trains_tower(built: BuiltModel) -> bool:
+    """Whether anything of the vision tower is trained, so that it needs a backward."""
+    parts = () if built.vision is None else built.vision.parts
+    return any(p.requires_grad for part in parts for p in built.module.get_submodule(part).parameters())
 
 
 def cut(frame: Frame, built: BuiltModel, readouts: Collection[str] = ()) -> Cut:

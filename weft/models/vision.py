@@ -133,7 +133,7 @@ def _within(name: str, outer: Iterable[str]) -> bool:
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """How many placeholders images with these forward arguments have."""
-    found: Any = base.get_image_features(**inputs, return_dict=True).pooler_output  # type: ignore[operator]
+    found: Any = base.get_image_features(**inputs, return_dict=True).pooler_output
     parts = found if isinstance(found, list | tuple) else [found]
     return sum(part.numel() // part.shape[-1] for part in parts)
 
@@ -171,7 +171,7 @@ def without_features(base: nn.Module) -> Iterator[None]:
 
     Ranks without images run it on the smallest image, so that all ranks gather and reduce the same parameters.
     """
-    of_class: Any = type(base).get_image_features  # type: ignore[attr-defined]
+    of_class: Any = type(base).get_image_features
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: t[:0], of_class(base, *args, **kwargs))

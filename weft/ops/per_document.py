@@ -54,7 +54,8 @@ def _with_images(call: Call, last_T: Tensor) -> Tensor:
     parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
     starts = accumulate(lengths, initial=0)
     lasts = [last - start for last, start in zip(last_T.split(lengths), starts, strict=False)]
-    return torch.cat([_explicit(call, *own, call.sinks_H, last) for own, last in zip(parts, lasts, strict=True)], 2)
+    found = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
+    return torch.cat(found, 2)
 
 
 def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.facts import position_limit
+from weft.models.freeze import resolved
 from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.image_reference import Images
@@ -30,8 +31,8 @@ ADAMW = 2e-4
 SGD = 1e-5
 WIDEST = 1e-3
 SCALAR = 1e-5
-# Where the reference's own movement differs by so much between orders of summation, the true gradient is zero (a bias of
-# keys: softmax does not see it), and AdamW makes steps of rounding: such a parameter may move ten times as far.
+# Where the reference's own movement differs by so much between orders of summation, the true gradient is zero (a bias
+# of keys: softmax does not see it), and AdamW makes steps of rounding: such a parameter may move ten times as far.
 _ROUNDING = 0.1
 
 
@@ -125,7 +126,8 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
     """Of references that do what this engine is to do."""
     model = engine.config.model
     return Trainer(
-        path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers, model.freeze,
+        path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,
+        resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
     )  # fmt: skip
