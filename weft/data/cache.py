@@ -38,9 +38,17 @@ def key(part: Part, work: Work) -> str | None:
         part.digest(), str(part.by_line), repr(work.reading),
         type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
         str(sorted(tokenizer.special_tokens_map.items())), repr(work.encoding),
-        version("tokenizers"), version("transformers"), __version__, _code(),
+        version("tokenizers"), version("transformers"), __version__, _code(), *_of_images(work),
     ]  # fmt: skip
     return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
+
+
+def _of_images(work: Work) -> list[str]:
+    """What tokens and places of images depend on, besides the rows. Files are relative to the data's own."""
+    images = work.images
+    if images is None:
+        return []
+    return [images.settings, images.problem, str(images.template), repr(images.checks), os.getcwd()]
 
 
 def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:

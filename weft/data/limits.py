@@ -52,6 +52,7 @@ class Piece:
         digest = Digest()
         for index, length in zip(self.kept, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
+            digest.update_images(*self.table.media_of(int(index)))
         return digest.hexdigest()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta
 
 
@@ -24,7 +25,7 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
     nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
     such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
-    chooses (replay.py). source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
+    chooses (replay.py). media: what the placeholders among the tokens stand for. source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
     where there are several.
     """
 
@@ -36,6 +37,7 @@ class Document:
     group: int | None = None
     source: str = ""
     dataset: str = ""
+    media: Media | None = None
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -51,6 +53,7 @@ class Document:
             cost=cost,
             routed=self.routes is not None,
             unread=unread,
+            patches=0 if self.media is None else self.media.patches,
         )
 
 
@@ -61,6 +64,7 @@ class Measures(NamedTuple):
     weight: NDArray[np.float64]
     loss_tokens: NDArray[np.int64]
     routed: NDArray[np.bool_]
+    patches: NDArray[np.int64]
 
 
 class MeasuredDocuments(Sequence[Document]):
@@ -102,7 +106,7 @@ class Chosen(MeasuredDocuments):
 
     def measures(self) -> Measures:
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
-        return Measures(all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen])
+        return Measures(*(column[chosen] for column in all_of))
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
@@ -144,9 +148,10 @@ def metas(
     left = [unread(length) for length in lengths]
     costs = [cost(length - own) for length, own in zip(lengths, left, strict=True)]
     rest = (columns.weight.tolist(), columns.loss_tokens.tolist(), costs, columns.routed.tolist(), left)
+    patches = columns.patches.tolist()
     return [
-        DocumentMeta(length, weight, loss_tokens, None, own_cost, routed, own)
-        for length, weight, loss_tokens, own_cost, routed, own in zip(lengths, *rest, strict=True)
+        DocumentMeta(length, weight, loss_tokens, None, own_cost, routed, own, seen)
+        for length, weight, loss_tokens, own_cost, routed, own, seen in zip(lengths, *rest, patches, strict=True)
     ]
 
 

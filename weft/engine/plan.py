@@ -36,6 +36,7 @@ class DocumentMeta:
     length: tokens. unread: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
     be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
+    patches: positions that the vision tower forwards for it.
     """
 
     length: int
@@ -45,6 +46,7 @@ class DocumentMeta:
     cost: float = 0.0
     routed: bool = False
     unread: int = 0
+    patches: int = 0
 
     @property
     def read(self) -> int:

@@ -40,6 +40,7 @@ class _Samples(MeasuredDocuments):
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
+            patches=np.zeros(len(self.samples), np.int64),
         )
 
     def source(self, index: int) -> str:
