@@ -168,9 +168,8 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*_SPECIAL, *own.tokens)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=dict(own.named)
-    )
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **named, extra_special_tokens=dict(own.named))
     fast.chat_template = _CHATML.replace("PLACE", own.place.replace("\n", "\\n"))
     return fast
 

@@ -114,9 +114,9 @@ class _Rows(ABC, Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class FileBlock(_Rows[tuple[int, bytes]]):
-    """The lines of a JSONL file that begin in its bytes start..stop, each with its first byte. newlines: in the bytes before `start`; None if not
-    counted: then a line's number is its first byte. most: bytes of a line. stamp: the state of the file when it was
-    opened, for the check that it did not change."""
+    """The lines of a JSONL file that begin in its bytes start..stop, each with its first byte. newlines: in the bytes
+    before `start`; None if not counted: then a line's number is its first byte. most: bytes of a line. stamp: the state
+    of the file when it was opened, for the check that it did not change."""
 
     path: str
     start: int

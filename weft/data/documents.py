@@ -25,7 +25,6 @@ from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
 from weft.errors import UserError
 
-
 _THREADS = 4  # that decode and process images
 
 

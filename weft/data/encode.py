@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -75,9 +75,16 @@ class Encoder:
         for kind, encode in encoders.items():
             places = [i for i, found in enumerate(kinds) if found == kind]
             if places:
+                self._check_marks([records[i] for i in places])
                 for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
                     out[i] = encoded
         return [encoded for encoded in out if encoded is not None]
+
+    def _check_marks(self, records: Iterable[Record]) -> None:
+        if self._images is not None and self._images.marks:
+            for record in records:
+                if record.format != "input_ids":
+                    self._images.refuse_marks(record, texts_of(record.value))
 
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
         eos = self._eos(records[0])
@@ -112,7 +119,7 @@ class Encoder:
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
         """Each conversation is rendered and tokenised as a whole; a token that has a trained character is trained."""
-        sizes = [self._measured(record) for record in records]
+        records, sizes = self._with_sizes(records)
         with self._lock:
             if self._backend is None:
                 self._backend = _chat_backend(self.tokenizer, records[0].where)
@@ -121,17 +128,18 @@ class Encoder:
         encodings = self._backend.encode_batch([one.chat.text for one in placed], add_special_tokens=False)
         return [_encoded(encoding, one) for encoding, one in zip(encodings, placed, strict=True)]
 
-    def _measured(self, record: Record) -> list[Measured]:
+    def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[Measured]]]:
+        """The records and the sizes of their images, all of which are opened."""
         if self._images is not None:
-            return self._images.measure(record)
-        if record.images:
-            raise BadRowError(f"{record.where}: has images, and model.path is a model of text alone. Name a vision model.")
-        return []
+            read = self._images.read(records)
+            return [record for record, _ in read], [sizes for _, sizes in read]
+        if found := next((record for record in records if record.images), None):
+            raise BadRowError(f"{found.where}: has images, and model.path is a model of text alone.")
+        return records, [[] for _ in records]
 
     def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
         if self._images is None:
             return Placed(chat)
-        self._images.refuse_marks(record, texts_of(record.value))
         return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:

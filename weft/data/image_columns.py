@@ -31,7 +31,8 @@ _BASE64 = re.compile(r"\A(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Where an image of a row is: one of path (absolute), data (its encoded bytes), url, and picture (a PIL image)."""
+    """Where an image of a row is: one of path (absolute), data (its encoded bytes), url and picture (a PIL image). Data
+    come to a url once it is fetched."""
 
     path: str | None = None
     data: bytes | None = None

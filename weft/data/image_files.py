@@ -31,10 +31,11 @@ MAX_PIXELS = 89_478_485  # of an image that is decoded, as in PIL
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """decode: as data.check_images. max_pixels: as data.max_image_pixels."""
+    """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images."""
 
     decode: bool = True
     max_pixels: int = MAX_PIXELS
+    fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +149,12 @@ def _held(picture: Any) -> int:
 
 def _reason(image: Image, error: Exception) -> str:
     from PIL import Image as Pil
+    from PIL import UnidentifiedImageError
 
     empty = len(image.data) == 0 if image.data is not None else image.path is not None and _is_empty(image.path)
     if empty:
         return "is empty."
-    if isinstance(error, Pil.UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError):
         return f"is no image that can be read (formats: {', '.join(FORMATS)})."
     if isinstance(error, Pil.DecompressionBombError):
         return f"has more than {2 * MAX_PIXELS:,} pixels, which Pillow refuses."
@@ -217,7 +219,7 @@ def place_of(image: Image, measured: Measured, position: int | None, place: int)
     """Where an image is found again. position: of its row, if that can be read again."""
     if image.path is not None:
         return Place(measured, path=image.path)
-    if position is None:
+    if position is None or image.url is not None:
         assert image.data is not None
         return Place(measured, data=image.data)
     return Place(measured, position=position, place=place)

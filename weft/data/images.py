@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
 from weft.data.image_columns import Image
 from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, pixels, place_of
+from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
 from weft.data.records import Record
 from weft.errors import BadRowError, UserError, first_line
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from weft.models.hf_processor import ImageProcessor
+
+_THREADS = 4  # that open images
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,23 @@ class Images:
             self._processor = load_processor(self._model, hf.read_config(self._model), self._tokenizer, self._limits)
         return self._processor
 
-    def measure(self, record: Record) -> list[Measured]:
-        """The sizes of a record's images, each of which is opened. Raises BadRowError."""
-        if record.images and self.problem:
+    def read(self, records: Sequence[Record]) -> list[tuple[Record, list[Measured]]]:
+        """(the record with what was fetched, the sizes of its images) of each; every image is opened. Raises
+        BadRowError, of the first record that it is about."""
+        if not any(record.images for record in records):
+            return [(record, []) for record in records]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+            return list(pool.map(self._read, records))
+
+    def _read(self, record: Record) -> tuple[Record, list[Measured]]:
+        if not record.images:
+            return record, []
+        if self.problem:
             raise UserError(f"{record.where}: has images. {self.problem}")
-        return [measured(image, name, self.checks) for name, image in _named(record)]
+        names = [_name(record.where, number, len(record.images)) for number in range(1, len(record.images) + 1)]
+        found = [fetched(image, name, self.checks.fetch) for image, name in zip(record.images, names, strict=True)]
+        sizes = [measured(image, name, self.checks) for image, name in zip(found, names, strict=True)]
+        return replace(record, images=tuple(found)), sizes
 
     def refuse_marks(self, record: Record, texts: Iterator[str]) -> None:
         """Raises BadRowError where a text holds what stands for an image or a video."""
@@ -84,9 +101,9 @@ class Images:
             for mark in self.marks:
                 if mark in text:
                     raise BadRowError(
-                        f"{record.where}: a text holds {mark}, which this model reads as the place of an image or video. "
-                        "Take it out; images are parts of `content`, or stand in the column `images` with <image> in "
-                        "the text for each."
+                        f"{record.where}: a text holds {mark}, with which this model marks the place of an image or "
+                        "video. Take it out; images are parts of `content`, or stand in the column `images` with "
+                        "<image> in the text for each."
                     )
 
     def place(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
@@ -95,8 +112,8 @@ class Images:
         found = chat.text.count(self.placeholder) if self.placeholder else 0
         if found != len(record.images):
             raise BadRowError(
-                f"{record.where}: has {len(record.images)} images, and the chat template writes {found} places for them "
-                f"({self.placeholder}). Set data.chat_template to one that renders parts of type image."
+                f"{record.where}: has {len(record.images)} images, and the chat template writes {found} places for "
+                f"them ({self.placeholder}). Set data.chat_template to one that renders parts of type image."
             )
         if not record.images:
             return Placed(chat)
@@ -126,12 +143,26 @@ class Images:
             was = place.measured
             if (seen.height, seen.width, seen.size) != (was.height, was.width, was.size) or was.changed != seen.changed:
                 raise UserError(
-                    f"{name} ({image}): has changed since the data were read: it is {seen.width} x {seen.height} pixels "
-                    f"in {seen.size:,} bytes, and was {was.width} x {was.height} in {was.size:,}. Start again when "
-                    "nothing writes to it."
+                    f"{name} ({image}): has changed since the data were read: it is {seen.width} x {seen.height} "
+                    f"pixels in {seen.size:,} bytes, and was {was.width} x {was.height} in {was.size:,}. Start again "
+                    "when nothing writes to it."
                 )
             opened.append(picture)
         return self.processor().inputs(opened)
+
+
+def read_images(model: str, sees: bool, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Images | None:
+    """How a config's images are read; None for a model of text. sees: whether the model has a vision tower. A chat
+    template that only the processor has becomes the tokenizer's. Raises UserError."""
+    if not sees:
+        if data.image_pixels:
+            raise UserError(f"data.image_pixels: model.path {model} has no vision tower: leave it out.")
+        return None
+    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images)
+    images = Images(model, tokenizer, data.image_pixels, checks)
+    if not tokenizer.chat_template and images.template:
+        tokenizer.chat_template = images.template
+    return images
 
 
 def expanded(chat: MaskedText, placeholder: str, texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
@@ -164,11 +195,6 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from texts_of(item)
-
-
-def _named(record: Record) -> Iterator[tuple[str, Image]]:
-    for number, image in enumerate(record.images, start=1):
-        yield _name(record.where, number, len(record.images)), image
 
 
 def _name(where: str, number: int, count: int) -> str:

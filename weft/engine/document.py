@@ -25,8 +25,8 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
     nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
     such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
-    chooses (replay.py). media: what the placeholders among the tokens stand for. source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
-    where there are several.
+    chooses (replay.py). source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
+    where there are several. media: what its placeholders stand for.
     """
 
     tokens: Tensor
@@ -106,7 +106,13 @@ class Chosen(MeasuredDocuments):
 
     def measures(self) -> Measures:
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
-        return Measures(*(column[chosen] for column in all_of))
+        return Measures(
+            all_of.length[chosen],
+            all_of.weight[chosen],
+            all_of.loss_tokens[chosen],
+            all_of.routed[chosen],
+            all_of.patches[chosen],
+        )
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])

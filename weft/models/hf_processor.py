@@ -1,10 +1,11 @@
 """transformers' internals (hf.py) that turn images into the inputs of a model: its processors, used as they are.
 
-Used, checked on transformers 5.17 to 5.19: ProcessorMixin.{get_attributes, _get_arguments_from_pretrained,
-check_argument_for_proper_class, image_token, image_token_ids, video_token}, its call with return_text_replacement_offsets
-(for each placeholder the text that replaces it); AutoImageProcessor.from_pretrained; models.auto.processing_auto.
-PROCESSOR_MAPPING_NAMES and .configuration_auto.model_type_to_module_name; utils.cached_file; of image processors .size (shortest_edge and longest_edge: pixels of an image, where
-model_input_names has image_grid_thw; longest_edge alone: of its longer side), .to_dict
+Used, checked on transformers 5.17 to 5.19:
+- ProcessorMixin.{get_attributes, _get_arguments_from_pretrained, check_argument_for_proper_class, image_token,
+  image_token_ids}; its call with return_text_replacement_offsets=True (for each placeholder `replacement`, in order)
+- AutoImageProcessor, AutoVideoProcessor; of image processors .model_input_names, .to_dict and .size: shortest_edge and
+  longest_edge are pixels of an image where model_input_names has image_grid_thw; longest_edge alone is a length
+- models.auto.processing_auto.PROCESSOR_MAPPING_NAMES; .configuration_auto.model_type_to_module_name; utils.cached_file
 
 Video processors need torchvision, which the registry builds for CUDA: it breaks beside a torch for the CPU. Where it is
 absent, processors are made without theirs, and images are processed by transformers' PIL-backed classes.
@@ -143,7 +144,7 @@ def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any
 
     family, videos = _family(path, config), find_spec("torchvision") is not None
 
-    class Processor(family):
+    class Processor(family):  # type: ignore[misc, valid-type]
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
             made = {
@@ -245,8 +246,8 @@ def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
         named = ", ".join(f"{name}: {value}" for name, value in size.items())
         what = "min" if set(size) == {"longest_edge"} else "such limits"
         raise UserError(
-            f"data.image_pixels: {type(images).__name__} of model.path has no {what}: it makes images of {named}. Leave "
-            f"data.image_pixels{'.min' if what == 'min' else ''} out."
+            f"data.image_pixels: {type(images).__name__} of model.path has no {what}: it makes images of {named}. "
+            f"Leave data.image_pixels{'.min' if what == 'min' else ''} out."
         )
     size |= {name: value for name, value in limits.items() if value is not None}
     if size.get("shortest_edge", 0) > size["longest_edge"]:
