@@ -95,6 +95,8 @@ def _opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int
             with _decoder(io.BytesIO(image.data)) as picture:
                 yield _checked(picture, name, checks), len(image.data), 0
             return
+        if not os.path.exists(image.path):
+            raise FileNotFoundError
         found = regular_file(Path(image.path), "an image").stat()
         with open(image.path, "rb") as file, _decoder(file) as picture:
             yield _checked(picture, name, checks), found.st_size, found.st_mtime_ns
@@ -194,6 +196,15 @@ class Place:
     data: bytes | None = None
     position: int = 0
     place: int = 0
+
+    def is_as_it_was(self) -> bool:
+        """Whether a file has the size and time of change that it had."""
+        assert self.path is not None
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        return (now.st_size, now.st_mtime_ns) == (self.measured.size, self.measured.changed)
 
     def packed(self) -> bytes:
         """The bytes that a table keeps."""
