@@ -48,7 +48,10 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         losses = np.array([trained[s + 1 : s + n].sum() for s, n in zip(starts, own, strict=True)], np.int32)
         ids = random.integers(3, 100, total).astype(np.int32)
         numbers = np.arange(1, len(own) + 1, dtype=np.int64)
-        chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, np.zeros(len(own), np.uint8))
+        none = np.zeros(len(own), np.int64)
+        images = (none, none.astype(np.int32), none.astype(np.int32), np.empty(0, np.uint8), np.empty(0, np.int64))
+        formats = np.zeros(len(own), np.uint8)
+        chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
         pieces.append(Limits(longest, long=long).piece(in_memory(origin, True, [chunk]), ""))
     return Documents(pieces, [Share(sum(len(piece.kept) for piece in pieces))])
 

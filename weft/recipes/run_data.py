@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
 from weft.data.encode import load_tokenizer, read_encoding
+from weft.data.images import read_images
 from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
 from weft.engine.document import Document
 from weft.models import hf
+from weft.models.hf_processor import is_vision_config
 from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out
 
 Shown = Callable[[int, int], None]
@@ -57,6 +59,7 @@ def read_data(
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
     """Read and tokenise the documents of one data section. shown: called with (bytes done, total bytes)."""
+    path, model = config.model.path, hf.read_config(config.model.path)
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,
@@ -64,9 +67,10 @@ def read_data(
         max_length=max_length,
         max_length_key=key,
         long_documents=config.data.long_documents,
-        vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        vocab_size=model.get_text_config().vocab_size,
         encoding=read_encoding(config.data, tokenizer),
         bad_rows=config.data.bad_rows,
+        images=read_images(path, is_vision_config(model), tokenizer, config.data),
         how=Tokenising(config.data.workers, config.data.cache, shown),
     )
 

@@ -237,7 +237,7 @@ class _Reader:
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
     def _row(self, where: str, row: dict[str, Any], source: Source) -> _Read:
-        refuse_media(where, row)
+        refuse_media(where, row, images=False)
         name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
