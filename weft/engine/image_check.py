@@ -26,7 +26,7 @@ def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
     if vision is None:
         return "weft knows of no vision tower in it"
     try:
-        samples = documents_with_images(vision, ours.base)
+        samples = documents_with_images(vision, ours.base, len(ours.head.weight))
         expected = [_alone(theirs, vision, *sample) for sample in samples]
         found = _row(ours, vision, samples)
         moved = [_row(ours, vision, [*samples[:at], _other_image(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
@@ -46,7 +46,7 @@ def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
 
 
 @torch.no_grad()
-def documents_with_images(vision: Vision, base: Any, vocabulary: int = 64) -> list[Sample]:
+def documents_with_images(vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
     """Two images, none, one, none; in each, text between and around images."""
     generator = torch.Generator().manual_seed(3)
     samples: list[Sample] = []
@@ -62,8 +62,8 @@ def documents_with_images(vision: Vision, base: Any, vocabulary: int = 64) -> li
 
 def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: int) -> list[int]:
     """Ids of text: no placeholders."""
-    ids = torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-    return [i for i in ids if i not in (vision.image, vision.video)]
+    ids = [i for i in range(1, vocabulary) if i not in (vision.image, vision.video)]
+    return [ids[n] for n in torch.randint(len(ids), (count,), generator=generator).tolist()]
 
 
 def _other_image(sample: Sample) -> Sample:
