@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from weft.models import hf
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' }}"
@@ -106,6 +111,17 @@ FAMILIES: dict[str, Vision] = {
             "deepstack_visual_indexes": [0],
         }, type="Qwen2VLImageProcessor", images=_QWEN_IMAGES,
     ),
+    "qwen3_vl_moe": Vision(
+        "Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", **_QWEN,
+        text=_TEXT | {
+            "rope_parameters": _SECTIONS, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+        vision=_QWEN_VISION | {
+            "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        }, type="Qwen2VLImageProcessor", images=_QWEN_IMAGES,
+    ),
     "glm4v": Vision(
         "Glm4vConfig", "Glm4vForConditionalGeneration", place="<|begin_of_image|><|image|><|end_of_image|>",
         tokens=_GLM_TOKENS, text=_TEXT | {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0}},
@@ -174,11 +190,11 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def vision_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The config of a tiny model of a family."""
+def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, **text: Any) -> PretrainedConfig:
+    """The config of a tiny model of a family. text: changes of its text config."""
     own = FAMILIES[family]
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.ids.items()}
-    text = {**own.text, "vocab_size": len(tokenizer)}
+    text = {**own.text, "vocab_size": len(tokenizer), **text}
     config = getattr(transformers, own.config)(text_config=text, vision_config=dict(own.vision), **own.own, **ids)
     config.architectures = [own.model]
     return config
@@ -197,6 +213,22 @@ def vision_folder(folder: Path, family: str, *, weights: bool = False) -> str:
     if own.processor:
         (folder / "processor_config.json").write_text(json.dumps(dict(own.processor)))
     return str(folder)
+
+
+_folder = tempfile.TemporaryDirectory(prefix="weft-tests-")
+
+
+@cache
+def saved_vision_model(family: str) -> str:
+    """A directory with a tiny random model of this family, without a processor; weights as large as in saved_model."""
+    config = vision_config(family, vision_tokenizer(family), initializer_range=0.2)
+    model = hf.build_random(config, dtype=torch.float32, attention="eager", seed=0)
+    with torch.no_grad():  # gemma3's projector begins as zeros, and would hide its images
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    model.save_pretrained(Path(_folder.name) / family)
+    return str(Path(_folder.name) / family)
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -101,9 +101,16 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     if getattr(small, "vision_config", None) is not None:
         _smaller_images(small)
         _narrow_tower(small.vision_config, text)
-        for place, name in enumerate(("image_token_id", "video_token_id"), start=1):
-            _lower(small, name, text.vocab_size - place)
+        _keep_placeholders(small, text.vocab_size)
     return small
+
+
+def _keep_placeholders(config: Any, vocabulary: int) -> None:
+    """Placeholders of images and videos become the last ids where any is beyond the vocabulary."""
+    names = [name for name in ("image_token_id", "video_token_id") if isinstance(getattr(config, name, None), int)]
+    if any(getattr(config, name) >= vocabulary for name in names):
+        for place, name in enumerate(names, start=1):
+            setattr(config, name, vocabulary - place)
 
 
 def _smaller_images(config: Any) -> None:
