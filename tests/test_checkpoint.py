@@ -47,11 +47,11 @@ from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.run.folder import cut_lines, open_folder
-from weft.sharding.boxes import Box
+from weft.sharding.boxes import Box, Shard
 from weft.sharding.ranges import RangeWriter, join_seams
 from weft.sharding.safetensors_files import create, lay_out
 
-# ---------------------------------------------------------------- which folders stay
+# ---------------------------------------------------------------- which folders stay, and who writes them
 
 
 def folders(path: Path, *steps: int) -> Path:
@@ -107,6 +107,13 @@ def test_latest_names_a_checkpoint_at_every_moment(tmp_path: Path) -> None:
     finally:
         sys.setprofile(None)
     assert list(dict.fromkeys(seen)) == ["step-000001", "step-000002"]
+
+
+def test_each_tensor_has_one_writer_and_every_replica_writes_some() -> None:
+    box, values = Box((0,), (1,)), torch.ones(1)
+    replicas = [Shard(box, values, ((outer, 2), (inner, 3))) for outer in range(2) for inner in range(3)]
+    writers = [[place for place, shard in enumerate(replicas) if shard.is_mine(number)] for number in range(12)]
+    assert sorted(writers) == [[place] for place in range(6) for _ in range(2)]
 
 
 def replacement(path: Path) -> tuple[Path, Path]:

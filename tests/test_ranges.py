@@ -119,7 +119,7 @@ def saves_a_damaged_state(path: str, folder: str) -> str:
 
 def test_a_trainer_state_that_the_disk_has_changed_is_not_committed(tmp_path: Path) -> None:
     said = run(2, saves_a_damaged_state, saved_model("llama"), str(tmp_path))
-    assert said[0] == said[1]
+    assert said[0] == said[1] and said[0].startswith("rank 0 could not save")  # what another has written is read
     assert "trainer_state/rank-00001.safetensors, written by rank 1, has other bytes on the disk" in said[0]
     assert complete_steps(tmp_path / "checkpoints") == []
 
