@@ -40,7 +40,7 @@ from weft.checkpoint.retention import (
     sweep,
 )
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state, write_rank_file
+from weft.checkpoint.state import DamagedError, check_contents, find_parts, load_state, read_state, write_rank_file
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
@@ -564,6 +564,23 @@ def test_damage_is_found(name: str, written: Path, tmp_path: Path) -> None:
     read(2)
     with pytest.raises(DamagedError, match=words):
         read(4)
+
+
+def leaves_a_hole(folder: str) -> str:
+    """What is said of a state whose only file lacks a tensor that state.json has."""
+    with opened(folder) as saver:
+        saver.save(1, {})
+        path = saver.finish()
+    name = next(name for name in find_parts(saver.engine) if name.startswith("optimizer/exp_avg/"))
+    edit_state(path / "trainer_state", lambda content: content["files"][0]["boxes"].pop(name), sign=True)
+    with pytest.raises(DamagedError) as error:
+        load_state(saver.engine, read_state(path))
+    return str(error.value).removeprefix(name)
+
+
+def test_what_no_file_holds_is_not_taken_for_filled(tmp_path: Path) -> None:
+    (said,) = on_ranks(1, leaves_a_hole, str(tmp_path))
+    assert said.startswith(": its files hold 0 of ")
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_others_named(
