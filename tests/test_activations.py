@@ -99,7 +99,7 @@ def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
 def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
     """The same on each of ranks that share the document; the largest."""
     document = {0: Document(torch.arange(TOKENS + 1) % 120 + 3, torch.ones(TOKENS + 1))}
-    meta = DocumentMeta(TOKENS + 1, 1.0, TOKENS, unread=1)
+    meta = DocumentMeta(TOKENS + 1, 1.0, TOKENS, omitted=1)
     ranks = ring * ulysses
     plan = plan_step([meta], ranks=ranks, budget=TOKENS // ranks, ring=ring, ulysses=ulysses)
     row = build_row([0], document, read=[TOKENS], length=TOKENS, layout="packed", every_token=False)

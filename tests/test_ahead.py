@@ -69,11 +69,11 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
 
 
 def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
-    """As a plan has them, with a cost and what is left unread."""
+    """As a plan has them, with a cost and what is left out."""
     from weft.engine.document import metas
 
     found = metas(documents, lambda length: int(length > 7), lambda length: 0.1 * length)
-    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.unread) for m in found]
+    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
 
 
 # ---------------------------------------------------------------- what a rank builds

@@ -33,7 +33,7 @@ from weft.objectives.cross_entropy import HeldOutLoss
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
-from weft.ops.communicator import OverGroup
+from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
@@ -99,7 +99,7 @@ def keys_as_they_come(row: Any, *rest: Any) -> Any:
 
 def half_of_the_gradient(ctx: Any, grad: Any) -> Any:
     ranks, sent, received = ctx.rest
-    return 0 * ranks.exchange(grad, received, sent), None, None, None
+    return 0 * ranks.all_to_all(grad, received, sent), None, None, None
 
 
 def windows_forgotten(call: Any, row: Any, run_kernel: Any) -> Any:
@@ -276,14 +276,14 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     engine = open_engine(path, mesh, step={"max_tokens_per_device": budget})
     documents = {i: Document(torch.arange(n) % 90 + 3, torch.ones(n)) for i, n in enumerate(lengths)}
     plan, sent = engine.plan([engine.meta(d) for d in documents.values()]), [0]
-    place, exchange = engine.context.place if engine.context else 0, OverGroup.exchange
+    place, exchange = engine.context.place if engine.context else 0, GroupCommunicator.all_to_all
 
-    def counting(self: OverGroup, x: Any, counts: Any, received: Any) -> Any:
+    def counting(self: GroupCommunicator, x: Any, counts: Any, received: Any) -> Any:
         own = self.group.rank()
         sent[0] += sum(n for rank, n in enumerate(counts) if rank != own) * x[:1].numel() * x.element_size()
         return exchange(self, x, counts, received)
 
-    with mock.patch.object(OverGroup, "exchange", counting):
+    with mock.patch.object(GroupCommunicator, "all_to_all", counting):
         metrics = engine.evaluate(plan, documents, HeldOutLoss()).reduce(engine.mesh.loss_group)
     total = torch.tensor([float(sent[0])])
     torch.distributed.all_reduce(total)

@@ -213,7 +213,7 @@ def test_totals_and_figures_by_hand() -> None:
     assert (plan.totals.documents, plan.totals.tokens, plan.totals.loss_tokens) == (3, 8, 2)
     assert (plan.totals.weight, plan.totals.cost) == (2.5, 13.0)
     assert plan.fill == 8 / 16
-    assert plan_step([DocumentMeta(9, 8.0, 8, unread=1)], ranks=1, budget=16).fill == 8 / 16
+    assert plan_step([DocumentMeta(9, 8.0, 8, omitted=1)], ranks=1, budget=16).fill == 8 / 16
     assert plan.time == 8.0 and plan.utilisation == 13 / 16
     assert plan.lengths == ((4, 4),)
     assert document_cost(10, linear=3.0, quadratic=0.5) == 80.0

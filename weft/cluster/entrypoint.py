@@ -17,7 +17,7 @@ from typing import NoReturn
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.failures import keep_own, of_this_rank
+from weft.cluster.failures import keep_own_record, own_failure_text
 from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
@@ -122,12 +122,12 @@ def _report(report: RankReport, debug: bool) -> int:
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
-            say(of_this_rank(report, joined(), debug), error=True)
+            say(own_failure_text(report, joined(), debug), error=True)
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
-    kept = report.kind == "user" or keep_own(report)
-    say(of_this_rank(report, joined(), debug), error=True)
+    kept = report.kind == "user" or keep_own_record(report)
+    say(own_failure_text(report, joined(), debug), error=True)
     flight.own.close(remove=kept)
     return report.status
 

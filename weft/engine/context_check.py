@@ -96,7 +96,7 @@ def _documents(vocabulary: int, ranks: tuple[int, int]) -> tuple[StepPlan, dict[
     ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
     weights = torch.linspace(0.5, 1.5, max(LENGTHS))
     documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
-    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), unread=0) for d in documents.values()]
+    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), omitted=0) for d in documents.values()]
     return plan_step(metas, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses), documents
 
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import Communicator, InThreads, Meeting
+from weft.ops.communicator import Communicator, ThreadBarrier, ThreadCommunicator
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import sum_partial_gradients, tensor_parallel
 
@@ -133,14 +133,14 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
 
     An error of one ends the others; it is raised.
     """
-    meetings: dict[tuple[int, ...], Meeting] = {}
+    meetings: dict[tuple[int, ...], ThreadBarrier] = {}
     lock = threading.Lock()
 
-    def groups(members: tuple[int, ...], place: int) -> InThreads:
+    def groups(members: tuple[int, ...], place: int) -> ThreadCommunicator:
         with lock:
             if failed:
                 raise BrokenBarrierError
-            return InThreads(meetings.setdefault(members, Meeting(len(members))), members.index(place))
+            return ThreadCommunicator(meetings.setdefault(members, ThreadBarrier(len(members))), members.index(place))
 
     failed: list[BaseException] = []
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from weft.models import hf
 
 
-class Switch:
+class AdapterSwitch:
     """Turns all adapters of a model on and off."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LowRank(nn.Module):
         b_shape: tuple[int, int],
         scale: float,
         dropout: float,
-        switch: Switch,
+        switch: AdapterSwitch,
         like: Tensor,
     ) -> None:
         super().__init__()

@@ -28,15 +28,15 @@ class Communicator(Protocol):
         """x becomes the maximum over the ranks."""
         ...
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in order."""
         ...
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's part, of equal ones along the first dimension, of the sum over the ranks."""
         ...
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """[sum(received), ...]: what the ranks send to this one, in their order, out of x [sum(sent), ...], of which
         the first sent[0] go to rank 0 and so on. Sizes may differ, and be 0; x has one shape but for its first."""
         ...
@@ -50,7 +50,7 @@ def summed(x: Tensor, ranks: Communicator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OverGroup:
+class GroupCommunicator:
     """Over a process group."""
 
     group: dist.ProcessGroup
@@ -61,24 +61,24 @@ class OverGroup:
     def max_(self, x: Tensor) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x, group=self.group)
         return parts
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x) // dist.get_world_size(self.group), *x.shape[1:])
         reduce_scatter_single(out, x.contiguous(), group=self.group)
         return out
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
         return out
 
 
 @dataclass(frozen=True)
-class ShapesAlone:
+class MetaCommunicator:
     """Of so many ranks that are not there, for tensors on meta: what comes back has its shape and no values."""
 
     size: int
@@ -89,13 +89,13 @@ class ShapesAlone:
     def max_(self, x: Tensor) -> None:
         pass
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         return [torch.empty_like(x) for _ in range(self.size)]
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x) // self.size, *x.shape[1:])
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return x.new_empty(sum(received), *x.shape[1:])
 
 
@@ -120,7 +120,7 @@ class ContextAxis:
 
 
 @dataclass(eq=False)
-class Meeting:
+class ThreadBarrier:
     """Where `size` threads leave what they have. An error of one must abort the barrier, or the others wait."""
 
     size: int
@@ -132,10 +132,10 @@ class Meeting:
 
 
 @dataclass(frozen=True, eq=False)
-class InThreads:
+class ThreadCommunicator:
     """One of the threads of a meeting."""
 
-    meeting: Meeting
+    meeting: ThreadBarrier
     place: int
 
     def sum_(self, x: Tensor) -> None:
@@ -144,20 +144,20 @@ class InThreads:
     def max_(self, x: Tensor) -> None:
         self._each(x, lambda parts: x.copy_(torch.stack(parts).amax(0)))
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
         self._each(x, found.extend)
         return found
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         self.sum_(total)
         return total.chunk(self.meeting.size)[self.place]
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         found: list[Tensor] = []
         ends = torch.tensor([0, *sent]).cumsum(0).tolist()
-        starts = self.gather(torch.tensor(ends))
+        starts = self.all_gather(torch.tensor(ends))
 
         def take(parts: list[Tensor]) -> None:
             for part, start in zip(parts, starts, strict=True):

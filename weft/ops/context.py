@@ -169,7 +169,7 @@ def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
     keys = context.keys(call.window, key.device)
     if context.axis.ring is not None:
         own = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
-        got = exchange(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
+        got = all_to_all(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
         pool = torch.cat([own, got]).index_select(0, keys.run).transpose(0, 1)[None]
         key, value = pool.split([key.shape[-1], value.shape[-1]], -1)
     if not call.query_BHTD.shape[2]:  # nothing to compute, but the others wait for this rank in backward
@@ -196,7 +196,7 @@ def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> C
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     tokens, counts = query.shape[2], context.counts()
     sent = torch.cat([_by_rank(x[0], size) for x in (query, key, value)], -1).flatten(0, 1)
-    got = exchange(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
+    got = all_to_all(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
     widths = [x.shape[1] // size * x.shape[3] for x in (query, key, value)]
     own = [
         part.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
@@ -216,15 +216,15 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
     size, counts = context.axis.ulysses_size, context.counts()
     tokens = counts[context.axis.place % size]
     sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
-    got = exchange(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
+    got = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
     return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
 
 
 # ---------------------------------------------------------------- what travels
 
 
-def exchange(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.exchange, with a gradient, which travels the other way."""
+def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+    """Communicator.all_to_all, with a gradient, which travels the other way."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
     return out
 
@@ -233,9 +233,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
         ctx.rest = ranks, sent, received
-        return ranks.exchange(x, sent, received)
+        return ranks.all_to_all(x, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, sent, received = ctx.rest
-        return ranks.exchange(grad, received, sent), None, None, None
+        return ranks.all_to_all(grad, received, sent), None, None, None

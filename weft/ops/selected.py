@@ -94,7 +94,7 @@ class _Running(NamedTuple):
         chosen = torch.where(chosen.isneginf(), float("nan"), chosen)
         top, top_ids = self.top, self.top_ids
         if count:
-            values, ids = torch.cat(ranks.gather(top), 1), torch.cat(ranks.gather(top_ids + shard.first), 1)
+            values, ids = torch.cat(ranks.all_gather(top), 1), torch.cat(ranks.all_gather(top_ids + shard.first), 1)
             top, order = values.topk(count, 1)
             top_ids = ids.gather(1, order)
         return _Running(chosen, top, top_ids, largest + mass.log_())

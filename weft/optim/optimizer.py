@@ -109,7 +109,7 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 
 @dataclass(frozen=True)
-class OverTp:
+class TpReplicas:
     """The ranks of the tensor-parallel axis, and of every parameter how many of them have the same."""
 
     group: dist.ProcessGroup
@@ -117,7 +117,7 @@ class OverTp:
 
 
 @torch.no_grad()
-def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp: OverTp | None = None) -> float:
+def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp: TpReplicas | None = None) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
 
     The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
@@ -134,7 +134,7 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp
 
 
 @torch.no_grad()
-def global_norm(named_parameters: NamedParameters, tp: OverTp | None = None) -> float:
+def global_norm(named_parameters: NamedParameters, tp: TpReplicas | None = None) -> float:
     """L2 norm of all gradients together, equal on every rank; each element of a sharded gradient counts once, and so
     does what several ranks of tp have alike.
 

@@ -21,24 +21,24 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return gathered(x, ranks)
+        return gather_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed_part(grad, ctx.ranks), None
+        return reduce_scatter_tokens(grad, ctx.ranks), None
 
 
-class SumTokens(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """The sum of the ranks' [B, T, H], of which each keeps its tokens, [B, T / ranks, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return summed_part(x, ranks)
+        return reduce_scatter_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.ranks), None
+        return gather_tokens(grad, ctx.ranks), None
 
 
 class _Join(torch.autograd.Function):
@@ -47,21 +47,21 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, place: int) -> Tensor:
         ctx.place, ctx.tokens = place, x.shape[1]
-        return gathered(x, ranks)
+        return gather_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(1, ctx.place * ctx.tokens, ctx.tokens), None, None
 
 
-def gathered(x: Tensor, ranks: Communicator) -> Tensor:
+def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:
     """All ranks' tokens, in order."""
-    return torch.cat(ranks.gather(x.contiguous()), 1)
+    return torch.cat(ranks.all_gather(x.contiguous()), 1)
 
 
-def summed_part(x: Tensor, ranks: Communicator) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
     """This rank's tokens of the sum."""
-    return ranks.sum_part(x.transpose(0, 1)).transpose(0, 1)
+    return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 
 def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:

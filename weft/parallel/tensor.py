@@ -27,8 +27,8 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, summed
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
-from weft.parallel.sequence import GatherTokens, SumTokens, join_last_states
-from weft.sharding.cuts import Cut, Range, even, repeated, scaled, split
+from weft.parallel.sequence import GatherTokens, ReduceScatterTokens, join_last_states
+from weft.sharding.cuts import Cut, Range, even_ranges, repeated_ranges, scaled_ranges, split
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
     for part in style.parts:
         dealt, same = _dealt(name, part, axis.size)
         copies.append(same)
-        placed = scaled(dealt, part.width, offset)
+        placed = scaled_ranges(dealt, part.width, offset)
         ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
         offset += part.count * part.width
     return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
@@ -94,9 +94,9 @@ def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
 def _dealt(name: str, part: Part, ranks: int) -> tuple[list[Range], int]:
     """What each rank has of a part, and how many have the same."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
-        return repeated(part.count, ranks), ranks // part.count
+        return repeated_ranges(part.count, ranks), ranks // part.count
     if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
-        return even(part.count, ranks), 1
+        return even_ranges(part.count, ranks), 1
     what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
     sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
     raise UserError(
@@ -122,7 +122,7 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
 
 
 def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
-    enter, leave = (GatherTokens, SumTokens) if sequence else (_SumGradient, _Sum)
+    enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
     for name in styles.regions:
         region = module.get_submodule(name)
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)

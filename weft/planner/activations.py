@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import ShapesAlone
+from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
@@ -61,7 +61,7 @@ def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: Shared, *, reco
         hf.enable_recompute(model)
     module = TrainModule(model)
     if shared.tp > 1:
-        ranks = ShapesAlone(shared.tp)
+        ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone

@@ -45,7 +45,7 @@ from weft.run.folder import open_folder, write_bad_rows
 from weft.run.hooks import NO_HOOKS, Hooks
 from weft.run.identity import identity
 from weft.run.recorder import Recorder
-from weft.run.resume import Start, after_the_last, constants, find_start, take_up
+from weft.run.resume import Start, after_the_last, constants, find_start, restore
 from weft.telemetry import flight
 from weft.telemetry.profiling import check_profile, own_peak_memory_gib, profiled
 from weft.telemetry.summary import Phases, RunSummary
@@ -96,7 +96,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     fill = start.state is None
                     engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
-                notes = take_up(config, engine, start, folder)
+                notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
@@ -115,7 +115,7 @@ def train(
     resume: bool = False,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
-    phases.go_on(start.seconds)
+    phases.add(start.seconds)
     steps, updates, stop = deal(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)

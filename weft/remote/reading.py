@@ -15,7 +15,7 @@ from weft.remote.store import BRIEF, Store, StoreError
 from weft.terminal import call_by
 
 
-def here(
+def local_path(
     command: str, path: str, *, step: int | None = None, best: bool = False, records: bool = False, output: bool = True
 ) -> str:
     """The path itself, or the local copy of a URL: of a run its records and its newest checkpoint.

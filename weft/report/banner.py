@@ -44,7 +44,7 @@ from weft.report.tables import (
     show,
     unit_table,
 )
-from weft.sharding.cuts import Cut, whole_shape
+from weft.sharding.cuts import Cut, full_shape
 from weft.sharding.load import LoadReport
 from weft.terminal import byte_count, called, say
 from weft.versions import untested_versions
@@ -256,7 +256,7 @@ def _all_elements(engine: Engine) -> int:
 def _elements_of(engine: Engine) -> dict[str, int]:
     """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return {name: math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
+    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
 
 
 def _elements(module: nn.Module) -> int:

@@ -28,7 +28,9 @@ def exact_match(
     """
     return [
         float(_plain(_behind(after, text), ignore_case) == _plain(reference, ignore_case))
-        for text, reference in zip(map(spoken, completions), references(len(completions), columns), strict=True)
+        for text, reference in zip(
+            map(completion_text, completions), references(len(completions), columns), strict=True
+        )
     ]
 
 
@@ -36,7 +38,7 @@ def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> li
     """1 where the pattern is found. With a group in it, what the group holds in the last match must be the reference
     answer. pattern: a regular expression of Python's; `.` matches line breaks, too."""
     compiled = re.compile(pattern, re.DOTALL)
-    texts = [spoken(completion) for completion in completions]
+    texts = [completion_text(completion) for completion in completions]
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in texts]
     found = [[match.group(1) or "" for match in compiled.finditer(text)][-1:] for text in texts]
@@ -53,7 +55,7 @@ def format(completions: Sequence[Completion], tags: Sequence[str] = ("think",), 
     Behind a single tag an answer has to follow; behind the last of several nothing may. The first opening tag may be
     missing: some chat templates write it when they ask for an answer.
     """
-    return [float(_has_format(spoken(completion), tags)) for completion in completions]
+    return [float(_has_format(completion_text(completion), tags)) for completion in completions]
 
 
 def length(completion_ids: Sequence[Sequence[int]], target: int = 100, **_: Any) -> list[float]:
@@ -68,7 +70,8 @@ def math(completions: Sequence[Completion], boxed: bool = False, **columns: Any)
     """
     expected = references(len(completions), columns)
     return [
-        _same(reference, spoken(completion), boxed) for reference, completion in zip(expected, completions, strict=True)
+        _same(reference, completion_text(completion), boxed)
+        for reference, completion in zip(expected, completions, strict=True)
     ]
 
 
@@ -85,7 +88,7 @@ INLINE = ("exact_match", "format", "length")
 COMPARING = ("math", "exact_match")
 
 
-def spoken(completion: Completion) -> str:
+def completion_text(completion: Completion) -> str:
     """The text of a completion; of several messages, what the assistant said last."""
     if isinstance(completion, str):
         return completion

@@ -31,7 +31,7 @@ class Continuation:
     tokens: tuple[int, ...]
 
 
-class Chats:
+class ChatRenderer:
     """Renders conversations by the template that documents are rendered by, too."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who has the memory of the devices: trainers and rollout engines that share them take turns.
+"""Role has the memory of the devices: trainers and rollout engines that share them take turns.
 
 The weights go over while both are there, so as little as possible is awake then: of the trainers the policy's
 parameters, of an engine its weights. The trainers' other parts sleep before, and an engine's cache wakes after the
@@ -33,8 +33,8 @@ def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
     return PARTS if device == "cuda" else ()
 
 
-class Turns:
-    """`synced = await turns.to_rollouts(version)`, generate, `await turns.to_training()`, train; and again.
+class PhaseSwitch:
+    """`synced = await switch.to_rollouts(version)`, generate, `await switch.to_training()`, train; and again.
 
     shared: whether trainers and engines have the same devices; otherwise both are always awake. parts: what of the
     trainers sleeps. take_seconds: of `sync`, `sleep` and `wake`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document, MeasuredDocuments, Measures
-from weft.engine.replay import aligned
+from weft.engine.replay import align_routes
 from weft.rl.corrections import comparable
 from weft.rollout.types import Flags, Floats, Group, Sample
 
@@ -73,7 +73,7 @@ class _Samples(MeasuredDocuments):
         return {}
 
     def _routes(self, sample: Sample) -> Tensor | None:
-        return aligned(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
+        return align_routes(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
 
 
 class ReadSamples(_Samples):

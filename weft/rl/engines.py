@@ -17,7 +17,7 @@ from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerCon
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.rollout.choice import caches
+from weft.rollout.cache_support import caches
 from weft.sharding.load import Progress
 
 

@@ -29,7 +29,7 @@ from weft.cluster.machine import end_with_parent
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.rl.environments import Environment, Reply
-from weft.rl.user_process import IMPORT_SECONDS, be_ended_first, look_through, receive, send, take_over_streams
+from weft.rl.user_process import IMPORT_SECONDS, add_import_folders, prefer_oom_kill, receive, send, take_over_streams
 
 ORDER = struct.Struct(">q")  # the number of a conversation, negative where its process is to be killed
 ENDED = struct.Struct(">qi")  # number, status
@@ -45,7 +45,7 @@ def main() -> None:
     requests, answers = take_over_streams()
     control = socket.socket(fileno=int(sys.argv[1]))
     path, name = receive(requests)
-    look_through(path)
+    add_import_folders(path)
     try:
         kind = import_named(name, "rl.environment")
     except UserError as error:
@@ -122,7 +122,7 @@ class ForkServer:
             for mine in (self._control, self._woken, self._wakes):
                 mine.close()
             end_with_parent(signal.SIGKILL)
-            be_ended_first()
+            prefer_oom_kill()
             np.random.seed()  # else all would draw the same numbers; Python's own generator does that itself
             converse(self._kind, socket.socket(fileno=descriptor))
             status = 0

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
 from weft.errors import UserError
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.environment_pool import EnvironmentPool
 from weft.rl.environments import Environment, Reply, environment_class
 from weft.rl.workers import Worker, WorkerError
@@ -27,11 +27,11 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Episodes:
-    """How conversations with an environment go. most_tokens: of one, behind its prompt; timeout: seconds of a step."""
+    """How conversations with an environment go. most_tokens: of one, after its prompt; timeout: seconds of a step."""
 
     kind: type[Environment]
     pool: EnvironmentPool
-    chats: Chats
+    chats: ChatRenderer
     max_turns: int
     most_tokens: int
     timeout: float
@@ -40,7 +40,7 @@ class Episodes:
         """An environment in a process of its own. Raises UserError where it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
-    def behind(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
+    def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
         """The tokens of a reply. ended: whether the policy has ended its answer by itself. Raises UserError."""
         if reply.tokens is not None:
             return list(reply.tokens)
@@ -109,6 +109,6 @@ def load_environment(
     kind, path = environment_class(config), config.rl.environment
     if kind is None or path is None:
         return None
-    chats = Chats(tokenizer, encoding or read_encoding(config.data, tokenizer))
+    chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer))
     longest = config.rollout.max_new_tokens
     return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)

@@ -24,7 +24,7 @@ TIMED = 4  # rollout steps, the first of which is not counted: much is done for 
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedPlacement:
     """A config whose placement is no longer `auto`. recorded: what a resumed run is to read, which has it without how
     many engines that makes; notes: what to print of it."""
 
@@ -33,19 +33,21 @@ class Settled:
     notes: tuple[str, ...] = ()
 
 
-def settle(config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]) -> Settled:
+def resolve_placement(
+    config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]
+) -> ResolvedPlacement:
     """rollouts: steps of the run. seconds: of a rollout step with this config; may raise UserError or ActorError where
     it is not possible. UserError where the placement that is asked for is not."""
     if config.rollout.engine == "embedded":
-        return Settled(config, config)
+        return ResolvedPlacement(config, config)
     wanted = config.cluster.placement
     if wanted != "auto":
-        return Settled(_placed(config, options, wanted), config)
+        return ResolvedPlacement(_placed(config, options, wanted), config)
     placement, why = _by_rule(config, options, rollouts)
     if placement is None:
         placement, why = _by_trial(config, options, seconds)
     placed = _placed(config, options, placement)
-    return Settled(placed, replace(config, cluster=placed.cluster), (f"placed   {placement}: {why}",))
+    return ResolvedPlacement(placed, replace(config, cluster=placed.cluster), (f"placed   {placement}: {why}",))
 
 
 def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Placement | None, str]:

@@ -161,7 +161,7 @@ class StandalonePool(BatchPool):
         await self.pause()
         try:
             taking = [
-                or_declined(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
+                decline_on_error(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
                 for number, ticket in enumerate(self._tickets)
             ]
             sent, *_ = await together([self._trainers.all("send", version), *taking])
@@ -199,7 +199,7 @@ class StandalonePool(BatchPool):
         await self.actors.all("sleep")
 
 
-async def or_declined(taking: Awaitable[Any], ticket: Ticket) -> Any:
+async def decline_on_error(taking: Awaitable[Any], ticket: Ticket) -> Any:
     """What an engine answers that takes weights with this ticket. Where it fails, the trainers are told that nobody
     will come: they would wait for it, for as long as rollout.timeout."""
     try:

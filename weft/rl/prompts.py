@@ -22,7 +22,7 @@ from weft.data.order import Share, order_of
 from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError, first_line
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
 
@@ -53,7 +53,7 @@ class PromptRules:
     vocab_size: int | None = None
 
 
-def require_room(config: RlConfig, shape: PretrainedConfig) -> None:
+def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
     """UserError where a sample may become longer than the model has positions. shape: of the text."""
     rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -198,7 +198,7 @@ class _Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> None:
         self.tokenizer, self.rules = tokenizer, rules
-        self.chats = Chats(tokenizer, encoding)
+        self.chats = ChatRenderer(tokenizer, encoding)
         self.has_template = has_template(tokenizer, encoding)
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:

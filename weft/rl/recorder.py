@@ -44,7 +44,7 @@ class RlRecorder:
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         self.summary = RunSummary(model=self.config.model.path, data=str(self.config.data.path or "several sources"))
-        self.summary.go_on(self.start.summary)
+        self.summary.restore(self.start.summary)
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
@@ -123,7 +123,7 @@ class RlRecorder:
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
-    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
+    def stop_if_unproductive(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
         """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train. What
         there is to print where nothing can be learnt."""
         for line in lines:

@@ -34,17 +34,17 @@ from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.telemetry.profiling import own_peak_memory_gib
 
-Who = Literal["policy", "reference", "critic"]
+Role = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
-READS: dict[Who, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # the array of a sample
+READS: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # the array of a sample
 
 
-def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Who, Mapping[int, Floats]]]) -> None:
+def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
     """Set the array of each sample that each of these has read. parts: what read_all of each rank returns."""
     for part in parts:
-        for who, found in part.items():
+        for role, found in part.items():
             for index, values in found.items():
-                setattr(samples[index], READS[who], values)
+                setattr(samples[index], READS[role], values)
 
 
 def start_rank(config: RlConfig, device: Device) -> Ranks:
@@ -57,13 +57,13 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
     return ranks
 
 
-def own_ranks(config: RlConfig) -> dict[Who, int]:
+def own_ranks(config: RlConfig) -> dict[Role, int]:
     """Number of ranks of a reference or critic that has ranks of its own."""
-    wanted: dict[Who, int | None] = {
+    wanted: dict[Role, int | None] = {
         "reference": config.reference.ranks if config.rl.kl > 0 else None,
         "critic": config.critic.ranks if config.rl.advantage == "gae" else None,
     }
-    return {who: count for who, count in wanted.items() if count is not None}
+    return {role: count for role, count in wanted.items() if count is not None}
 
 
 def critic_checkpoint(run: Path, step: int) -> Path:
@@ -87,7 +87,7 @@ def checkpoints_of(config: RlConfig) -> CheckpointConfig:
     return replace(own, keep=own.keep + 1) if own.keep is not None and CRITIC in own_ranks(config) else own
 
 
-def settle_step(engine: Engine, saver: Saver | None) -> float:
+def finish_step(engine: Engine, saver: Saver | None) -> float:
     """After a step: the largest peak memory of a rank, in GiB; raises where the saver of any rank has failed."""
     flight.at("record")
     failed = saver is not None and saver.failed
@@ -97,7 +97,7 @@ def settle_step(engine: Engine, saver: Saver | None) -> float:
     return memory
 
 
-class Values:
+class Critic:
     """A critic: read and trained."""
 
     def __init__(self, engine: Engine, config: RlConfig) -> None:
@@ -116,18 +116,18 @@ class Values:
         return {**metrics, "critic/grad_norm": result.grad_norm, "critic/skipped": result.skipped}
 
 
-class Aside:
+class ReferenceCriticRank:
     """One rank of a reference's, or of a critic's own ranks. Every method is called on all of them together."""
 
-    def __init__(self, config: RlConfig, who: Who, device: Device = "auto", *, fill: bool = True) -> None:
+    def __init__(self, config: RlConfig, role: Role, device: Device = "auto", *, fill: bool = True) -> None:
         """fill: False where a checkpoint will fill a critic's weights."""
-        self.config, self.who = config, who
+        self.config, self.role = config, role
         self.ranks = start_rank(config, device)
-        reference = reference_engine(config, self.ranks) if who == "reference" else None
-        critic = critic_engine(config, self.ranks, fill=fill) if who == "critic" else None
+        reference = reference_engine(config, self.ranks) if role == "reference" else None
+        critic = critic_engine(config, self.ranks, fill=fill) if role == "critic" else None
         engine = reference or critic
         assert engine is not None
-        self.engine, self.values = engine, None if critic is None else Values(critic, config)
+        self.engine, self.values = engine, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
         self.saver: Saver | None = None
 
@@ -149,9 +149,9 @@ class Aside:
         kept, timeout = checkpoints_of(self.config), self.config.train.timeout
         self.saver = Saver(self.engine, run / CRITIC, kept, constants, last, command="rl", timeout=timeout)
 
-    def read_all(self, whose: Sequence[Who], samples: Sequence[Sample]) -> dict[Who, dict[int, Floats]]:
+    def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
         """What it reads of the samples that this rank was dealt."""
-        return {self.who: readout(self.engine, samples, "logprob" if self.values is None else "value")}
+        return {self.role: readout(self.engine, samples, "logprob" if self.values is None else "value")}
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, share: float) -> dict[str, object]:
         """A critic's step beside the policy's optimizer step `number`; what the metrics say of it."""
@@ -161,7 +161,7 @@ class Aside:
             return {}
         flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
         metrics = self.values.train(documents, share)
-        memory = settle_step(self.engine, self.saver)
+        memory = finish_step(self.engine, self.saver)
         return {**metrics, "critic/peak_memory_gib": memory}
 
     def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.parts import RL_RUN
-from weft.checkpoint.resume import alone, from_weights, newest, no_complete_checkpoint, other_training, resumed_notes
+from weft.checkpoint.resume import (
+    from_weights,
+    judge_alone,
+    newest,
+    no_complete_checkpoint,
+    other_training,
+    resumed_notes,
+)
 from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
 from weft.config import to_dict
@@ -71,7 +78,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, 
     content = state.content
     changed = dict(resume.changes(content["config"], to_dict(config), RlConfig))
     problems = [
-        *resume.refused(changed, MAY_CHANGE),
+        *resume.refused_changes(changed, MAY_CHANGE),
         *resume.rates_changed(content, config, plan.steps, done=content["updates"]),
         *_contents_changed(content, config, prompts, replayed),
     ]
@@ -133,11 +140,11 @@ def _unreadable(rollouts: Path) -> str:
     return ""
 
 
-def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
+def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
     """What came after this start makes way for what comes now; the start, with what there is to say of it."""
     if start.step or not start.rollout:
-        notes = resume.put_in_order(folder, start.step, {})
-        _put_critic_in_order(folder / CRITIC / "checkpoints", start.step)
+        notes = resume.set_aside_later(folder, start.step, {})
+        _set_aside_critic(folder / CRITIC / "checkpoints", start.step)
     else:  # of rollouts alone, whose lines are numbered by them
         cut_lines(folder / "metrics.jsonl", start.rollout)
         notes = []
@@ -150,15 +157,15 @@ def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
 
 def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
     """A judge of the policy's checkpoint, with that of a critic in ranks of its own."""
-    state, reason = alone(checkpoint, RL_RUN)
+    state, reason = judge_alone(checkpoint, RL_RUN)
     own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
     if state is None or not own.is_dir():
         return state, reason
-    critic, reason = alone(own, {})
+    critic, reason = judge_alone(own, {})
     return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
 
 
-def _put_critic_in_order(checkpoints: Path, step: int) -> None:
+def _set_aside_critic(checkpoints: Path, step: int) -> None:
     """Of a critic in ranks of its own."""
     set_aside(checkpoints, step)
     if step_folder(checkpoints, step).is_dir():

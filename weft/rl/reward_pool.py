@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import UserError
-from weft.rl.reward_calls import Batch, Described, Named, Outcome
+from weft.rl.reward_calls import Batch, Outcome, RewardSignature, RewardSpec
 from weft.rl.workers import Worker, WorkerError, start_worker
 
 
 class RewardPool:
     """So many processes, each started when it is first needed."""
 
-    def __init__(self, functions: Sequence[Named], size: int, timeout: float) -> None:
+    def __init__(self, functions: Sequence[RewardSpec], size: int, timeout: float) -> None:
         """timeout: seconds of one call."""
         self._functions, self._timeout = functions, timeout
-        self._described: list[Described] = []
+        self._signatures: list[RewardSignature] = []
         self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         for _ in range(size):
             self._free.put_nowait(None)
 
-    async def describe(self) -> list[Described]:
+    async def describe(self) -> list[RewardSignature]:
         """What is known of each function. Raises UserError where one cannot be imported."""
         worker = await self._take()
         self._free.put_nowait(worker)
-        return self._described
+        return self._signatures
 
     async def call(self, number: int, batch: Batch) -> list[Outcome]:
         """What function `number` makes of a batch. Where its process crashes or hangs, each sample is tried alone.
@@ -64,7 +64,7 @@ class RewardPool:
         if worker is None:
             names = ", ".join(function.path for function in self._functions)
             try:
-                worker, self._described = await start_worker(
+                worker, self._signatures = await start_worker(
                     "weft.rl.reward_worker", list(self._functions), f"rl.reward: the process that imports {names}"
                 )
             except BaseException:

@@ -15,7 +15,7 @@ from weft.cluster.machine import cpu_cores
 from weft.config.rl_schema import RlAlgorithm, reward_names
 from weft.errors import UserError
 from weft.rl.builtin_rewards import INLINE, has_reference
-from weft.rl.reward_calls import GIVEN, Batch, Described, Named, Outcome, RewardFunction
+from weft.rl.reward_calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
 from weft.rl.reward_pool import RewardPool
 from weft.rollout.types import Prompt, Sample
 
@@ -70,7 +70,7 @@ class Rewards:
     def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
         """given: functions of a program, pickled, by what rl.reward calls them."""
         self.functions = [
-            Named(name, path, _options(config, name), (given or {}).get(path))
+            RewardSpec(name, path, _options(config, name), (given or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
         ]
         weights = config.reward_weights or (1.0,) * len(self.functions)
@@ -81,14 +81,14 @@ class Rewards:
         self._pool = RewardPool(
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
-        self._described: dict[str, Described] = {}
+        self._signatures: dict[str, RewardSignature] = {}
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
         if self._outside:
-            described = await self._pool.describe()
-            self._described = {f.name: d for f, d in zip(self._outside, described, strict=True)}
-        self._described |= {name: function.described for name, function in self._inline.items()}
+            found = await self._pool.describe()
+            self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
+        self._signatures |= {name: function.signature for name, function in self._inline.items()}
         for prompt in prompts:
             self._check(prompt)
 
@@ -96,9 +96,9 @@ class Rewards:
         """Of each function, once started, what it is given and what its value is multiplied by."""
         found = []
         for function in self.functions:
-            described = self._described[function.name]
-            asked = [name for name in described.columns if name in GIVEN or name in described.required]
-            asked += ["the right answer"] * described.reference + ["every column"] * described.takes_all
+            signature = self._signatures[function.name]
+            asked = [name for name in signature.columns if name in GIVEN or name in signature.required]
+            asked += ["the right answer"] * signature.reference + ["every column"] * signature.takes_all
             found.append(f"{function.path}, weight {self.weights[function.name]:g}; is given {', '.join(asked)}")
         return found
 
@@ -108,7 +108,7 @@ class Rewards:
         A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
         was said, or where a function failed: then it is not trained. failures: counts those.
         """
-        if not self._described:
+        if not self._signatures:
             await self.start()
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         await asyncio.gather(*(self._call(f, group, failures) for group in groups for f in self.functions))
@@ -125,7 +125,7 @@ class Rewards:
         """End the processes."""
         await self._pool.close()
 
-    async def _call(self, function: Named, group: Sequence[Sample], failures: Failures) -> None:
+    async def _call(self, function: RewardSpec, group: Sequence[Sample], failures: Failures) -> None:
         """Ask one function about samples of one prompt."""
         samples = [sample for sample in group if "error" not in sample.notes]
         if not samples or function.name not in self._named(samples[0].prompt):
@@ -150,10 +150,10 @@ class Rewards:
         lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
 
-    def _batch(self, function: Named, samples: Sequence[Sample]) -> Batch:
-        prompt, described = samples[0].prompt, self._described[function.name]
-        names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
-        chat, ids = prompt.messages is not None, described.takes_all or "completion_ids" in described.columns
+    def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> Batch:
+        prompt, signature = samples[0].prompt, self._signatures[function.name]
+        names = prompt.columns if signature.takes_all else [n for n in signature.columns if n in prompt.columns]
+        chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample) if chat else sample.text for sample in samples],
@@ -177,7 +177,7 @@ class Rewards:
                 f"none of rl.reward: {', '.join(known)}."
             )
         for name in asked:
-            if problem := _missing(name, self._described[name], prompt):
+            if problem := _missing(name, self._signatures[name], prompt):
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
 
@@ -219,10 +219,10 @@ def try_rewards(
     ]
 
 
-def _missing(name: str, described: Described, prompt: Prompt) -> str | None:
+def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
     """What a function needs, and a prompt's row does not have."""
-    absent = next((column for column in described.required if column not in prompt.columns), None)
-    if absent is None and (not described.reference or has_reference(prompt.columns)):
+    absent = next((column for column in signature.required if column not in prompt.columns), None)
+    if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
     if absent is None:

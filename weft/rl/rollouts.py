@@ -52,7 +52,7 @@ def group_of(prompt: Prompt, completions: Sequence[Completion]) -> Group:
     samples = []
     for number, completion in enumerate(completions):
         transcript = Transcript(prompt)
-        transcript.sampled(completion)
+        transcript.add_completion(completion)
         samples.append(transcript.sample(number))
     return Group(prompt, samples)
 
@@ -80,22 +80,22 @@ async def episode(
             turn, name = transcript.turns, label + prompt.id
             asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
-            request = Request(f"{name}/{number} turn {turn + 1}", transcript.so_far, seeds, asked)
+            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked)
             (completion,) = await engine.generate(request)
-            transcript.sampled(completion)
+            transcript.add_completion(completion)
             text, ended = _heard(completion, sampling, episodes.chats.tokenizer)
-            transcript.said(text)
+            transcript.add_answer(text)
             if completion.finish != "end":
                 break
             reply = await environment.step(text, completion.tokens)
-            transcript.replied(reply)
+            transcript.add_reply(reply)
             if reply.done or transcript.turns == episodes.max_turns:
                 break
-            given = episodes.behind(prompt, reply, ended)
+            given = episodes.reply_tokens(prompt, reply, ended)
             if transcript.length + len(given) >= episodes.most_tokens:
                 transcript.finish = "length"
                 break
-            transcript.given(given)
+            transcript.add_tokens(given)
     except EnvironmentFailure as error:
         transcript.error = str(error)
     finally:
@@ -124,7 +124,7 @@ async def rewarded_groups(
         return group
 
     groups = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    phases.go_on({"generate": drawn - began, "reward": time.perf_counter() - drawn})
+    phases.add({"generate": drawn - began, "reward": time.perf_counter() - drawn})
     return list(groups)
 
 
@@ -180,7 +180,7 @@ class Transcript:
         self._reward, self._notes = 0.0, dict[str, Any]()
 
     @property
-    def so_far(self) -> tuple[int, ...]:
+    def tokens(self) -> tuple[int, ...]:
         return tuple(self._tokens)
 
     @property
@@ -188,7 +188,7 @@ class Transcript:
         """Tokens behind the prompt."""
         return len(self._tokens) - len(self.prompt.tokens)
 
-    def sampled(self, completion: Completion) -> None:
+    def add_completion(self, completion: Completion) -> None:
         """An answer of the policy."""
         self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
         if completion.routes is not None:
@@ -198,16 +198,16 @@ class Transcript:
             self._routes = whole
         self.finish, self.turns = completion.finish, self.turns + 1
 
-    def given(self, tokens: Sequence[int]) -> None:
+    def add_tokens(self, tokens: Sequence[int]) -> None:
         """What the policy is told."""
         count = len(tokens)
         self._extend(tokens, False, [0.0] * count, [-1] * count, None)
 
-    def said(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """The text of an answer."""
         self._messages.append({"role": "assistant", "content": text})
 
-    def replied(self, reply: Reply) -> None:
+    def add_reply(self, reply: Reply) -> None:
         """What the environment made of it."""
         if reply.calls:
             self._messages[-1]["tool_calls"] = list(reply.calls)

@@ -23,7 +23,7 @@ _BY_TOKEN = {
 _NO_VERSIONS = np.zeros(0, np.int32)
 
 
-class Parcel(list[Sample]):
+class SampleBatch(list[Sample]):
     """A list of samples, of which less arrives in another process: prompts without tokens, text and columns; no texts,
     notes, parts of rewards or versions."""
 

@@ -11,7 +11,7 @@ from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import UserError
-from weft.rl.pool import EmbeddedPool, StandalonePool, or_declined
+from weft.rl.pool import EmbeddedPool, StandalonePool, decline_on_error
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
 from weft.rollout.sync.protocol import Ticket
@@ -52,7 +52,7 @@ class ServedPool:
         synced: Synced
         if self._tickets:
             taking = [
-                or_declined(self.actors.one(n, "ask", "receive", own, version), own)
+                decline_on_error(self.actors.one(n, "ask", "receive", own, version), own)
                 for n, own in enumerate(self._tickets)
             ]
             sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)

@@ -45,13 +45,13 @@ from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, p
 from weft.rl.exact import prove_exact
 from weft.rl.reference_critic import (
     CRITIC,
-    Values,
-    Who,
+    Critic,
+    Role,
     checkpoints_of,
     critic_checkpoint,
+    finish_step,
     own_ranks,
     readout,
-    settle_step,
     start_rank,
 )
 from weft.rollout.base import Request, Synced
@@ -93,7 +93,7 @@ class Trainer:
         here = "reference" not in others
         self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if here else None
         critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
-        self.critic, self.values = critic, None if critic is None else Values(critic, config)
+        self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
@@ -228,22 +228,22 @@ class Trainer:
 
     # ------------------------------------------------------------ reading
 
-    def read_all(self, whose: Sequence[Who], samples: Sequence[Sample]) -> dict[Who, dict[int, Floats]]:
+    def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
         """What each of these engines reads."""
-        return {who: self.read(who, samples) for who in whose}
+        return {role: self.read(role, samples) for role in roles}
 
-    def read(self, who: Who, samples: Sequence[Sample]) -> dict[int, Floats]:
+    def read(self, role: Role, samples: Sequence[Sample]) -> dict[int, Floats]:
         """The policy's or the reference's logprob of every sampled token, or the critic's value before it, [T]; of the
         samples that this rank was dealt, by their index."""
-        if who == CRITIC:
+        if role == CRITIC:
             assert self.critic is not None
             return readout(self.critic, samples, "value")
-        if who == "reference" and self.reference is None:
+        if role == "reference" and self.reference is None:
             with self.engine.without_adapter():
                 return readout(self.engine, samples, "logprob")
-        engine = self.engine if who == "policy" else self.reference
+        engine = self.engine if role == "policy" else self.reference
         assert engine is not None
-        return readout(engine, samples, "logprob", routes=who == "policy")
+        return readout(engine, samples, "logprob", routes=role == "policy")
 
     # ------------------------------------------------------------ training
 
@@ -265,7 +265,7 @@ class Trainer:
         if not self._contract_checked:
             check_contract(self.engine)
             self._contract_checked = True
-        memory = settle_step(self.engine, self.saver)
+        memory = finish_step(self.engine, self.saver)
         line = step_line(number, epoch, taken, self.throughput, memory) | values
         read = {documents.places[index]: found.numpy() for index, found in loss.old_logprobs().items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})

@@ -11,17 +11,17 @@ from typing import Any
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.errors import first_line
-from weft.rl.reference_critic import CRITIC, Who, set_readings
-from weft.rl.serialization import Parcel
+from weft.rl.reference_critic import CRITIC, Role, set_readings
+from weft.rl.serialization import SampleBatch
 from weft.rollout.types import Sample
 from weft.terminal import say
 
 
-class Learners:
-    """trainers: the policy's ranks, which have all that is not in `asides`."""
+class TrainerGroup:
+    """trainers: the policy's ranks, which have all that is not in `reference_critic`."""
 
-    def __init__(self, config: RlConfig, trainers: ActorGroup, asides: Mapping[Who, ActorGroup]) -> None:
-        self.config, self._trainers, self._asides = config, trainers, asides
+    def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, ActorGroup]) -> None:
+        self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
     async def describe(self) -> str:
@@ -35,19 +35,19 @@ class Learners:
         notes, *_ = await together(
             [
                 self._trainers.all("open_run", folder, token, constants, last),
-                *(group.all("open_run", folder, constants, last) for group in self._asides.values()),
+                *(group.all("open_run", folder, constants, last) for group in self._reference_critic.values()),
             ]
         )
         first: list[str] = notes[0]
         return first
 
-    async def read(self, whose: Sequence[Who], samples: Sequence[Sample]) -> None:
+    async def read(self, roles: Sequence[Role], samples: Sequence[Sample]) -> None:
         """Set the array of each sample that each of these reads; samples are sent once to each group."""
-        asked = {who: self._asides.get(who, self._trainers) for who in whose}
-        parcel = Parcel(samples)
+        asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
+        batch = SampleBatch(samples)
         parts = await together(
             [
-                group.all("read_all", tuple(who for who, own in asked.items() if own is group), parcel)
+                group.all("read_all", tuple(role for role, own in asked.items() if own is group), batch)
                 for group in dict.fromkeys(asked.values())
             ]
         )
@@ -55,11 +55,11 @@ class Learners:
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
         """An optimizer step over these samples (Trainer.update); its line. Sets `old` where the update has read it."""
-        parcel, share = Parcel(samples), lr / self.config.optimizer.lr
+        batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
         updated, *critics = await together(
             [
-                self._trainers.all("update", parcel, number, steps, epoch, lr),
-                *(group.all("update", parcel, number, steps, share) for group in self._critics),
+                self._trainers.all("update", batch, number, steps, epoch, lr),
+                *(group.all("update", batch, number, steps, share) for group in self._critics),
             ]
         )
         for part in updated:
@@ -103,7 +103,7 @@ class Learners:
 
     @property
     def _all(self) -> list[ActorGroup]:
-        return [self._trainers, *self._asides.values()]
+        return [self._trainers, *self._reference_critic.values()]
 
     @property
     def _savers(self) -> list[ActorGroup]:
@@ -112,4 +112,4 @@ class Learners:
 
     @property
     def _critics(self) -> list[ActorGroup]:
-        return [group for who, group in self._asides.items() if who == CRITIC]
+        return [group for role, group in self._reference_critic.items() if role == CRITIC]

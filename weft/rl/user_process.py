@@ -39,12 +39,12 @@ def take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
     return requests, answers
 
 
-def look_through(path: list[str]) -> None:
+def add_import_folders(path: list[str]) -> None:
     """Import from the controller's folders, too."""
     sys.path += [folder for folder in path if folder not in sys.path]
 
 
-def be_ended_first() -> None:
+def prefer_oom_kill() -> None:
     """Where the kernel is short of memory it ends this process, and not the controller."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

@@ -21,9 +21,9 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
-from weft.rollout.choice import open_rows
-from weft.rollout.drawing import Drawn, draw, uniforms
+from weft.rollout.cache_support import open_rows
 from weft.rollout.rows import Routes
+from weft.rollout.token_sampling import SampledTokens, sample_tokens, uniforms
 from weft.telemetry import flight
 
 MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
@@ -311,7 +311,7 @@ class Generator:
         for sampling, rows in by_sampling.items():
             several = len(by_sampling) > 1
             chosen = [samples[row] for row in rows] if several else samples
-            drawn = draw(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
+            drawn = sample_tokens(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
             self._write(chosen, sampling, drawn)
 
     def _uniforms(self, samples: Sequence[_Sample]) -> Tensor:
@@ -319,7 +319,7 @@ class Generator:
         places = np.array([len(sample.tokens) for sample in samples], dtype=np.uint64)
         return torch.from_numpy(uniforms(seeds, places)).to(self._device)
 
-    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: Drawn) -> None:
+    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: SampledTokens) -> None:
         logprobs = drawn.logprobs_R.tolist()
         self.work.tokens += len(samples)
         for sample, token, logprob in zip(samples, drawn.tokens_R.tolist(), logprobs, strict=True):

@@ -80,7 +80,7 @@ class Cut:
         if filled != whole:
             raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
         out = part.new_empty(self.shape)
-        for place, values in enumerate(self.ranks.gather(sent)):
+        for place, values in enumerate(self.ranks.all_gather(sent)):
             offset = 0
             for first, size in self.ranges[place]:
                 out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
@@ -92,7 +92,7 @@ Cuts = Mapping[str, Cut]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBox:
     """A box of a whole tensor that this rank holds, from `first` on among its elements. replicas: as a Shard has
     them."""
 
@@ -110,17 +110,17 @@ class Held:
         return all(index == number % size for index, size in self.replicas)
 
 
-def held_boxes(tensor: Tensor, cut: Cut | None) -> list[Held]:
+def held_boxes(tensor: Tensor, cut: Cut | None) -> list[HeldBox]:
     """What this rank holds of a model's tensor, box by box of the whole one. cut: None without tensor parallelism."""
     shard = shard_of(tensor)
     return _held(shard, cut)
 
 
-def _held(shard: Shard, cut: Cut | None) -> list[Held]:
+def _held(shard: Shard, cut: Cut | None) -> list[HeldBox]:
     if cut is None:
-        return [Held(shard.box, (0,) * len(shard.box.start), shard.replicas)]
+        return [HeldBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
     return [
-        Held(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
+        HeldBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
         for box, part, copies in cut.boxes(shard.box)
     ]
 
@@ -149,23 +149,23 @@ def module_shards(module: nn.Module, cuts: Cuts) -> dict[str, list[Shard]]:
     return {name: shards_of(t, cuts.get(name)) for name, t in module.state_dict(keep_vars=True).items()}
 
 
-def whole_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
+def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
     """The shape of the model's tensor, however it is divided."""
     return cuts[name].shape if name in cuts else tuple(tensor.shape)
 
 
-def even(count: int, ranks: int) -> list[Range]:
+def even_ranges(count: int, ranks: int) -> list[Range]:
     """`count` things dealt to ranks in order, as evenly as they go."""
     ends = [count * (rank + 1) // ranks for rank in range(ranks)]
     return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
 
 
-def repeated(count: int, ranks: int) -> list[Range]:
+def repeated_ranges(count: int, ranks: int) -> list[Range]:
     """Fewer things than ranks: each is given to so many neighbours."""
     return [(rank * count // ranks, 1) for rank in range(ranks)]
 
 
-def scaled(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
+def scaled_ranges(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
     """Ranges of things that are `width` wide each and begin at `offset`."""
     return [(offset + first * width, size * width) for first, size in ranges]
 

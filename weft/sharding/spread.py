@@ -16,12 +16,12 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.ops.communicator import Communicator
 from weft.sharding.boxes import Box, local_box, overlap
-from weft.sharding.cuts import Cut, Cuts, whole_shape
+from weft.sharding.cuts import Cut, Cuts, full_shape
 
 Place = tuple[int, int]  # of a rank: on the axis of tp, and on FSDP's
 
 
-class Lane(NamedTuple):
+class GatherGroup(NamedTuple):
     """The ranks that a tensor is gathered from: along an axis of a mesh, and those of tp; None for no others."""
 
     axis: tuple[DeviceMesh, int] | None = None
@@ -42,15 +42,15 @@ class Spread:
     tensor: Tensor
     shape: tuple[int, ...]
     cut: Cut | None
-    lane: Lane
+    group: GatherGroup
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> Spread:
         """RuntimeError where a tensor is placed as nothing here knows."""
         cut = cuts.get(name)
         cut = cut if cut is not None and cut.divides else None
-        lane = Lane(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
-        return cls(tensor, whole_shape(name, tensor, cuts), cut, lane)
+        group = GatherGroup(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
+        return cls(tensor, full_shape(name, tensor, cuts), cut, group)
 
     @property
     def values(self) -> Tensor:
@@ -59,15 +59,15 @@ class Spread:
 
     @property
     def places(self) -> list[Place]:
-        """Of all ranks of the lane, in the order in which their parts are gathered."""
-        along = 1 if self.lane.axis is None else self.lane.axis[0].size(self.lane.axis[1])
+        """Of all ranks of the group, in the order in which their parts are gathered."""
+        along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
         over = 1 if self.cut is None else self.cut.size
         return [(tp, fsdp) for tp in range(over) for fsdp in range(along)]
 
     @property
     def own_place(self) -> Place:
         """This rank's."""
-        along = 0 if self.lane.axis is None else self.lane.axis[0].get_local_rank(self.lane.axis[1])
+        along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
         return (0 if self.cut is None else self.cut.place), along
 
     def shares(self, part: Box, place: Place) -> list[Share]:
@@ -86,10 +86,10 @@ class Spread:
     def _held(self, place: Place) -> Box:
         """The box that a rank holds of the part that tp gives it."""
         shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # ranks of tp may differ in size
-        if self.lane.axis is None:
+        if self.group.axis is None:
             return Box.whole(shape)
         assert isinstance(self.tensor, DTensor)
-        mesh, axis = self.lane.axis
+        mesh, axis = self.group.axis
         coordinate = list(mesh.get_coordinate() or ())
         coordinate[axis] = place[1]
         size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.tensor.placements)
