@@ -32,7 +32,7 @@ from weft.data.limits import Limits
 from weft.data.order import Share
 from weft.data.table import Chunk, in_memory
 from weft.engine.document import Document, choose, metas, take
-from weft.engine.plan import DocumentMeta, StepPlan, document_cost, omitted_tokens, plan_step
+from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.engine.row import build_row
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.telemetry.profiling import own_peak_memory_gib
@@ -50,9 +50,7 @@ def random_plan(seed: int, per_rank: tuple[int, int], layout: Literal["packed", 
     ranks = int(random.integers(1, 17))
     count = ranks * int(random.integers(*per_rank))
     lengths = np.clip(random.lognormal(np.log(400) - 0.5, 1.0, count), 1, 4096).astype(int).tolist()
-    documents = [
-        DocumentMeta(n, float(n), n, cost=document_cost(n, linear=LINEAR, quadratic=QUADRATIC)) for n in lengths
-    ]
+    documents = [DocumentMeta(n, float(n), n, cost=LINEAR * n + QUADRATIC * n * n) for n in lengths]
     start = time.process_time()
     plan = plan_step(documents, ranks=ranks, budget=int(random.choice(BUDGETS)), layout=layout)
     return plan, (time.process_time() - start) * 1e3 / count * 1e3

@@ -24,8 +24,7 @@ from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.pieces import Group, place, spread, zigzag
-from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
-from weft.engine.startup import examine
+from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
@@ -166,7 +165,7 @@ CUT = (
 
 def checked(family: str, cp: int, ulysses: int) -> float:
     config = hf.without_noise(tiny_config(family))
-    return check_context(config, examine(config), FlopFacts(1), cp, ulysses, 1)
+    return check_context(config, FlopFacts(1), cp, ulysses, 1)
 
 
 @pytest.mark.parametrize("family", CUT)
@@ -190,7 +189,7 @@ def test_heads_that_cannot_be_exchanged_are_refused() -> None:
     config = tiny_config("llama")
     facts = FlopFacts(1, (AttentionFacts(6, 8),))
     with pytest.raises(UserError, match=r"mesh\.ulysses=4 does not divide the 6 attention heads of a rank"):
-        check_context(config, examine(config), facts, 4, 4, 1)
+        check_context(config, facts, 4, 4, 1)
 
 
 def test_ulysses_is_chosen_by_bytes() -> None:
@@ -210,7 +209,7 @@ def test_ulysses_is_chosen_by_bytes() -> None:
 
 def random_metas(source: random.Random, longest: int) -> list[DocumentMeta]:
     lengths = [source.choice([source.randint(1, 60), source.randint(1, longest)]) for _ in range(source.randint(1, 40))]
-    return [DocumentMeta(n, 1.0, n, cost=document_cost(n, linear=60.0, quadratic=1.0)) for n in lengths]
+    return [DocumentMeta(n, 1.0, n, cost=60.0 * n + n * n) for n in lengths]
 
 
 def check_plan(plan: StepPlan, budget: int) -> None:

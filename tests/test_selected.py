@@ -21,7 +21,7 @@ from weft.models import captured
 from weft.objectives.base import Batch, Terms
 from weft.objectives.load import check_objective
 from weft.objectives.readouts import Wanted
-from weft.ops.communicator import ThreadBarrier, ThreadCommunicator
+from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
 from weft.verification.observed import to_documents
@@ -70,12 +70,12 @@ def test_parts_of_a_vocabulary_are_joined(most: int) -> None:
     expected = selected_logits(*whole, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6)
     upstream = [torch.randn_like(x) for x in (expected.chosen, expected.top, expected.logsumexp)]
     wanted = torch.autograd.grad([expected.chosen, expected.top, expected.logsumexp], whole, upstream)
-    meeting, borders = ThreadBarrier(3), [0, 12, 24, 37]
+    group, borders = ThreadGroup(3), [0, 12, 24, 37]
 
     def part(place: int) -> tuple[Any, Any]:
         own = slice(borders[place], borders[place + 1])
         inputs = [x.clone().requires_grad_() for x in (hidden, weight[own].detach(), bias[own].detach())]
-        shard = VocabularyShard(own.start, ThreadCommunicator(meeting, place))
+        shard = VocabularyShard(own.start, ThreadCommunicator(group, place))
         got = selected_logits(*inputs, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6, shard=shard)
         return got, torch.autograd.grad([got.chosen, got.top, got.logsumexp], inputs, upstream)
 

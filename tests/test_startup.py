@@ -27,7 +27,7 @@ from weft.models.facts import position_limit
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.ops import attention
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, Call
 from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
 from weft.verification import reference
@@ -221,9 +221,10 @@ def test_attention_raises_where_bounds_do_not_arrive() -> None:
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):
         model(input_ids=ids, use_cache=False)
-    bounds = Bounds((9, 8))
-    model(input_ids=ids, use_cache=False, doc_bounds=bounds)
-    assert bounds.seen == 2
+    calls: list[Call] = []
+    with attention.watched(calls.append):
+        model(input_ids=ids, use_cache=False, doc_bounds=Bounds((9, 8)))
+    assert [call.bounds.lengths for call in calls] == [(9, 8)] * 2
 
 
 def kernels_used(path: str, preference: str) -> tuple[str, list[str]]:

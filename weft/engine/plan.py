@@ -53,7 +53,7 @@ class DocumentMeta:
 
 
 def omitted_tokens(length: int, *, whole: bool) -> int:
-    """Tokens at a document's end that no forward reads: the last one, which predicts nothing, unless `whole`."""
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing, unless `whole`."""
     return int(length > 1 and not whole)
 
 
@@ -104,7 +104,7 @@ class StepPlan:
         return self.lengths[micro_batch][rank]
 
     def shared(self, micro_batch: int, rank: int) -> list[int]:
-        """Documents of this micro-batch that several ranks of this rank's group have parts of, rising."""
+        """Documents of this row that other ranks of its group have parts of, in rising order."""
         if not self.pieces:
             return []
         found: dict[int, int] = {}
@@ -114,7 +114,7 @@ class StepPlan:
         return sorted(document for document, ranks in found.items() if ranks > 1)
 
     def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
-        """Of each rank of this rank's group, in order: document -> its tokens there, in the order of the row."""
+        """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
         return [
             dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))
             for n in self._neighbours(rank)
@@ -164,11 +164,6 @@ class StepPlan:
 
 def _hashable(weight: float) -> float:
     return -1.0 if math.isnan(weight) else weight
-
-
-def document_cost(length: int, *, linear: float, quadratic: float) -> float:
-    """Estimated FLOPs of a document: linear x T (weights) + quadratic x T^2 (attention)."""
-    return linear * length + quadratic * length * length
 
 
 def plan_step(

@@ -210,7 +210,7 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     if cp == 1 or built.layout == "padded":
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.findings, built.flops, cp, ulysses, tp)
+    check_context(config, built.flops, cp, ulysses, tp)
     return context_axis(setup.mesh, ulysses)
 
 

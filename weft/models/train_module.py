@@ -39,7 +39,7 @@ class Head(nn.Module):
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
 
     def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
-        """Its weight is of part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        """Compute with a part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
         self.shard, self._enter = shard, enter
 
     def forward(

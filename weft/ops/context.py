@@ -48,8 +48,8 @@ class _Keys:
 class ContextRow:
     """The shared documents of one row, over the ranks of its group.
 
-    held: of each rank, the pieces that its row begins with, rising. whole: tokens of each document, or padding, that
-    follows on this rank.
+    held: for each rank, the pieces at the start of its row, in rising order. whole: tokens of each unshared document,
+    or padding, that follows on this rank.
     """
 
     axis: ContextAxis
@@ -66,11 +66,11 @@ class ContextRow:
         return self.axis.place // self.axis.ulysses_size
 
     def counts(self) -> list[int]:
-        """Tokens of each rank of this Ulysses group."""
+        """Tokens of shared documents on each rank of this Ulysses group."""
         return [len(numbers) for numbers in self._group(self.member)]
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[S] the group's tokens, rank by rank, sorted by number; and back."""
+        """[S] indices that sort the group's tokens (rank by rank) by number, and the inverse."""
         if "order" not in self.cache:
             order = np.argsort(np.concatenate(self._group(self.member)), kind="stable")
             self.cache["order"] = _on(order, device), _on(np.argsort(order, kind="stable"), device)
@@ -85,7 +85,7 @@ class ContextRow:
         return found
 
     def rest(self, device: torch.device) -> Bounds:
-        """Of the documents that are whole."""
+        """The bounds of the unshared documents."""
         if "rest" not in self.cache:
             self.cache["rest"] = Bounds.packed(self.whole, device)
         found: Bounds = self.cache["rest"]
@@ -224,7 +224,7 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
 
 
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.all_to_all, with a gradient, which travels the other way."""
+    """Communicator.all_to_all with a gradient, which travels back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
     return out
 

@@ -110,7 +110,7 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 @dataclass(frozen=True)
 class TpReplicas:
-    """The ranks of the tensor-parallel axis, and of every parameter how many of them have the same."""
+    """The ranks of tp; for each parameter, how many of them hold the same elements."""
 
     group: dist.ProcessGroup
     cuts: Cuts
@@ -135,11 +135,8 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp
 
 @torch.no_grad()
 def global_norm(named_parameters: NamedParameters, tp: TpReplicas | None = None) -> float:
-    """L2 norm of all gradients together, equal on every rank; each element of a sharded gradient counts once, and so
-    does what several ranks of tp have alike.
-
-    Sums of squares are all-reduced once for each mesh axis on which some gradient is sharded.
-    """
+    """L2 norm of all gradients together, equal on every rank. Sharded elements and elements that ranks of tp replicate
+    count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded."""
     # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
     shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
     device = torch.device("cpu")
@@ -198,16 +195,14 @@ def _pieces(tensor: Tensor) -> Iterable[Tensor]:
 
 
 class Ema:
-    """An exponential moving average of the weights (Polyak & Juditsky 1992 average evenly; torch.optim.swa_utils as
-    here):
+    """Exponential moving average of the trained weights: e_0 = w_0, and e_t = d e_(t-1) + (1 - d) w_t after update t,
+    with d = optimizer.ema_decay (as torch.optim.swa_utils).
 
-        e_0 = w_0,    e_t = d e_(t-1) + (1 - d) w_t        after every update t, d = optimizer.ema_decay
-
-    This rank's shards of it, in fp32, where the masters are. What is not trained has none: it stays.
+    Each rank keeps the average of its shards in fp32, beside the masters.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """The average of one set of weights is those weights."""
+        """Start with these weights."""
         self.decay = decay
         self.shards: dict[nn.Parameter, Tensor] = {
             parameter: own_part(parameter.detach()).to(torch.float32, copy=True)
@@ -217,6 +212,6 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment in."""
+        """Include the present weights."""
         weights = [own_part(parameter).float() for parameter in self.shards]
         torch._foreach_lerp_(list(self.shards.values()), weights, 1.0 - self.decay)

@@ -1,8 +1,8 @@
-"""Sequence parallelism: between blocks, each rank of tp has a part of the row's tokens, so that what norms and
-residuals keep is divided, too. A block gathers its input, and its output is summed and cut in one operation, which
-together send as much as the sum of the output would (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""Sequence parallelism: between blocks, the ranks of tp divide a row's tokens, and so the activations of norms and
+residuals.
 
-B batch, T tokens of a row, H hidden width.
+A block all-gathers its input and reduce-scatters its output, which together send as much as an all-reduce of the output
+(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). B batch, T tokens of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.ops.communicator import Communicator
 
 
 class GatherTokens(torch.autograd.Function):
-    """[B, T / ranks, H] -> [B, T, H]. Each rank's gradient is of its part of a block: they are summed, and cut."""
+    """[B, T / ranks, H] -> [B, T, H]; backward reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -29,7 +29,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """The sum of the ranks' [B, T, H], of which each keeps its tokens, [B, T / ranks, H]."""
+    """[B, T, H] -> this rank's tokens of the sum, [B, T / ranks, H]; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -55,17 +55,17 @@ class _Join(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """All ranks' tokens, in order."""
+    """[B, T, H], all ranks' tokens in order."""
     return torch.cat(ranks.all_gather(x.contiguous()), 1)
 
 
 def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """This rank's tokens of the sum."""
+    """[B, T / ranks, H], this rank's tokens of the sum."""
     return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 
 def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:
-    """Make a base model give the last hidden states of all tokens."""
+    """Make a base model return the last hidden states of all tokens, instead of this rank's."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = _Join.apply(output.last_hidden_state, ranks, place)

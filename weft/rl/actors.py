@@ -37,7 +37,7 @@ class ActorResources:
 
 
 def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
-    """Resources for `world` trainer ranks and the engines of a config whose placement is resolved."""
+    """What `world` trainer ranks and the engines request. cluster.placement must be resolved."""
     rollout = config.rollout
     count = 0 if rollout.engine == "embedded" else rollout.count
     serves, bundle = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
@@ -72,7 +72,7 @@ class Actors:
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
-    """Start a process for each trainer rank, each rank of a reference or critic, and each engine. fill: as in
+    """Start a process for each trainer rank, each separate reference or critic rank, and each engine. fill: as in
     Trainer."""
     alone, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
     resources, rank_counts = actor_resources(config, options.world, gpu), own_ranks(config)

@@ -1,8 +1,9 @@
-"""The process that environments are forked from: it imports the user's class once, and makes a process for each
-conversation, which costs milliseconds and about a megabyte. Nothing of the user's runs in it after the import.
+"""The process that environments are forked from. It imports the user's class once; a fork costs milliseconds and a
+megabyte.
 
-The controller sends the number of a conversation, with its end of a connection, or a negative number to end one; it is
-told (number, status) of those that have ended. When the controller ends, all end, with what they have started.
+The controller sends a conversation's number with its end of a connection, or a negative number to end that
+conversation. It receives (number, status) when one has ended. No user code runs in this process after the import. When
+the controller ends, all these processes and their children end.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ ENDED = struct.Struct(">qi")  # number, status
 
 
 class LateError(Exception):
-    """A coroutine of an environment took too long."""
+    """A coroutine of an environment exceeded its time limit."""
 
 
 def main() -> None:
-    """argv[1]: descriptor of the connection that orders come by."""
+    """argv[1]: file descriptor of the connection to the controller."""
     signal.alarm(IMPORT_SECONDS)  # ends a process that hangs in the import and does not see the controller end
     requests, answers = take_over_streams()
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 class ForkServer:
-    """Forks a process for each conversation, kills it when told to, and says how it ended."""
+    """Forks a process per conversation, kills it on request, and reports how it ended."""
 
     def __init__(self, kind: type[Environment], control: socket.socket) -> None:
         self._kind, self._control = kind, control
@@ -67,7 +68,7 @@ class ForkServer:
         self._woken, self._wakes = socket.socketpair()
 
     def serve(self) -> None:
-        """Until the controller has ended."""
+        """Run until the controller ends."""
         self._woken.setblocking(False)
         self._wakes.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -133,7 +134,8 @@ class ForkServer:
 
 
 def converse(kind: type[Environment], connection: socket.socket) -> None:
-    """Answer calls of one environment: (method, arguments, seconds) -> (result, error), until there are no more."""
+    """Serve the calls of one environment, (method, arguments, timeout in seconds) -> (result, error), until the
+    connection closes."""
     stream = connection.makefile("rwb")
     environment: Environment | None = None
     while (request := receive(stream)) is not None:
@@ -155,7 +157,7 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
 
 
 def plain(reply: Any) -> Reply:
-    """The same in plain types. Raises TypeError, ValueError where it is no reply."""
+    """The reply with builtin types only. TypeError or ValueError where it is no valid reply."""
     if not isinstance(reply, Reply):
         raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments)")
     if not all(isinstance(one, Mapping) for one in (*reply.messages, *reply.calls)):

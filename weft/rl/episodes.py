@@ -1,4 +1,4 @@
-"""Conversations with environments, as rollouts have them: calls of their processes, and tokens of their replies."""
+"""Conversations with environments, as rollouts use them: calls to their processes, and the tokens of replies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _GRACE = 1.0  # seconds that a coroutine has to be cancelled, before its process
 
 
 class EnvironmentFailure(Exception):
-    """Code of the environment raised, ended its process or took too long: this costs one sample."""
+    """The environment's code raised, killed its process or exceeded the time limit. Only this sample is lost."""
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """How conversations with an environment go. most_tokens: of one, after its prompt; timeout: seconds of a step."""
+    """Settings of all conversations. most_tokens: of one, after its prompt. timeout: seconds of one call."""
 
     kind: type[Environment]
     pool: EnvironmentPool
@@ -37,11 +37,12 @@ class Episodes:
     timeout: float
 
     async def open(self) -> Conversation:
-        """An environment in a process of its own. Raises UserError where it cannot be imported there."""
+        """A new environment in its own process. UserError where it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
     def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
-        """The tokens of a reply. ended: whether the policy has ended its answer by itself. Raises UserError."""
+        """The tokens of a reply. ended: whether the answer has an end token. UserError where the chat template cannot
+        render it."""
         if reply.tokens is not None:
             return list(reply.tokens)
         if reply.text is not None:
@@ -61,7 +62,7 @@ class Episodes:
 
 
 class Conversation:
-    """One environment. Methods raise EnvironmentFailure."""
+    """One environment in its process. Methods raise EnvironmentFailure."""
 
     def __init__(self, name: str, worker: Worker, timeout: float) -> None:
         self._name, self._worker, self._timeout = name, worker, timeout
@@ -77,7 +78,7 @@ class Conversation:
         return reply
 
     async def close(self) -> None:
-        """Environment.close, where its process is still there; which is then ended, with all that it has started."""
+        """Environment.close, if its process still runs; then end the process and its children."""
         try:
             if not self._gone:
                 await self._call("close")
@@ -102,10 +103,7 @@ class Conversation:
 def load_environment(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
 ) -> Episodes | None:
-    """Conversations with the environment that a config names; None where there is none.
-
-    encoding: the chat template; by default the config's.
-    """
+    """The Episodes of a config, or None without rl.environment. encoding: the chat template; default: the config's."""
     kind, path = environment_class(config), config.rl.environment
     if kind is None or path is None:
         return None

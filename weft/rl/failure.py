@@ -1,4 +1,4 @@
-"""How a run of `weft rl` that fails says so: what is kept of it, what stands, and how to go on."""
+"""What a failed run of `weft rl` reports: evidence, what is left of the run, and how to resume."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from weft.errors import ActorError, StorageError
 
 @contextmanager
 def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
-    """Keeps in RUN what actors were doing when one of them failed; files that cannot be written are a StorageError.
-    groups: by the folder of RUN that has their evidence. again: the command line that goes on."""
+    """Inside, an actor's failure is completed with the evidence of all actors, written to RUN, and with the command
+    that resumes. Files that cannot be written become a StorageError.
+
+    groups: by the folder of RUN for their evidence. again: the command that resumes.
+    """
     try:
         yield
     except ActorError as error:

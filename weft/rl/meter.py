@@ -1,4 +1,4 @@
-"""How far rollouts are that are under way: samples, tokens, and rewards that are waited for."""
+"""Progress of the rollouts that are running: samples, tokens, and rewards that are pending."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ _SECONDS = 0.5  # between two looks
 
 
 class Meter:
-    """what: the rollouts, for `text`. drawn: how many tokens the engine has drawn since it began.
-
-    wanted, done: samples. judged: samples that have been handed to reward functions and have not come back.
-    """
+    """what: names the rollouts, for `text`. drawn: returns the tokens sampled by the engine so far. wanted, done:
+    samples. judged: samples whose rewards are pending."""
 
     def __init__(self, what: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self._drawn, self._clock = what, drawn, clock
@@ -32,7 +30,7 @@ class Meter:
 
     @contextmanager
     def judging(self, samples: int) -> Iterator[None]:
-        """While reward functions have so many samples."""
+        """Inside, the rewards of so many samples are pending."""
         self.judged += samples
         try:
             yield
@@ -41,7 +39,7 @@ class Meter:
 
     @asynccontextmanager
     async def shown(self, show: Show) -> AsyncIterator[None]:
-        """Tell `show` again and again how far they are, while what is inside goes on."""
+        """Inside, call `show` regularly with the progress text."""
 
         async def tell() -> None:
             while True:

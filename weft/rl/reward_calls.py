@@ -1,8 +1,8 @@
-"""Calling one reward function, wherever that is: in a worker process, or here. Imports neither torch nor numpy.
+"""Calls of one reward function, in a worker process or here. Imports neither torch nor numpy.
 
-Three kinds of functions are known, by the names of their parameters: TRL's `reward(prompts, completions,
-completion_ids, **columns) -> list[float | None]`, the same as a coroutine function, and verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`, which may be a coroutine, too.
+Three kinds are recognised by parameter names: TRL's `reward(prompts, completions, completion_ids, **columns) ->
+list[float | None]`, the same as a coroutine, and verl's `compute_score(data_source, solution_str, ground_truth,
+extra_info) -> float | dict`, which may be a coroutine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward function of the config. name: in metrics; path: a built-in's name, or an import path; options: of
-    rl.reward_options; code: the function itself, pickled, where a program gave one that cannot be imported."""
+    """A reward function of the config. name: in metrics. path: a built-in's name, or an import path. options: from
+    rl.reward_options. code: the pickled function, where a program passed one that cannot be imported."""
 
     name: str
     path: str
@@ -37,8 +37,8 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardSignature:
-    """What is known of a function once it is imported. columns: that it asks for by name; required: those without a
-    default; takes_all: it takes any (`**columns`); reference: it needs a reference answer."""
+    """The parameters of an imported function. columns: asked for by name. required: those without a default. takes_all:
+    it has `**columns`. reference: it needs a reference answer."""
 
     kind: Literal["list", "async", "verl"]
     columns: tuple[str, ...]
@@ -49,7 +49,7 @@ class RewardSignature:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples that a function is called with: lists of equal length, columns by name."""
+    """Samples for one call: lists of equal length; columns by name."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -60,7 +60,7 @@ class Batch:
         return len(self.prompts)
 
     def only(self, i: int) -> Batch:
-        """The batch of one of them."""
+        """A batch of one of them."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
         at = slice(i, i + 1)
         return Batch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
@@ -68,8 +68,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function made of a sample. value: None where it has nothing to say, or where there is an error. notes:
-    whatever else it returned."""
+    """A function's result for one sample. value: None for no opinion, or after an error. notes: other entries that it
+    returned."""
 
     value: float | None
     error: str | None = None
@@ -81,10 +81,10 @@ class _CountError(Exception):
 
 
 class RewardFunction:
-    """A reward function that is imported."""
+    """An imported reward function."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        """Raises UserError where there is no such function, or it cannot be called as one."""
+        """UserError where the function does not exist or has unsupported parameters."""
         self.spec = spec
         self._call = _found(spec)
         if not callable(self._call):

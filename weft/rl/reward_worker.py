@@ -1,7 +1,5 @@
-"""The process that runs reward functions: it answers batches with outcomes, or with a text, what the user has to mend.
-
-It ends when the controller does.
-"""
+"""The process that runs reward functions. It answers a batch with outcomes, or with the text of a UserError, and ends
+when the controller does."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from weft.rl.user_process import add_import_folders, prefer_oom_kill, receive, s
 
 
 def main() -> None:
-    """Answers requests until there are no more: first those that name the functions, then batches for them."""
+    """Serve requests: the first names the functions, the others are batches."""
     _end_with_controller()
     prefer_oom_kill()
     requests, answers = take_over_streams()

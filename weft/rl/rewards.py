@@ -1,4 +1,4 @@
-"""The rewards of a run: which functions are asked of which samples, and what becomes of those that fail."""
+"""The rewards of a run: which functions score which samples, and how failures are counted."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MOST_WORKERS = 16
 
 
 class Failures:
-    """What failed, and of how many, since it was last asked."""
+    """Counts of calls and failures by function."""
 
     def __init__(self) -> None:
         self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
         self._news: list[str] = []
 
     def count(self, name: str, sample: Sample, error: str | None) -> None:
-        """One sample that a function was asked about. error: None where it had an answer."""
+        """Count one call for a sample. error: None where it succeeded."""
         self._asked[name] += 1
         if error is None:
             return
@@ -42,10 +42,8 @@ class Failures:
             self._news.append(f"reward   {name} failed for {self._last[name]}")
 
     def metrics(self) -> dict[str, float]:
-        """`rewards/failed`, and by function where there are any; counting begins anew.
-
-        Raises UserError where a function, or the environment, has failed for every sample.
-        """
+        """`rewards/failed`, also per function with failures; resets the counts. UserError where a function, or the
+        environment, failed for every sample."""
         failed, asked, last = self._failed, self._asked, self._last
         self._asked, self._failed, self._last = Counter(), Counter(), {}
         for name, count in failed.items():
@@ -59,16 +57,16 @@ class Failures:
         return {"rewards/failed": float(failed.total()), **by_name}
 
     def take_news(self) -> list[str]:
-        """What there is to print since it was last asked: the first failures."""
+        """Messages about the first failures since the last call."""
         news, self._news = self._news, []
         return news
 
 
 class Rewards:
-    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample."""
+    """Scores samples with the reward functions, in worker processes. A failed call costs only its sample."""
 
     def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
-        """given: functions of a program, pickled, by what rl.reward calls them."""
+        """given: pickled functions by their names in rl.reward."""
         self.functions = [
             RewardSpec(name, path, _options(config, name), (given or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
@@ -84,7 +82,8 @@ class Rewards:
         self._signatures: dict[str, RewardSignature] = {}
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
+        """Import the functions. UserError where that fails, or where a prompt lacks a column that a function
+        requires."""
         if self._outside:
             found = await self._pool.describe()
             self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
@@ -93,7 +92,7 @@ class Rewards:
             self._check(prompt)
 
     def lines(self) -> list[str]:
-        """Of each function, once started, what it is given and what its value is multiplied by."""
+        """Lines that describe each function: its arguments and its weight. Call start() first."""
         found = []
         for function in self.functions:
             signature = self._signatures[function.name]
@@ -105,8 +104,8 @@ class Rewards:
     async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
         """Set `rewards` and `reward` of each sample, from its text.
 
-        A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
-        was said, or where a function failed: then it is not trained. failures: counts those.
+        One call gets the consecutive samples of one prompt. `reward` stays None, and the sample is not trained, where
+        all functions return None or one fails. failures: counts the failed calls.
         """
         if not self._signatures:
             await self.start()
@@ -122,7 +121,7 @@ class Rewards:
         await self.close()
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         await self._pool.close()
 
     async def _call(self, function: RewardSpec, group: Sequence[Sample], failures: Failures) -> None:
@@ -182,8 +181,7 @@ class Rewards:
 
 
 def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set `text` of each sample, what rewards read and what is kept: its completion decoded, without special tokens; of
-    a conversation, all of it."""
+    """Set `text` of each sample: the decoded completion without special tokens; of a conversation, all of its turns."""
     texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
     for sample, text in zip(samples, texts, strict=True):
         sample.text = text
@@ -192,10 +190,10 @@ def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Non
 def try_rewards(
     reward: Sequence[str], completions: Sequence[str], *, prompt: str = "", timeout: float = 30.0, **columns: Any
 ) -> list[dict[str, Any]]:
-    """What reward functions make of answers to one prompt, as in a run: to try one before it trains anything.
+    """Score completions of one prompt as in a run, to test reward functions before training.
 
-    reward: as rl.reward. columns: of the prompt's row. completion_ids are the bytes of each completion. A row for each
-    completion, with `reward`, the value of each function, and under `errors` what failed.
+    reward: as rl.reward. columns: the prompt's other columns. completion_ids are the completion's bytes. Returns a row
+    per completion: `reward`, the value of each function, and `errors`.
     """
     asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
     samples = []

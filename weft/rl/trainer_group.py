@@ -1,5 +1,5 @@
-"""All that is read and trained in a run, for its controller: the trainer ranks, and those of a reference or a critic
-with ranks of their own (weft/rl/reference_critic.py), which work at the same time."""
+"""All trainer ranks as one object, for the controller: the policy's, and separate ranks of a reference or critic, which
+work at the same time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from weft.terminal import say
 
 
 class TrainerGroup:
-    """trainers: the policy's ranks, which have all that is not in `reference_critic`."""
+    """trainers: the policy's ranks, with every role that is not in `reference_critic`."""
 
     def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, ActorGroup]) -> None:
         self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
     async def describe(self) -> str:
-        """What the run's opening says of the models. The first call makes the ranks' engines, which is collective."""
+        """The opening text about the models. The first call builds the engines, which is collective."""
         opening, *others = await together([group.all("describe") for group in self._all])
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
 
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
-        """All enter RUN (Trainer.open_run); what there is to say of it."""
+        """Trainer.open_run on all ranks; returns messages."""
         notes, *_ = await together(
             [
                 self._trainers.all("open_run", folder, token, constants, last),
@@ -42,7 +42,8 @@ class TrainerGroup:
         return first
 
     async def read(self, roles: Sequence[Role], samples: Sequence[Sample]) -> None:
-        """Set the array of each sample that each of these reads; samples are sent once to each group."""
+        """Set the array that each of these roles reads on the samples (READS). Samples are sent once to each group of
+        ranks."""
         asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
         batch = SampleBatch(samples)
         parts = await together(
@@ -54,7 +55,8 @@ class TrainerGroup:
         set_readings(samples, (part for group in parts for part in group))
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
-        """An optimizer step over these samples (Trainer.update); its line. Sets `old` where the update has read it."""
+        """One optimizer step over these samples (Trainer.update); returns its line. Sets `old` of samples that had
+        none."""
         batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
         updated, *critics = await together(
             [
@@ -71,21 +73,21 @@ class TrainerGroup:
         return line
 
     async def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
-        """A checkpoint of what stands after this optimizer step; news of earlier ones."""
+        """Start saving the state after this optimizer step; returns messages about earlier saves."""
         earlier = (await self.finish())[1] if self._critics else []  # of the step before both are whole, then
         self._is_saving = True
         news = await together([group.all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
 
     async def finish(self) -> tuple[str, list[str]]:
-        """Wait for the last checkpoint: its folder, and news."""
+        """Wait for the last save; returns its folder and messages."""
         (saved, news), *others = [found[0] for found in await together([group.all("finish") for group in self._savers])]
         self._is_saving = False
         return saved, [*news, *(text for own in others for text in own)]
 
     async def ending(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """The run ends, with an error or not: a checkpoint that is being written is finished first, within
-        train.timeout, where the ranks are there to do so."""
+        """Exit callback: after an error, finish the save in progress, within train.timeout, if the ranks are still
+        there."""
         if error is None or not self._is_saving:
             return
         finishing, timeout = asyncio.ensure_future(self.finish()), self.config.train.timeout

@@ -36,7 +36,6 @@ class Work:
     summed. most_rows: at once."""
 
     prompts: int = 0
-    prompt_tokens: int = 0
     tokens: int = 0
     steps: int = 0
     row_steps: int = 0
@@ -254,7 +253,6 @@ class Generator:
         new = [sample for entry in joining for sample in entry.samples]
         owner = np.repeat(np.arange(len(joining)), [len(entry.samples) for entry in joining])
         self.work.prompts += len(joining)
-        self.work.prompt_tokens += sum(len(entry.tokens) for entry in joining)
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
         if self._rows.routes:
