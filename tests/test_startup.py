@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tests.cases import open_engine, saved_model
@@ -143,6 +143,13 @@ class _DropsBounds(LlamaModel):
         return super().forward(*args, **options)
 
 
+class _NeedsAMask(LlamaModel):
+    def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        if self.config._attn_implementation != "eager":
+            attention_mask.to(torch.bool)
+        return super().forward(*args, attention_mask=attention_mask, **options)
+
+
 def strange(monkeypatch: pytest.MonkeyPatch, base: type[LlamaModel], factor: float = 1.0) -> PretrainedConfig:
     """The config of a family that transformers, as it seems, has: this base model, and logits times `factor`."""
 
@@ -199,6 +206,7 @@ def test_a_leak_that_shows_only_where_a_neighbour_is_another_is_seen(
 REFUSED = [
     (_LeaksOverTheBatch, 1.0, "logits differ from HuggingFace's eager forward"),
     (_DropsBounds, 1.0, "document bounds did not reach attention"),
+    (_NeedsAMask, 1.0, "'NoneType' object has no attribute 'to'"),
     (LlamaModel, 2.0, "logits differ from HuggingFace's eager forward"),
 ]
 
@@ -209,6 +217,13 @@ def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
 ) -> None:
     config = strange(monkeypatch, base, factor)
     with pytest.raises(UserError, match=rf"model_type 'strange' \(StrangeForCausalLM\).*{reason}"):
+        examine(config)
+
+
+def test_a_head_with_a_name_that_weft_uses_itself_is_refused_by_name() -> None:
+    config = RwkvConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2)
+    config.architectures = ["RwkvForCausalLM"]
+    with pytest.raises(UserError, match=r"RwkvForCausalLM \(model_type 'rwkv'\): its head is named `head`"):
         examine(config)
 
 
