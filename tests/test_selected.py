@@ -287,7 +287,7 @@ def test_parts_of_states_are_refused() -> None:
 def test_a_module_that_gives_no_vector_for_each_token() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
     says = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
-    with pytest.raises(UserError, match=says), captured.captured(module, ["0", "1"], 3):
+    with pytest.raises(UserError, match=says), captured.capture_outputs(module, ["0", "1"], 3):
         module(torch.zeros(3, 4))
 
 

@@ -52,7 +52,7 @@ from weft.remote.enter import fetched_config
 from weft.remote.reading import local_path
 from weft.report.trackers import check_installed
 from weft.telemetry.profiling import check_profile
-from weft.terminal import called, clean_everything, say
+from weft.terminal import clean_everything, display_name, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
@@ -195,7 +195,7 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    return ["sft", "--resume", called(str(run)), *options, *(["--debug"] if arguments.debug else [])]
+    return ["sft", "--resume", display_name(str(run)), *options, *(["--debug"] if arguments.debug else [])]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:

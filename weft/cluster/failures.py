@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.cluster.reports import RankReport
 from weft.cluster.status import STATUS, Kind
 from weft.cluster.watch import STOP_SECONDS, Evidence
-from weft.cluster.watchdog import waits
+from weft.cluster.watchdog import in_collective
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -236,7 +236,9 @@ def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
     frozen = sorted(seen.states.keys() & seen.records.keys())
     if frozen:
         return frozen
-    elsewhere = [rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not waits(stack)]
+    elsewhere = [
+        rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not in_collective(stack)
+    ]
     elsewhere = [rank for rank in elsewhere if rank in seen.records]
     if elsewhere and len(elsewhere) < len(seen.records):
         return elsewhere

@@ -377,10 +377,10 @@ class _Actor:
     """The process of an actor. The object is created at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
-        from weft.cluster.entrypoint import settle_actor
+        from weft.cluster.entrypoint import set_up_actor
 
         self._number = number
-        self._scratch = settle_actor(number)
+        self._scratch = set_up_actor(number)
         self._make: Callable[[int], Any] | None = make
         self._object: Any = None
 

@@ -27,7 +27,7 @@ from weft.models.lora import freeze_base
 from weft.models.tp_styles import check_states
 from weft.objectives.readouts import Wanted
 from weft.ops.communicator import ContextAxis
-from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.optim.groups import check_groups
 from weft.optim.loss_scale import LossScale
 from weft.optim.optimizer import Ema, build_optimizer, moments
@@ -36,7 +36,7 @@ from weft.parallel.mesh import Mesh, build_mesh, context_axis
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
-from weft.planner.memory import Needs, Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
+from weft.planner.memory import MemoryNeeds, TrainingState, capacity, check_draws, check_fits, local_ranks, memory_needs
 from weft.sharding.adapter_files import fill_adapters
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
@@ -55,7 +55,7 @@ class Setup:
     mesh: Mesh
     storage: torch.device
     precision: Precision
-    rule: ForeignRule | None
+    rule: CustomOptimizerSpec | None
     moments: tuple[torch.dtype, ...]
     state_dtypes: frozenset[torch.dtype]
 
@@ -72,7 +72,7 @@ class Sharded:
     units: list[Unit]
     divided: TensorParallel
     context: ContextAxis | None
-    memory: Needs
+    memory: MemoryNeeds
     room: int
     input_casts: InputCasts
 
@@ -87,7 +87,7 @@ class Parts:
     sharded: Sharded
     loss_scale: LossScale | None
     loaded: LoadReport | None = None
-    optimizer: torch.optim.Optimizer | OnShards | None = None
+    optimizer: torch.optim.Optimizer | ShardOptimizer | None = None
     ema: Ema | None = None
 
 
@@ -193,7 +193,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.device,
         sequence=sequence,
     )  # fmt: skip
-    state = Trained(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
+    state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
     memory = memory_needs(module, units, setup.precision, state)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
@@ -247,7 +247,9 @@ def fill_weights(
     return report
 
 
-def build_optimizer_and_ema(setup: Setup, module: nn.Module) -> tuple[torch.optim.Optimizer | OnShards, Ema | None]:
+def build_optimizer_and_ema(
+    setup: Setup, module: nn.Module
+) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
     config = setup.config.optimizer
     optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule)

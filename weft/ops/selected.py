@@ -16,7 +16,7 @@ from weft.ops.head import (
     Gradients,
     Logits,
     LogitTransform,
-    Needs,
+    NeededGradients,
     Scaling,
     VocabularyShard,
     WideSum,
@@ -143,7 +143,7 @@ class _Selected(torch.autograd.Function):
         if top is not None:
             upstream[:, ctx.chosen :] = top
         logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
-        out = Gradients.start(logits, Needs(*ctx.needs_input_grad[:3]), weight.dtype)
+        out = Gradients.start(logits, NeededGradients(*ctx.needs_input_grad[:3]), weight.dtype)
         for columns, all_rows in logits.tiles(ctx.tile):
             total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
             for rows in all_rows:

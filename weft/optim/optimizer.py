@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
-from weft.optim.custom_optimizer import ForeignRule, OnShards
+from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
 from weft.optim.rounded import RoundedAdamW, RoundedSGD
 from weft.parallel.fsdp import DTYPES
@@ -30,8 +30,8 @@ _CPU_CHUNK = 1 << 16
 
 
 def build_optimizer(
-    named_parameters: NamedParameters, config: OptimizerConfig, rule: ForeignRule | None = None
-) -> torch.optim.Optimizer | OnShards:
+    named_parameters: NamedParameters, config: OptimizerConfig, rule: CustomOptimizerSpec | None = None
+) -> torch.optim.Optimizer | ShardOptimizer:
     """The optimizer over the parameters that require a gradient. rule: that of config.name, if it is an import path.
 
     Otherwise AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD. Parameters with different treatment or
@@ -48,7 +48,7 @@ def build_optimizer(
         for (treatment, _), parameters in groups.items()
     ]
     if rule is not None:
-        return OnShards(settings, rule)
+        return ShardOptimizer(settings, rule)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
     state = {state_dtype(config, master) for master in masters}
     has_state = config.name == "adamw" or config.momentum > 0
@@ -69,7 +69,7 @@ def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
     return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
 
 
-def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | None) -> tuple[torch.dtype, ...]:
+def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> tuple[torch.dtype, ...]:
     """Dtypes of the optimizer's tensors of a parameter's shape, one for each."""
     if rule is not None:
         return rule.moments
@@ -77,24 +77,24 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | No
     return (state_dtype(config, master),) * count
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer | ShardOptimizer, lr: float) -> None:
     """Set the rate of the next step: `lr` times each group's share."""
     set_rates(optimizer.param_groups, lr)
 
 
 def stepped_by(
-    optimizer: torch.optim.Optimizer | OnShards, parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
     """(optimizer of torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
-    return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
+    return optimizer.stepped(parameter) if isinstance(optimizer, ShardOptimizer) else (optimizer, parameter)
 
 
-def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
+def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> tuple[str, ...]:
     """Names of the entries in parameter groups that belong to the state."""
-    return optimizer.counters if isinstance(optimizer, OnShards) else ()
+    return optimizer.counters if isinstance(optimizer, ShardOptimizer) else ()
 
 
-def stepped_on_device(optimizer: torch.optim.Optimizer | OnShards) -> set[nn.Parameter]:
+def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:
     """Parameters whose numbers in the state must be on their device instead of the host."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {parameter for group in groups for parameter in group["params"]}

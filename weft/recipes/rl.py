@@ -411,7 +411,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
 
     async def reward(group: Group) -> None:
         decode(group.samples, run.task.tokenizer)
-        with meter.judging(len(group.samples)):
+        with meter.scoring(len(group.samples)):
             await run.task.rewards.score(group.samples, step.failures)
 
     async def answer(prompts: Sequence[Prompt]) -> list[Group]:

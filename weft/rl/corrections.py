@@ -1,16 +1,14 @@
-"""What becomes of the difference between the policy that an engine sampled from and the trainer with the same weights.
+"""Corrects for the difference between the policy that an engine sampled from (`rollout`) and the trainer's (`old`).
 
-The engine's kernels round otherwise than the trainer's, so that samples come from a policy (`rollout`) that is not
-quite the one that is trained (`old`). What a token's loss is multiplied by for that, weft/objectives/correction.py
-says; here it is set, and the difference measured.
+Both have the same weights, but the engine's kernels round differently. This file measures the difference and sets the
+factors on the tokens' losses; their formulas are in weft/objectives/correction.py.
 
-Which logprobs may be compared: an engine that leaves tokens out (top-p, top-k, min-p) says the logprob among those that
-it kept. Plus the log of what they have of the whole distribution (`kept_logmass`) that is the token's logprob in the
-whole distribution, which is what a trainer computes. So rho is 1 where the engine computes what the trainer does, and
-ratios of current and old policy are those of whole distributions, too: that the kept tokens' share changes in training
-is left out, as everywhere. Without kept_logmass nothing can be said, and truncated samples are refused.
+An engine that truncates sampling (top-p, top-k, min-p) reports logprobs among the kept tokens. Adding the log of their
+total probability (`kept_logmass`) gives the logprob among all tokens, which is what a trainer computes. So rho is 1
+where the engine computes what the trainer does. That the kept share changes in training is neglected, as everywhere.
+Without kept_logmass, truncated samples are refused.
 
-Whether an engine samples from the model that is trained at all is the last part of what is proven of a weight sync.
+require_parity also checks that engine and trainer have the same model; it completes the verification of a weight sync.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class RlEvaluator:
             group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
             meter.done += len(group.samples)
             decode(group.samples, self.tokenizer)
-            with meter.judging(len(group.samples)):
+            with meter.scoring(len(group.samples)):
                 await self.rewards.score(group.samples, failures)
             return group
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weft.cluster.consistency import largest
+from weft.cluster.consistency import max_over_ranks
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -96,7 +96,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
     numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
-    most = largest(numbers, engine.mesh.world_group, engine.device)
+    most = max_over_ranks(numbers, engine.mesh.world_group, engine.device)
     return Proof(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
 
 

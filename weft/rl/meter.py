@@ -13,11 +13,11 @@ _SECONDS = 0.5  # between two looks
 
 class Meter:
     """what: names the rollouts, for `text`. drawn: returns the tokens sampled by the engine so far. wanted, done:
-    samples. judged: samples whose rewards are pending."""
+    samples. pending: samples whose rewards are pending."""
 
     def __init__(self, what: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self._drawn, self._clock = what, drawn, clock
-        self.wanted = self.done = self.judged = 0
+        self.wanted = self.done = self.pending = 0
         self._began, self._before = clock(), drawn()
 
     def text(self) -> str:
@@ -25,17 +25,17 @@ class Meter:
         rate = (self._drawn() - self._before) / max(self._clock() - self._began, 1e-9)
         words = [f"{self.what}: {self.done:,}/{self.wanted:,} samples"]
         words += [f"{rate:,.0f} tokens/s"] if self.done < self.wanted else []
-        words += [f"{self.judged:,} rewards waited for"] if self.judged else []
+        words += [f"{self.pending:,} rewards waited for"] if self.pending else []
         return ", ".join(words)
 
     @contextmanager
-    def judging(self, samples: int) -> Iterator[None]:
+    def scoring(self, samples: int) -> Iterator[None]:
         """Inside, the rewards of so many samples are pending."""
-        self.judged += samples
+        self.pending += samples
         try:
             yield
         finally:
-            self.judged -= samples
+            self.pending -= samples
 
     @asynccontextmanager
     async def shown(self, show: Show) -> AsyncIterator[None]:

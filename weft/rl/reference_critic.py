@@ -18,7 +18,7 @@ from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
-from weft.cluster.consistency import largest, require_agreement, versions
+from weft.cluster.consistency import max_over_ranks, require_agreement, versions
 from weft.cluster.options import Device
 from weft.cluster.process import Ranks, join, leave
 from weft.config import to_dict
@@ -92,7 +92,9 @@ def finish_step(engine: Engine, saver: Saver | None) -> float:
     """The largest peak memory of any rank, in GiB. Raises where the saver of any rank has failed. Collective."""
     flight.at("record")
     failed = saver is not None and saver.failed
-    memory, any_failed = largest([own_peak_memory_gib(engine.device), failed], engine.mesh.world_group, engine.device)
+    memory, any_failed = max_over_ranks(
+        [own_peak_memory_gib(engine.device), failed], engine.mesh.world_group, engine.device
+    )
     if any_failed and saver is not None:
         saver.raise_failure()
     return memory

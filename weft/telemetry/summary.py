@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.strict_json import plain
-from weft.terminal import called
+from weft.terminal import display_name
 from weft.version import __version__
 from weft.versions import TESTED, installed_version
 
@@ -118,9 +118,9 @@ class RunSummary:
         """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: what ended the
         run early: a signal, or a key of eval. best: the best evaluation, with its checkpoint where that is saved."""
         content = {
-            "model": called(self.model),
-            "data": called(self.data),
-            "saved": None if saved is None else called(str(saved)),
+            "model": display_name(self.model),
+            "data": display_name(self.data),
+            "saved": None if saved is None else display_name(str(saved)),
             "stopped": stopped,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,

@@ -57,9 +57,9 @@ Rollouts = Sequence[Sequence[Group]]
 
 @dataclass
 class ModelResults:
-    """One side's results for policy or critic. first: loss, size of its terms, norm and gradients. micro: the same
-    gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights: after
-    all."""
+    """One side's results for the policy or the critic. first: loss, size of its terms, norm and gradients. micro: the
+    same gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights:
+    after all updates."""
 
     first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
     micro: Tensors = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ModelResults:
 
 @dataclass
 class RunResults:
-    """One side's results. reads: per rollout step, arrays by name, sample by sample, of the drawn tokens."""
+    """One side's results. reads: for each rollout step, name -> per sample, the array of the sampled tokens."""
 
     reads: list[dict[str, list[Floats]]] = field(default_factory=list)
     policy: ModelResults = field(default_factory=ModelResults)
@@ -77,9 +77,9 @@ class RunResults:
 
 
 def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
-    """Compare a trainer with the plain side on these rollouts, or on synthetic ones that its engine samples.
+    """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
 
-    The verdict is on rank 0. lr: of every update. Trains it. Collective.
+    Trains the trainer. The verdict is on rank 0, None elsewhere. lr: of every update.
     """
     config = trainer.config
     _require_known(config)

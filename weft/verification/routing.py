@@ -119,7 +119,7 @@ class Replay:
         self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
 
     @contextmanager
-    def steering(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Steer every forward inside, recomputed ones too."""
         place = _Place()
 
