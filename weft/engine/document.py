@@ -40,8 +40,8 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def meta(self, cost: float = 0.0, unread: int = 0) -> DocumentMeta:
-        """cost, unread: as DocumentMeta has them."""
+    def meta(self, cost: float = 0.0, omitted: int = 0) -> DocumentMeta:
+        """cost, omitted: as DocumentMeta has them."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
@@ -50,7 +50,7 @@ class Document:
             group=self.group,
             cost=cost,
             routed=self.routes is not None,
-            unread=unread,
+            omitted=omitted,
         )
 
 
@@ -133,15 +133,15 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 
 
 def metas(
-    documents: Sequence[Document], unread: Callable[[int], int], cost: Callable[[int], float]
+    documents: Sequence[Document], omitted: Callable[[int], int], cost: Callable[[int], float]
 ) -> list[DocumentMeta]:
-    """The metadata of each document. unread: length -> DocumentMeta.unread. cost: tokens that a forward reads ->
+    """The metadata of each document. omitted: length -> DocumentMeta.omitted. cost: tokens that a forward reads ->
     FLOPs."""
     if not isinstance(documents, MeasuredDocuments):
-        return [_meta(document, unread, cost) for document in documents]
+        return [_meta(document, omitted, cost) for document in documents]
     columns = documents.measures()
     lengths = columns.length.tolist()
-    left = [unread(length) for length in lengths]
+    left = [omitted(length) for length in lengths]
     costs = [cost(length - own) for length, own in zip(lengths, left, strict=True)]
     rest = (columns.weight.tolist(), columns.loss_tokens.tolist(), costs, columns.routed.tolist(), left)
     return [
@@ -150,6 +150,6 @@ def metas(
     ]
 
 
-def _meta(document: Document, unread: Callable[[int], int], cost: Callable[[int], float]) -> DocumentMeta:
-    own = unread(len(document))
+def _meta(document: Document, omitted: Callable[[int], int], cost: Callable[[int], float]) -> DocumentMeta:
+    own = omitted(len(document))
     return document.meta(cost(len(document) - own), own)

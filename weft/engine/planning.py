@@ -8,7 +8,7 @@ from functools import cache, partial
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
 from weft.engine.document import Document, metas
-from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
+from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops
@@ -36,7 +36,7 @@ class StepPlanner:
     def _unread(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
         limit = self._position_limit
-        return unread_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
+        return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from weft.errors import UserError
-from weft.models.patterns import names_it, nearest
+from weft.models.patterns import matches, similar_names
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -18,9 +18,9 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """
     names = dict(module.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        if not any(names_it(pattern, name) for name in names):
-            raise UserError(f"model.freeze: {pattern!r} matches no parameter{nearest(pattern, names)}")
-    frozen = {name for name in names if any(names_it(pattern, name) for pattern in patterns)}
+        if not any(matches(pattern, name) for name in names):
+            raise UserError(f"model.freeze: {pattern!r} matches no parameter{similar_names(pattern, names)}")
+    frozen = {name for name in names if any(matches(pattern, name) for pattern in patterns)}
     tied = {id(names[name]): name for name in frozen}
     for name, parameter in names.items():
         if id(parameter) in tied and name not in frozen:

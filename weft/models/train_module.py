@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
-from weft.models.captured import captured
+from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
 from weft.objectives.balance import Balance, balance_sum, count_choices
@@ -39,7 +39,7 @@ class Head(nn.Module):
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
 
     def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
-        """Its weight is of part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        """Compute with a part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
         self.shard, self._enter = shard, enter
 
     def forward(
@@ -202,7 +202,7 @@ class TrainModule(nn.Module):
         """
         extra = {} if balance is None else {"output_router_logits": True}
         names = Wanted.of(readouts).hidden
-        with captured(self, names, input_ids_BT.numel()) as hidden:
+        with capture_outputs(self, names, input_ids_BT.numel()) as hidden:
             out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}

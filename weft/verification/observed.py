@@ -44,7 +44,7 @@ def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes:
         _observe(engine, steps, lrs, seen, None)
         return seen
     replay = Replay(routes, facts.experts, facts.experts_per_token)
-    with replay.steering(engine.module, [layer for _, layer in engine.module.layers]):
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
         _observe(engine, steps, lrs, seen, replay)
     seen.routing = replay.differences.summed()
     return seen
