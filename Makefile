@@ -63,7 +63,7 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Some 230 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
+# Some 250 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
 

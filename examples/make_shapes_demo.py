@@ -1,4 +1,5 @@
-"""Writes what `make demo-vision` trains on: drawings of coloured shapes, and a small vision model that has seen nothing.
+"""Writes what `make demo-vision` trains on: drawings of coloured shapes, and a small vision model that has seen
+nothing.
 
     .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape of any size, anywhere, on a noisy ground
     .demo/shapes/train.jsonl       questions with a drawing, and answers: "a green triangle"

@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("parallel/inputs.py", "InputCasts._hook", "value.is_floating_point()", "True", "tests/test_knobs_inputs.py"),
     Mutant("planner/memory.py", "_gathered", "others[:2]", "others[:1]", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "_largest_shard", "math.ceil", "math.floor", "tests/test_memory.py tests/test_memory_advice.py"),
-    Mutant("planner/memory.py", "Needs.resident", " + self.optimizer", "", "tests/test_memory.py tests/test_memory_advice.py"),
+    Mutant("planner/memory.py", "MemoryNeeds.resident", " + self.optimizer", "", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "check_fits", "needs.resident <= room", "needs.weights <= room", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("engine/metrics.py", "Sums.reduce", "total / weight if weight else None", "total", "tests/test_metrics.py"),
     Mutant("models/flops.py", "document_flops", "attention_pairs(length, a.window, causal)", "attention_pairs(length, None, causal)", "tests/test_flops.py"),

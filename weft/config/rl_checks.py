@@ -59,7 +59,7 @@ def _reads_base(config: RlConfig) -> bool:
     return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
 
 
-def _apart(config: RlConfig) -> bool:
+def _is_disaggregated(config: RlConfig) -> bool:
     """Whether it is certain that engines and trainers share no devices."""
     cluster = config.cluster
     return config.rollout.engine != "embedded" and (cluster.placement == "disaggregated" or cluster.max_staleness > 0)
@@ -171,7 +171,7 @@ INERT = (
         lambda c: c.rollout.engine == "embedded",
         "rollout.engine=embedded is in the trainers' ranks",
     ),
-    Inert("cluster.sleep", _apart, "engines have devices of their own: trainers stay awake"),
+    Inert("cluster.sleep", _is_disaggregated, "engines have devices of their own: trainers stay awake"),
     Inert("rollout.unfinished", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")

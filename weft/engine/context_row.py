@@ -1,8 +1,5 @@
-"""This rank's tokens of a row, where mesh.cp cuts documents. Labels were shifted before, so that they are cut with the
-rest.
-
-M tokens of this rank, N predictions.
-"""
+"""This rank's tokens of a row whose documents mesh.cp cuts. Labels are shifted before, so that they are cut with the
+tokens. M tokens of this rank, N predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from weft.ops.context import ContextRow
 
 
 def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: ContextAxis) -> Row:
-    """This rank's part of a packed row that was built without padding, of its documents as wholes."""
+    """This rank's part of a packed row of whole documents, which was built without padding."""
     pieces = plan.pieces[micro_batch][rank]
     read = [plan.documents[index].read for index in row.documents]
     kept_M = _kept(pieces, read)

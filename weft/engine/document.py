@@ -42,8 +42,8 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def meta(self, cost: float = 0.0, unread: int = 0, tower_tokens: int = 0) -> DocumentMeta:
-        """cost, unread, tower_tokens: as DocumentMeta has them."""
+    def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
+        """cost, omitted, tower_tokens: as DocumentMeta has them."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
@@ -52,7 +52,7 @@ class Document:
             group=self.group,
             cost=cost,
             routed=self.routes is not None,
-            unread=unread,
+            omitted=omitted,
             patches=0 if self.media is None else self.media.patches,
             tower_tokens=tower_tokens,
         )
@@ -142,10 +142,10 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 
 @dataclass(frozen=True)
 class Costs:
-    """What documents cost in one model. unread: length -> DocumentMeta.unread. tokens: tokens that a forward reads ->
+    """What documents cost in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads ->
     FLOPs. patches: of images -> (FLOPs, DocumentMeta.tower_tokens)."""
 
-    unread: Callable[[int], int]
+    omitted: Callable[[int], int]
     tokens: Callable[[int], float]
     patches: Callable[[int], tuple[float, int]]
 
@@ -156,7 +156,7 @@ def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
         return [_meta(document, costs) for document in documents]
     columns = documents.measures()
     lengths, patches = columns.length.tolist(), columns.patches.tolist()
-    left = [costs.unread(length) for length in lengths]
+    left = [costs.omitted(length) for length in lengths]
     towers = [costs.patches(count) if count else (0.0, 0) for count in patches]
     whole = [costs.tokens(length - own) + tower for length, own, (tower, _) in zip(lengths, left, towers, strict=True)]
     rest = (
@@ -170,6 +170,6 @@ def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
 
 
 def _meta(document: Document, costs: Costs) -> DocumentMeta:
-    unread = costs.unread(len(document))
+    omitted = costs.omitted(len(document))
     tower, tokens = costs.patches(document.media.patches) if document.media is not None else (0.0, 0)
-    return document.meta(costs.tokens(len(document) - unread) + tower, unread, tokens)
+    return document.meta(costs.tokens(len(document) - omitted) + tower, omitted, tokens)

@@ -33,7 +33,7 @@ _COST_BITS = 32
 class DocumentMeta:
     """What the step plan needs to know of a document.
 
-    length: tokens. unread: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
+    length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
     be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
     patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as those.
@@ -45,14 +45,14 @@ class DocumentMeta:
     group: int | None = None
     cost: float = 0.0
     routed: bool = False
-    unread: int = 0
+    omitted: int = 0
     patches: int = 0
     tower_tokens: int = 0
 
     @property
     def read(self) -> int:
         """Tokens that a forward reads, from the first."""
-        return self.length - self.unread
+        return self.length - self.omitted
 
     @property
     def room(self) -> int:
@@ -60,8 +60,8 @@ class DocumentMeta:
         return self.read + self.tower_tokens
 
 
-def unread_tokens(length: int, *, whole: bool) -> int:
-    """Tokens at a document's end that no forward reads: the last one, which predicts nothing, unless `whole`."""
+def omitted_tokens(length: int, *, whole: bool) -> int:
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing, unless `whole`."""
     return int(length > 1 and not whole)
 
 
@@ -119,7 +119,7 @@ class StepPlan:
         return self.lengths[micro_batch][rank]
 
     def shared(self, micro_batch: int, rank: int) -> list[int]:
-        """Documents of this micro-batch that several ranks of this rank's group have parts of, rising."""
+        """Documents of this row that other ranks of its group have parts of, in rising order."""
         if not self.pieces:
             return []
         found: dict[int, int] = {}
@@ -129,7 +129,7 @@ class StepPlan:
         return sorted(document for document, ranks in found.items() if ranks > 1)
 
     def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
-        """Of each rank of this rank's group, in order: document -> its tokens there, in the order of the row."""
+        """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
         return [
             dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))
             for n in self._neighbours(rank)
@@ -172,7 +172,7 @@ class StepPlan:
         made_of = tuple(
             (
                 d.length,
-                d.unread,
+                d.omitted,
                 _hashable(d.weight),
                 d.loss_tokens,
                 d.cost,
@@ -187,11 +187,6 @@ class StepPlan:
 
 def _hashable(weight: float) -> float:
     return -1.0 if math.isnan(weight) else weight
-
-
-def document_cost(length: int, *, linear: float, quadratic: float) -> float:
-    """Estimated FLOPs of a document: linear x T (weights) + quadratic x T^2 (attention)."""
-    return linear * length + quadratic * length * length
 
 
 def plan_step(

@@ -8,7 +8,7 @@ from functools import cache, partial
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
 from weft.engine.document import Costs, Document, metas
-from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
+from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops, tower_flops
@@ -30,7 +30,7 @@ class StepPlanner:
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         # Of a length, and of a number of patches; a step has many of the same.
         self.costs = Costs(
-            self._unread, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
+            self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
         )
 
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
@@ -40,10 +40,10 @@ class StepPlanner:
             raise UserError(f"This model cannot be trained on images: {self._no_images}.")
         return found
 
-    def _unread(self, length: int) -> int:
+    def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
         limit = self._position_limit
-        return unread_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
+        return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan."""

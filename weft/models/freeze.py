@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.errors import UserError
-from weft.models.patterns import names_it, nearest
+from weft.models.patterns import matches, similar_names
 from weft.models.train_module import TrainModule
 from weft.models.vision import projector_parts, vision_parts
 
@@ -21,9 +21,9 @@ def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
     patterns = resolved(module, patterns)
     names = dict(module.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        if not any(names_it(pattern, name) for name in names):
-            raise UserError(f"model.freeze: {pattern!r} matches no parameter{nearest(pattern, names)}")
-    frozen = {name for name in names if any(names_it(pattern, name) for pattern in patterns)}
+        if not any(matches(pattern, name) for name in names):
+            raise UserError(f"model.freeze: {pattern!r} matches no parameter{similar_names(pattern, names)}")
+    frozen = {name for name in names if any(matches(pattern, name) for pattern in patterns)}
     tied = {id(names[name]): name for name in frozen}
     for name, parameter in names.items():
         if id(parameter) in tied and name not in frozen:
@@ -57,4 +57,4 @@ def _parts(module: TrainModule, preset: str) -> list[str]:
     if preset == "projector":
         return list(projector)
     found = [name for part in tower for name, _ in module.get_submodule(part).named_parameters(prefix=part)]
-    return [name for name in found if not any(names_it(outer, name) for outer in projector)]
+    return [name for name in found if not any(matches(outer, name) for outer in projector)]

@@ -263,7 +263,7 @@ def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> d
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
-def not_wanted(model: PreTrainedModel) -> list[str]:
+def unused_patterns(model: PreTrainedModel) -> list[str]:
     """Patterns of tensors that this family's checkpoints hold and its class does not (draft layers, old tables)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
-from weft.models.captured import captured
+from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
 from weft.models.low_rank import LowRank
 from weft.models.vision import without_features
@@ -41,7 +41,7 @@ class Head(nn.Module):
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
 
     def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
-        """Its weight is of part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        """Compute with a part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
         self.shard, self._enter = shard, enter
 
     def forward(
@@ -214,7 +214,7 @@ class TrainModule(nn.Module):
         extra |= media or {}
         names = Wanted.of(readouts).hidden
         features = without_features(self.base) if borrowed else nullcontext()
-        with captured(self, names, input_ids_BT.numel()) as hidden, features:
+        with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features:
             out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}

@@ -147,7 +147,6 @@ def attend(
             f"{type(module).__name__}: document bounds did not reach attention, so documents would see each other. "
             "This family is not supported packed; please report it."
         )
-    bounds.seen += 1
     scaling = kwargs.get("scaling")
     call = Call(
         query, key, value, bounds,

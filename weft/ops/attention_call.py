@@ -24,13 +24,12 @@ class Bounds:
     """Where the documents of a row begin and end.
 
     lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
-    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: where in its document each
-    begins; None: at the first token. key_lengths, cu_keys: the same of keys, where a document's keys are more than its
-    queries, which are then the last of them. last_seen: [T] of a packed row, int32, the place of the last token that
-    each sees, where images see later tokens of their own; None: itself. context: of a row with documents that other
-    ranks share. seen: attention calls that received these bounds, counted for checks. cache: what a kernel derives once
-    per row. past: in generation, [B] tokens before each entry's new one; keys and values come from a cache. even: all
-    of `past` are equal.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: each document's first
+    position here; None: 0. key_lengths, cu_keys: the same for keys, where a document has more keys than queries; its
+    queries are then the last of them. last_seen: [T] int32 of a packed row, the place of the last token that each sees,
+    where tokens of an image see later ones of it; None: itself. context: shared documents of the row (mesh.cp). cache:
+    what kernels derive once per row. past: in generation, [B] tokens before each entry's new one; keys and values come
+    from a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
@@ -41,7 +40,6 @@ class Bounds:
     cu_keys: Tensor | None = None
     last_seen: Tensor | None = None
     context: ContextRow | None = None
-    seen: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
     even: bool = False

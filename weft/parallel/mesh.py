@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import MeshSizes
-from weft.ops.communicator import Communicator, ContextAxis, OverGroup
+from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import Cut
 
 
@@ -108,11 +108,13 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     dp = root["dp_replicate", name] if copies else root[name]
     loss = dp._flatten("loss") if copies else dp
 
-    def neighbours(size: int) -> OverGroup:
+    def neighbours(size: int) -> GroupCommunicator:
         if size == sizes.tp:
-            return OverGroup(root.get_group("tp"))
+            return GroupCommunicator(root.get_group("tp"))
         shape = (sizes.dp_replicate * sizes.shards, sizes.tp // size, size)
-        return OverGroup(init_device_mesh(device_type, shape, mesh_dim_names=("loss", "tp", "same")).get_group("same"))
+        return GroupCommunicator(
+            init_device_mesh(device_type, shape, mesh_dim_names=("loss", "tp", "same")).get_group("same")
+        )
 
     axis = Axis(root.get_local_rank("tp"), sizes.tp, neighbours(sizes.tp), neighbours)
     return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, sizes.cp, axis, loss.get_group())
@@ -124,14 +126,14 @@ def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
         return None
     ring, data, kind = mesh.cp_size // ulysses, mesh.dp_replicate * mesh.dp_shard, mesh.dp.device_type
     whole = init_device_mesh(kind, (data, mesh.cp_size, mesh.tp_size), mesh_dim_names=("data", "cp", "tp"))
-    ranks, place = OverGroup(whole.get_group("cp")), whole.get_local_rank("cp")
+    ranks, place = GroupCommunicator(whole.get_group("cp")), whole.get_local_rank("cp")
     if ulysses == 1:
         return ContextAxis(place, ring, ulysses, ranks, ranks, None)
     if ring == 1:
         return ContextAxis(place, ring, ulysses, ranks, None, ranks)
     shape, names = (data, ring, ulysses, mesh.tp_size), ("data", "ring", "ulysses", "tp")
     parts = init_device_mesh(kind, shape, mesh_dim_names=names)
-    over_ring, over_ulysses = (OverGroup(parts.get_group(name)) for name in ("ring", "ulysses"))
+    over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
     return ContextAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
 
 
@@ -153,7 +155,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor, cut: Cut | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, cut: Cut | None = None) -> Tensor:
     """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp divides it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from weft.errors import UserError
-from weft.models.patterns import CONTAINERS, nearest, outermost
+from weft.models.patterns import CONTAINERS, outermost, similar_names
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
 
@@ -112,7 +112,7 @@ def _outermost(module: TrainModule, pattern: str) -> list[str]:
     found = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
     if not found:
         names = [name for name, _ in module.named_modules() if name]
-        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{nearest(pattern, names)}")
+        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, names)}")
     return found
 
 

@@ -106,7 +106,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     import numpy as np
 
     from weft.data.order import Share, Steps
-    from weft.engine.plan import DocumentMeta, plan_step, unread_tokens
+    from weft.engine.plan import DocumentMeta, omitted_tokens, plan_step
 
     whole = config.model.router_aux_loss != "none"
     lengths = [int(length) for piece in pieces for length in piece.lengths]
@@ -116,7 +116,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
 
     def meta(index: int) -> DocumentMeta:
         length, trained = lengths[index], int(losses[index])
-        return DocumentMeta(length, float(trained), trained, unread=unread_tokens(length, whole=whole))
+        return DocumentMeta(length, float(trained), trained, omitted=omitted_tokens(length, whole=whole))
 
     steps = Steps(
         lengths,

@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
-from weft.verification.adapter import as_in_files, optimizer_by_files, renamed, stir, written
+from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.image_reference import Images
 from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient, to_documents
@@ -85,8 +85,8 @@ def verify(
     images = images or {}
     whole = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
     cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), max(whole, default=0))
-    stir(engine)
-    with written(engine) as adapter:
+    randomize_adapters(engine)
+    with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
             trainer = _trainer(engine, path, lrs, adapter, images)
             expected = expect(trainer, steps, engine.built.flops)
@@ -134,7 +134,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
 
 
 def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
-    """All comparisons. state: the narrowest dtype of the optimizer's state."""
+    """All comparisons of a run. state: the narrowest dtype of the optimizer's state."""
     figures, worst = _gradient_figures(seen, expected.steps)
     figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer, state)]
     if seen.routing is None:
@@ -297,12 +297,12 @@ def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
 
 
 def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
-    """In the engine's own dtype: loss and worst gradient in words, because they are rounding, and a figure for what
-    rounding cannot touch, isolation of documents in the kernels of this dtype; collective."""
-    stir(engine)
+    """In the engine's own dtype: a text with loss and worst gradient, which differ by rounding, and a figure for the
+    isolation of documents, which must not. Collective."""
+    randomize_adapters(engine)
     loss, gradients, _ = one_gradient(engine, step, None)
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)
-    with written(engine) as adapter:
+    with saved_adapter(engine) as adapter:
         if not engine.ranks.is_first:
             return "", moved
         expected_loss, expected = _trainer(engine, path, (), adapter, {}).reference().gradients(step)

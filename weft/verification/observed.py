@@ -49,7 +49,7 @@ def observe(
         _observe(engine, steps, lrs, seen, None, images)
         return seen
     replay = Replay(routes, facts.experts, facts.experts_per_token)
-    with replay.steering(engine.module, [layer for _, layer in engine.module.layers]):
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
         _observe(engine, steps, lrs, seen, replay, images)
     seen.routing = replay.differences.summed()
     return seen
