@@ -140,7 +140,7 @@ def load_processor(
 
 def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The family's processor class, made to take this tokenizer, and no video processor where none can be made."""
-    from transformers import AutoImageProcessor, AutoVideoProcessor
+    from transformers import AutoImageProcessor
 
     family, videos = _family(path, config), find_spec("torchvision") is not None
 
@@ -150,7 +150,7 @@ def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any
             made = {
                 "tokenizer": lambda: tokenizer,
                 "image_processor": lambda: AutoImageProcessor.from_pretrained(path, trust_remote_code=False),
-                "video_processor": lambda: AutoVideoProcessor.from_pretrained(path) if videos else None,
+                "video_processor": lambda: _videos(path) if videos else None,
             }
             return [made[name]() for name in cls.get_attributes()]
 
@@ -161,6 +161,12 @@ def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any
 
     Processor.__name__ = family.__name__
     return Processor
+
+
+def _videos(path: str) -> Any:
+    from transformers import AutoVideoProcessor
+
+    return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
 
 
 def _family(path: str, config: Any) -> Any:
