@@ -450,4 +450,5 @@ def test_what_processors_are_asked_for(models: Callable[[str], str]) -> None:
     out = own(text=[f"a{own.image_token}b"], images=[CAT], return_text_replacement_offsets=True, return_tensors="pt")
     assert [item["replacement"] for item in out["text_replacement_offsets"][0]] == [own.image_token * 8]
     assert processor.layout(((40, 56),)).patches == 32 == len(out["pixel_values"])
+    assert processor._counts and processor._counted((700, 90)) == processor._processed(((700, 90),))
     assert "size" in own.image_processor.to_dict()

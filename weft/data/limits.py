@@ -132,9 +132,9 @@ class Limits:
         if cut:
             table, index = cut[0]
             raise UserError(
-                f"{table.where(index)}: truncation to {self.max_length} tokens ({self.key}) would cut its images, whose "
-                f"tokens end at {int(table.reaches[index])} ({len(cut):,} such documents). Raise {self.key}, make images "
-                "smaller (data.image_pixels), or set data.long_documents: drop."
+                f"{table.where(index)}: truncation to {self.max_length} tokens ({self.key}) would cut its images, "
+                f"which end at token {int(table.reaches[index])} ({len(cut):,} such documents). Raise {self.key}, make "
+                "images smaller (data.image_pixels), or set data.long_documents: drop."
             )
 
 
