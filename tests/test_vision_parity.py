@@ -18,14 +18,14 @@ from weft.verification.harness import Verdict
 from weft.verification.image_documents import steps_with_images
 
 
-def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> Verdict | None:
-    """The verdict of `weft verify`'s own function on this mesh; on rank 0."""
+def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True) -> Verdict | None:
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone."""
     with mock.patch.object(harness, "expect", expect_once):
         engine = open_engine(path, mesh, **{"step": {"max_tokens_per_device": 256}, **sections})
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
         vision = engine.built.vision
         assert vision is not None and not engine.built.findings.images
-        steps, images = steps_with_images(awkward_steps(100), vision, plain.model)
+        steps, images = steps_with_images(awkward_steps(100), vision, plain.model, bare=bare)
         return harness.verify(engine, path, steps, [1e-3] * 3, images)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,9 +36,9 @@ def drawn_documents(vision: Vision, source: random.Random, tokens_of: int) -> li
     return documents
 
 
-def train_on_random_steps(path: str, mesh: str, steps: int) -> list[tuple[int, ...]]:
+def train_on_random_steps(path: str, mesh: str, steps: int, reduce: str) -> list[tuple[int, ...]]:
     """(all-gathers, reduce-scatters, all-reduces) of each rank over all steps."""
-    engine, source, counts = open_engine(path, mesh), random.Random(0), [0, 0]
+    engine, source, counts = open_engine(path, mesh, fsdp={"reduce": reduce}), random.Random(0), [0, 0]
     assert engine.built.vision is not None
     originals = [getattr(dist, name) for name in (ALL_GATHER, REDUCE_SCATTER)]
 
@@ -64,8 +65,8 @@ def one_step(engine: Engine, documents: list[Document]) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "last"])
-def test_hundred_steps_where_which_rank_has_images_changes(reduce: str) -> None:
-    counts = run(3, train_on_random_steps, saved_vision_model("qwen2_5_vl"), "3", 50)[0]
+def test_steps_in_which_other_ranks_have_images(reduce: str) -> None:
+    counts = run(3, train_on_random_steps, saved_vision_model("qwen2_5_vl"), "3", 50, reduce)[0]
     assert len(set(counts)) == 1 and counts[0][0] > 0
 
 
@@ -78,7 +79,20 @@ def test_hundred_steps_where_which_rank_has_images_changes(reduce: str) -> None:
     ],
     ids=["language", "projector", "recompute"],
 )
-def test_what_is_trained(sections: dict[str, dict[str, object]]) -> None:
+def test_what_is_trained(sections: dict[str, dict[str, Any]]) -> None:
     mesh = "2x2" if "step" in sections else "2"
-    verdict = run(world_of(mesh), parity, saved_vision_model("qwen2_5_vl"), mesh, sections)[0]
+    bare = "language" not in sections["model"].get("freeze", ())  # nothing would be trained on text
+    verdict = run(world_of(mesh), parity, saved_vision_model("qwen2_5_vl"), mesh, sections, bare)[0]
     assert verdict.passed, describe(verdict)
+
+
+def train_a_projector_on_text(path: str) -> float:
+    """The gradient norm of a step without images in which only the projector is trained."""
+    engine = open_engine(path, "2", model={"freeze": ["vision", "language"]})
+    plan, own = engine.deal([Document(torch.arange(3, 20), torch.ones(17)) for _ in range(3)])
+    engine.accumulate(plan, own, CrossEntropy())
+    return engine.apply(1e-3).grad_norm
+
+
+def test_projector_alone_has_no_gradient_on_text() -> None:
+    assert run(2, train_a_projector_on_text, saved_vision_model("qwen2_5_vl")) == [0.0, 0.0]

@@ -15,9 +15,9 @@ from weft.verification.reference import Document
 
 
 def steps_with_images(
-    steps: Sequence[Sequence[Document]], vision: Vision, base: Any, seed: int = 0
+    steps: Sequence[Sequence[Document]], vision: Vision, base: Any, seed: int = 0, bare: bool = True
 ) -> tuple[list[list[Document]], Images]:
-    """The same steps with images in some documents: none, one or two; none at all in the last step.
+    """The same steps with images in some documents: none, one or two; none at all in the last step, if `bare`.
 
     base: a base model with weights, whose tower says how many placeholders an image has.
     """
@@ -28,7 +28,7 @@ def steps_with_images(
         out.append([])
         for place, (ids, mask) in enumerate(step):
             text = [3 if i in (vision.image, vision.video) else i for i in ids]
-            count = 0 if number == len(steps) - 1 or len(ids) < 3 else (place + 1) % 3
+            count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
             found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
             document = text, list(mask)
             for inputs in found:

@@ -15,7 +15,11 @@ Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a docume
 
 
 class ImageReference(Reference):
-    """Gives the model the images of documents, as its processor would."""
+    """Gives the model the images of documents, as its processor would.
+
+    Images of a batch follow each other, in the order of its documents; SmolVLM's lie along the second dimension. Which
+    tokens are of images is said by their placeholders, to models that ask for it.
+    """
 
     def __init__(self, images: Images, *options: Any) -> None:
         """options: as of Reference."""
