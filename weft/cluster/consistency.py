@@ -22,12 +22,12 @@ LOCK = "lock"  # of RUN: a file that says which process holds it
 _MOST = 8
 
 
-def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Compare the values of named items across all ranks of the group; collective. RanksDisagreeError, the same on
     every rank, names each difference and the ranks that differ from the majority."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
-    found = differences(said, dist.get_process_group_ranks(group or dist.group.WORLD))
+    found = differences(said, dist.get_process_group_ranks(group))
     if found:
         more = [f"and {len(found) - _MOST} more differences"] if len(found) > _MOST else []
         raise RanksDisagreeError("ranks disagree:\n" + "\n".join(f"  {line}" for line in [*found[:_MOST], *more]))
@@ -76,7 +76,7 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     except (OSError, ValueError, KeyError):
         seen = False
     hosts: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(hosts, None if seen else socket.gethostname())
+    dist.all_gather_object(hosts, None if seen else socket.gethostname(), group=ranks.group)
     blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
     if blind:
         raise UserError(
@@ -103,6 +103,6 @@ def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
             do()
         except UserError as error:
             said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
+    dist.broadcast_object_list(said, src=0, group=ranks.group)
     if said[0] is not None:
         raise UserError(said[0])

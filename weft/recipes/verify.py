@@ -71,7 +71,7 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
         answer = [verdict is None or verdict.passed]
         if verdict is not None:
             print_verdict(verdict, config, ranks, subject.words, plant)
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=ranks.group)
         return answer[0]
 
 
@@ -136,7 +136,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     layers."""
     layers = options.layers
     fits = [_fits(config, ranks)]
-    dist.broadcast_object_list(fits, src=0)  # free memory changes from one look to the next
+    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
         layers = 2
     if layers is None and config.model.init == "pretrained":
@@ -148,7 +148,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
         why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
         words += f", cut to {shape.get_text_config().num_hidden_layers} layers ({why})"
     shared = [str(Path(folder) / "model")]
-    dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(shared, src=0, group=ranks.group)
     if ranks.local_rank == 0:
         shape.architectures = [hf.model_class(shape).__name__]
         hf.build_random(shape, dtype=torch.float32, attention="eager", seed=config.train.seed).save_pretrained(
@@ -156,7 +156,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
         )
         if isinstance(config, RlConfig):
             load_tokenizer(config.model.path).save_pretrained(shared[0])
-    dist.barrier()
+    dist.barrier(ranks.group)
     return Subject(shared[0], words, cut=layers is not None)
 
 

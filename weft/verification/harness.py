@@ -83,7 +83,7 @@ def verify(engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float
             expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
     seen = renamed(engine, observe(engine, steps, lrs, shared[0]))
     narrowest = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     if expected is None:

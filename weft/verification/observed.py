@@ -97,7 +97,7 @@ def _readouts(engine: Engine, step: Step, budget: int | None) -> dict[int, Tenso
     documents, metas = to_documents(engine, step)
     mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
     gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, mine, group=engine.ranks.group)
     return {index: values for part in gathered for index, values in part.items()}
 
 
