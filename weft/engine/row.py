@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.engine.document import Document
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
@@ -28,7 +29,8 @@ class Row:
     per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
     document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
     routes: [tokens of the flattened row, layers, k], -1 for none; None where no document has any. real_tokens: tokens
-    without padding. shared: of a row with documents that other ranks have parts of."""
+    without padding. shared: of a row with documents that other ranks have parts of. alike: what other ranks must have,
+    too."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -44,6 +46,7 @@ class Row:
     routes: Tensor | None
     real_tokens: int
     shared: SharedDocuments | None = None
+    alike: tuple[Alike, ...] = ()
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""
