@@ -212,12 +212,16 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
 
 
 def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
-    """Losses and norms along the steps, and the weights after them."""
+    """Losses and norms along the steps, and the weights after them; whether ranks kept alike what they hold alike."""
+    agree = Figure("ranks that hold the same agree", float("inf") if seen.apart else 0.0, 0.0, note=seen.apart)
+    if seen.apart:
+        return [agree]
     pairs = list(zip(seen.trained, expected.curve, strict=True))
     losses = max(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
     norms = max(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
     name = f"weights after {len(pairs)} steps"
     return [
+        agree,
         Figure(f"loss along {len(pairs)} steps", losses, 10 * SCALAR),
         Figure(f"gradient norm along {len(pairs)} steps", norms, 10 * SCALAR),
         compare_weights(name, seen.weights, expected.weights, expected.start, expected.others, optimizer, state),

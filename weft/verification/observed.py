@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.plan import DocumentMeta
+from weft.errors import RanksDisagreeError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.routing import Differences, Replay, Routes
@@ -22,7 +23,8 @@ Step = Sequence[reference.Document]
 
 @dataclass
 class Observed:
-    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense."""
+    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense.
+    apart: how weights that several ranks hold came to differ between two steps, which ends them."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -35,6 +37,7 @@ class Observed:
     trained: list[tuple[float, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     routing: Differences | None = None
+    apart: str = ""
 
 
 def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes) -> Observed:
@@ -63,13 +66,16 @@ def _observe(
     seen.readouts = _readouts(engine, steps[0], None)
     seen.alone = _readouts(engine, steps[0], longest)
     seen.neighbours = neighbours(engine, steps[0])
-    for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
-        if replay is not None:
-            replay.stage = number
-        documents, metas = to_documents(engine, step)
-        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-        result = engine.apply(lr)
-        seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    try:
+        for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
+            if replay is not None:
+                replay.stage = number
+            documents, metas = to_documents(engine, step)
+            metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+            result = engine.apply(lr)
+            seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    except RanksDisagreeError as error:  # the same on all ranks
+        seen.apart = " ".join(str(error).split())
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
 
 

@@ -21,10 +21,12 @@ from weft.verification.bugs import (  # they register their bugs
     Bug,
     Plant,
     adapters,  # noqa: F401
+    context_parallel,  # noqa: F401
     evaluation,  # noqa: F401
     resuming,  # noqa: F401
     rl,  # noqa: F401
     step,  # noqa: F401
+    tensor_parallel,  # noqa: F401
     training,  # noqa: F401
 )
 
