@@ -51,6 +51,14 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     assert "were cut over" in verdict.remarks[-1]
 
 
+@pytest.mark.slow
+def test_eight_ranks_on_three_axes() -> None:
+    """Two replicas of two shards, each of two ranks that share documents: ROLL's example, fsdp 4 and ulysses 2."""
+    verdict = run(8, parity, saved_model("llama"), "2x2xcp2", SHORT, timeout=300)[0]
+    assert verdict.passed, describe(verdict)
+    assert "were cut over" in verdict.remarks[-1]
+
+
 KNOBS: dict[str, dict[str, Any]] = {
     "recompute and last": {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
     "scatter and offload": {"fsdp": {"reduce": "scatter", "cpu_offload": True}},
