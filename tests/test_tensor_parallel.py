@@ -32,6 +32,7 @@ CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp4"),
     ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("cohere2", "tp2"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"),
     ("gpt2", "tp2"), ("falcon", "tp2"), ("stablelm", "tp2"), ("llama4_text", "tp2"), ("lfm2", "tp2"),
+    ("gemma4_text", "tp2"),
 ]  # fmt: skip
 
 

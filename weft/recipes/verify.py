@@ -42,6 +42,7 @@ Config = TypeVar("Config", SftConfig, RlConfig)
 # optimizer has two states, and a copy of its gradients, beside the engine.
 COPIES = 24
 COPIES_OF_A_RANK = 5
+COPIES_IN_DOUBLE = 4  # more, where the reference trains in fp64, too
 COPIES_ON_DEVICE = 7
 RL_COPIES = 30  # with a reference, a critic, and the plain side twice
 
@@ -174,9 +175,10 @@ def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
     weights = sum(p.numel() for p in model.parameters()) * 4
     rl = isinstance(config, RlConfig)
     others = COPIES_OF_A_RANK * (local_ranks(ranks.world) - 1)
-    if weights * (RL_COPIES if rl else COPIES + others) > 0.8 * psutil.virtual_memory().available:
+    in_double = COPIES_IN_DOUBLE if config.mesh.tp > 1 else 0
+    if weights * (RL_COPIES if rl else COPIES + others + in_double) > 0.8 * psutil.virtual_memory().available:
         return False
     if ranks.device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(ranks.device)
-    return weights * (RL_COPIES if rl else COPIES_ON_DEVICE) < 0.8 * free
+    return weights * (RL_COPIES if rl else COPIES_ON_DEVICE + in_double) < 0.8 * free

@@ -4,7 +4,8 @@ call the same `verify`.
 Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
 after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
 SGD. Beside each figure stands the reference's own noise: the larger of the same documents in another order, and of the
-same documents as right-padded batches of four. A tolerance widens to ten times that noise, and never beyond 1e-3.
+same documents as right-padded batches of four; of a dense model on mesh.tp, which adds up sums in parts, also of the
+same in fp64, which is what fp32 rounds off. A tolerance widens to ten times that noise, and never beyond 1e-3.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
     return Trainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers, model.freeze,
         engine.balance, model.router_aux_loss == "step", adapter,
-        pads=position_limit(engine.built.config.get_text_config()) is None,
+        pads=position_limit(engine.built.config.get_text_config()) is None, divided=engine.mesh.tp_size > 1,
     )  # fmt: skip
 
 
