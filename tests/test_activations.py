@@ -67,6 +67,7 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
     ("family", "dtype"),
     [
         *((family, torch.float32) for family in ("llama", "qwen3", "glm4")),
+        *((family, torch.float32) for family in ("olmo2", "olmoe", "minimax_m2")),
         *((family, torch.bfloat16) for family in ("llama", "qwen3_moe", "mixtral")),
     ],
 )
@@ -113,8 +114,12 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16)]
-)
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16), ("olmo2", torch.float32),
+        ("olmoe", torch.float32), ("olmoe", torch.bfloat16), ("minimax_m2", torch.float32),
+    ],
+)  # fmt: skip
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))

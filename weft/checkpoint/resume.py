@@ -82,7 +82,7 @@ def agree(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     except DamagedError as error:
         mine = str(error)
     reasons: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(reasons, mine)
+    dist.all_gather_object(reasons, mine, group=ranks.group)
     reason = next((text for text in reasons if text is not None), None)
     return (result, "") if reason is None else (None, reason)
 

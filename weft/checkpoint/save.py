@@ -99,7 +99,7 @@ class Saver:
         ]
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
-        dist.broadcast_object_list(token, src=0)
+        dist.broadcast_object_list(token, src=0, group=self.engine.ranks.group)
         self._token = token[0]
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -159,7 +159,7 @@ class Saver:
         if self.engine.ranks.is_first:
             self._note_missing()
         found: list[str | None] = [self._nonfinite]
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=self.engine.ranks.group)
         if found[0] is not None:
             raise FloatingPointError(f"{found[0]} Lower optimizer.lr, or look at the data.")
         return step_folder(self.checkpoints, self.last)
@@ -187,7 +187,7 @@ class Saver:
             self._thread.join()
         mine = None if self._error is None else (self._describe(self._error), _is_mendable(self._error))
         errors: list[tuple[str, bool] | None] = [None] * self.engine.ranks.world
-        dist.all_gather_object(errors, mine)
+        dist.all_gather_object(errors, mine, group=self.engine.ranks.group)
         text, mendable = next(error for error in errors if error is not None)
         if self.engine.ranks.is_first and self._job is not None:
             self._give_up(self._job)

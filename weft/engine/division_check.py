@@ -28,6 +28,7 @@ T = TypeVar("T")
 Groups = Callable[[tuple[int, ...], int], Communicator]  # members and own place -> what joins them
 # Relative to the largest. What is divided wrongly moves gradients by a share of themselves; rounding moves those of
 # small copies by 1e-6 to 2e-5.
+STAND_IN = "stands for a rank"  # how the names of such threads begin
 GRADIENT_TOLERANCE = 5e-4
 READOUT_TOLERANCE = 1e-4
 
@@ -154,7 +155,7 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
                     group.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with ThreadPoolExecutor(ranks, STAND_IN) as pool:
         results = [pool.submit(one, place) for place in range(ranks)]
     errors = [error for result in results if (error := result.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):

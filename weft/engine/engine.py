@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.cluster.process import Ranks
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
@@ -18,6 +19,7 @@ from weft.engine.executor import WRONG, Executor, Factors
 from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
+from weft.engine.replicas import Replicas
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
@@ -89,15 +91,10 @@ class Engine:
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
-            self.mesh.loss_rank,
-            made.context,
-            built.layout,
-            bool(self.balance),
-            on_device,
-            replay,
-            built.vision,
-            self.module.base,
-        )
+            self.mesh.loss_rank, self.mesh.tp, made.context, built.layout, bool(self.balance), on_device, replay,
+            built.vision, self.module.base,
+        )  # fmt: skip
+        self._replicas = Replicas(self.module, self.divided.cuts)
 
     # ------------------------------------------------------------ plan
 
@@ -157,7 +154,7 @@ class Engine:
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
-        sums, losses = Sums(), []
+        sums, losses, alike = Sums(), [], list[Alike]()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
@@ -167,9 +164,10 @@ class Engine:
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows.sources[micro])
             row, last = rows[micro].to(self.device), micro == plan.micro_batches - 1
+            alike += row.alike
             loss = self._executor.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
             losses.append(loss)
-        metrics = self._reduce(plan, rows.sources, sums, losses)
+        metrics = self._reduce(plan, rows.sources, sums, losses, alike)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
                 f"train.objective: upstream() of {type(objective).__name__} is not the gradient of its loss by the "
@@ -178,16 +176,18 @@ class Engine:
         return metrics
 
     def _reduce(
-        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor]
+        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
     ) -> dict[str, float | None]:
-        """All metrics, in one reduction. It also carries whether any loss was not finite, and compares the ranks'
-        plans."""
+        """All metrics, in one reduction. It also carries whether any loss was not finite, and compares plans, and what
+        ranks hold alike."""
         flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
+        self._replicas.add_to(sums, alike, self.device)
         metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
+        self._replicas.check(metrics, alike, self.mesh)
         if metrics.pop("_random", None):
             raise RanksDisagreeError(
                 "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"

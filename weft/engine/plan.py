@@ -128,6 +128,10 @@ class StepPlan:
                 found[document] = found.get(document, 0) + 1
         return sorted(document for document, ranks in found.items() if ranks > 1)
 
+    def having(self, micro_batch: int, rank: int, document: int) -> list[int]:
+        """The ranks of this rank's group that have this document of a micro-batch, or parts of it."""
+        return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
+
     def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
         """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
         return [

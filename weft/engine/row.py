@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.engine.document import Document
 from weft.engine.media import joined
 from weft.models.vision import Vision
@@ -32,7 +33,7 @@ class Row:
     media: forward arguments of its images; None where no rank has any. borrowed: they are of an image that is in no
     document, so that this rank computes what the others do. routes: [tokens of the flattened row, layers, k], -1 for
     none; None where no document has any. real_tokens: tokens without padding. shared: of a row with documents that
-    other ranks have parts of."""
+    other ranks have parts of. alike: what other ranks must have, too."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -50,6 +51,7 @@ class Row:
     shared: SharedDocuments | None = None
     media: Mapping[str, Tensor] | None = None
     borrowed: bool = False
+    alike: tuple[Alike, ...] = ()
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""

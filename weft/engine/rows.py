@@ -13,9 +13,11 @@ from weft.engine.context_row import cut_row
 from weft.engine.document import Document
 from weft.engine.plan import Layout, StepPlan
 from weft.engine.replay import Replay
+from weft.engine.replicas import shared_documents
 from weft.engine.row import Row, build_row
 from weft.models.vision import Vision
 from weft.ops.communicator import ContextAxis
+from weft.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: among those with different documents. context: the ranks of cp, None for one. owners: fill
-    Row.owner_M. pinned: in page-locked memory. vision, base: of the
-    model; vision is None where it takes no images."""
+    """Builds rows. rank: among those with different documents. tp, context: the ranks of tp and cp, None for one.
+    owners: fill Row.owner_M. pinned: in page-locked memory. vision, base: of the model; vision is None where it takes
+    no images."""
 
     rank: int
+    tp: Axis | None
     context: ContextAxis | None
     layout: Layout
     owners: bool
@@ -73,6 +76,7 @@ class RowBuilder:
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
         )  # fmt: skip
+        row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.tp))
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from weft.cluster.consistency import term
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.low_rank import LowRank
@@ -281,8 +282,7 @@ def _divide_vocabulary(
 def random_difference(axis: Axis, device: torch.device) -> float:
     """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    number = float(zlib.crc32(state.numpy().tobytes()) & 0xFFFF)
-    return number * (axis.size - 1) if axis.place == 0 else -number
+    return float(term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
 
 
 @torch.no_grad()

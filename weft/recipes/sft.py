@@ -78,7 +78,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             data = read_run_data(config, shown)
-        require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest})
+        require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, data.documents))
             check_profile(config.profile, steps=steps)

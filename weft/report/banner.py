@@ -342,7 +342,7 @@ def _sharding(unit: Unit) -> str:
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
-    sizes = {**engine.mesh.axes, engine.mesh.shard_axis: engine.mesh.shards}
+    sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
         _parameter_row(name, parameter, sizes, cuts.get(name)) for name, parameter in engine.module.named_parameters()
@@ -353,8 +353,8 @@ def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int], 
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        placed = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        ours = parameter.device_mesh
+        placed = zip(list(mesh)[-ours.ndim :], ours.shape, parameter.placements, strict=True)
         axes = tuple(
             axis if size == mesh[axis] else f"{axis} in groups of {size}"
             for axis, size, placement in placed

@@ -52,7 +52,7 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
     ranks = join(device, config.train.timeout)
     flight.watch(config.train.timeout)
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
-    require_agreement(keys | versions())
+    require_agreement(keys | versions(), ranks.group)
     flight.at("load")
     return ranks
 

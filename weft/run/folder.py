@@ -41,7 +41,7 @@ def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Ite
             answer = [str(held.folder), held.token, None]
         except UserError as error:
             answer[2] = str(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=ranks.group)
     try:
         if answer[2] is not None:
             raise UserError(answer[2])

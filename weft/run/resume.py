@@ -100,7 +100,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
 def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
     """The newest checkpoint with trainer state that is complete on all ranks, and why newer ones were skipped."""
     listed = [complete_steps(checkpoints)]
-    dist.broadcast_object_list(listed, src=0)
+    dist.broadcast_object_list(listed, src=0, group=ranks.group)
     return newest(
         checkpoints,
         listed[0],

@@ -44,11 +44,11 @@ def saved_adapter(engine: Engine) -> Iterator[str | None]:
         return
     with scratch_folder("adapter-") as own:
         shared = [str(own)]
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         folder = f"{shared[0]}/adapter"
         save_adapter(engine, folder)
         yield folder
-        dist.barrier()
+        dist.barrier(engine.ranks.group)
 
 
 def _names(engine: Engine) -> dict[str, str]:

@@ -4,7 +4,8 @@ call the same `verify`.
 Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
 after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
 SGD. Beside each figure stands the reference's own noise: the larger of the same documents in another order, and of the
-same documents as right-padded batches of four. A tolerance widens to ten times that noise, and never beyond 1e-3.
+same documents as right-padded batches of four; of a dense model on mesh.tp, which adds up sums in parts, also of the
+same in fp64, which is what fp32 rounds off. A tolerance widens to ten times that noise, and never beyond 1e-3.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def verify(
             expected = expect(trainer, steps, engine.built.flops)
     shared: list[Routes] = [expected.routes if expected is not None else {}]
     if engine.built.flops.expert:
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
     seen = renamed(engine, observe(engine, steps, lrs, shared[0], images))
     narrowest = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     if expected is None:
@@ -130,6 +131,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
+        divided=engine.mesh.tp_size > 1,
     )  # fmt: skip
 
 
@@ -222,12 +224,16 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
 
 
 def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
-    """Losses and norms along the steps, and the weights after them."""
+    """Losses and norms along the steps, and the weights after them; whether ranks kept alike what they hold alike."""
+    agree = Figure("ranks that hold the same agree", float("inf") if seen.apart else 0.0, 0.0, note=seen.apart)
+    if seen.apart:
+        return [agree]
     pairs = list(zip(seen.trained, expected.curve, strict=True))
     losses = max(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
     norms = max(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
     name = f"weights after {len(pairs)} steps"
     return [
+        agree,
         Figure(f"loss along {len(pairs)} steps", losses, 10 * SCALAR),
         Figure(f"gradient norm along {len(pairs)} steps", norms, 10 * SCALAR),
         compare_weights(name, seen.weights, expected.weights, expected.start, expected.others, optimizer, state),

@@ -13,6 +13,7 @@ from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta
+from weft.errors import RanksDisagreeError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.image_reference import Images
@@ -25,7 +26,8 @@ _NONE: Images = {}
 
 @dataclass
 class Observed:
-    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense."""
+    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense.
+    apart: how weights that several ranks hold came to differ between two steps, which ends them."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Observed:
     trained: list[tuple[float, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     routing: Differences | None = None
+    apart: str = ""
 
 
 def observe(
@@ -73,13 +76,16 @@ def _observe(
     seen.readouts = _readouts(engine, steps[0], None, images)
     seen.alone = _readouts(engine, steps[0], longest, images)
     seen.neighbours = neighbours(engine, steps[0], images)
-    for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
-        if replay is not None:
-            replay.stage = number
-        documents, metas = to_documents(engine, step, images)
-        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-        result = engine.apply(lr)
-        seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    try:
+        for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
+            if replay is not None:
+                replay.stage = number
+            documents, metas = to_documents(engine, step, images)
+            metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+            result = engine.apply(lr)
+            seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    except RanksDisagreeError as error:  # the same on all ranks
+        seen.apart = " ".join(str(error).split())
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
 
 
@@ -114,7 +120,7 @@ def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) ->
     documents, metas = to_documents(engine, step, images)
     mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
     gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, mine, group=engine.ranks.group)
     return {index: values for part in gathered for index, values in part.items()}
 
 

@@ -142,7 +142,7 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
     roles: list[Role] = [role for role in READS if wanted[role]]
     parts: list[Any] = [None] * trainer.ranks.world
-    dist.all_gather_object(parts, trainer.read_all(roles, samples))
+    dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
     flight.at(flight.ENDLESS)
     set_readings(samples, parts)
 
@@ -151,7 +151,7 @@ def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
     """Between what the engine said of each token when it drew it, and what the trainer reads."""
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     parts: list[Any] = [None] * trainer.ranks.world
-    dist.all_gather_object(parts, trainer.read("policy", samples))
+    dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
     flight.at(flight.ENDLESS)
     pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
     return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)

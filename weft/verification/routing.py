@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.cluster.process import everyone
 from weft.models.routing import differ, replace_choices, replaced
 
 TIE = 1e-6  # relative to the k-th score
@@ -35,8 +36,9 @@ class Differences:
 
     def summed(self) -> Differences:
         """Summed over all ranks, which have different documents; collective."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong))
+        group = everyone()
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
         return Differences(*(sum(column) for column in zip(*gathered, strict=True)))
 
 
