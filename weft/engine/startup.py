@@ -43,7 +43,8 @@ class Findings:
     """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit.
 
     attention_calls: calls per forward that received the bounds. attends: whether the model has attention. attention:
-    the kinds of its calls. copy: the small copy, in words. head: name of the head.
+    the kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
+    words. head: name of the head.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Findings:
     attention_calls: int
     attends: bool
     attention: tuple[Traits, ...]
+    mixers: tuple[str, ...]
     copy: str
     head: str
 
@@ -111,14 +113,19 @@ def examine(config: PretrainedConfig) -> Findings:
         try:
             with attention.watched(lambda call: kinds.add(call.traits)):
                 calls, worst = _check_layout(ours, documents, expected, layout, uses_bounds)
-        except RuntimeError as error:  # bounds did not reach attention, or the family cannot run this layout
-            if layout == layouts[-1]:
+        except Exception as error:  # bounds did not reach attention, or the family cannot run this layout
+            if layout != layouts[-1]:
+                continue
+            if isinstance(error, RuntimeError):
                 raise _refusal(config, str(error)) from error
-            continue
+            raise
         if worst <= tolerance:
             attends = family.attention is not None or bool(kinds)
-            found = tuple(sorted(kinds))
-            return Findings(layout, uses_bounds and attends, worst, calls, attends, found, words, ours.facts.head)
+            return Findings(
+                layout, uses_bounds and (attends or bool(ours.mixers)), worst, calls, attends, tuple(sorted(kinds)),
+                tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
+                ours.facts.head,
+            )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 

@@ -27,9 +27,9 @@ class Bounds:
     cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: where in its document each
     begins; None: at the first token. key_lengths, cu_keys: the same of keys, where a document's keys are more than its
     queries, which are then the last of them. context: of a row with documents that other ranks share. seen: attention
-    calls that received these bounds, counted for checks. cache: what a kernel derives once per row. past: in
-    generation, [B] tokens before each entry's new one; keys and values come from a cache. even: all of `past` are
-    equal.
+    calls that received these bounds, mixed: calls of modules that carry state, both counted for checks. cache: what a
+    kernel derives once per row. past: in generation, [B] tokens before each entry's new one; keys and values come from
+    a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +40,7 @@ class Bounds:
     cu_keys: Tensor | None = None
     context: ContextRow | None = None
     seen: int = 0
+    mixed: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
     even: bool = False
