@@ -213,11 +213,11 @@ CASES = [
     ("qwen3", "2", "packed", {}),
     ("qwen3", "2", "packed", {"model": {"recompute": "full"}}),
     ("gemma2", "1", "packed", {}),  # soft-capped, tied
-    ("lfm2", "1", "padded", {}),
-    ("lfm2", "2", "padded", {}),
+    ("lfm2", "1", "packed", {}),
+    ("lfm2", "2", "packed", {}),
     ("qwen3", "tp4", "packed", {}),
     ("gemma2", "2xtp2", "packed", {}),
-    ("lfm2", "tp2", "padded", {"model": {"recompute": "full"}}),
+    ("lfm2", "tp2", "packed", {"model": {"recompute": "full"}}),
 ]
 
 

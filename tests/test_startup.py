@@ -22,10 +22,11 @@ from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
 from weft.engine import startup
 from weft.engine.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
-from weft.models import hf
+from weft.models import hf, state_mixers
 from weft.models.facts import position_limit
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
+from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call
 from weft.recipes import verify as verify_recipe
@@ -41,9 +42,27 @@ CPU = torch.device("cpu")
 
 LAYOUTS = {
     "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
-    "llama4_text": "packed", "lfm2": "padded", "qwen3_next": "padded", "zamba2": "padded", "mamba2": "padded",
-    "falcon": "padded", "jamba": "padded", "recurrent_gemma": "padded",
+    "llama4_text": "packed", "falcon": "padded",
 }  # fmt: skip
+STATEFUL = {
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "zamba2": "Zamba2MambaMixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "mamba": "MambaMixer",
+    "minimax": "MiniMaxLightningAttention",
+    "mamba2": "Mamba2Mixer",
+    "jamba": "JambaMambaMixer",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "falcon_h1": "FalconH1Mixer",
+    "bamba": "BambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+}
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
@@ -51,7 +70,32 @@ def test_layout(family: str) -> None:
     findings = examine(tiny_config(family))
     assert findings.layout == LAYOUTS[family]
     assert findings.error < 1e-5
-    assert findings.uses_bounds == (family not in ("falcon", "mamba2"))
+    assert findings.uses_bounds == (family != "falcon")
+    assert not findings.mixers
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_modules_that_carry_state_are_found_and_kept_apart(family: str) -> None:
+    findings = examine(tiny_config(family))
+    assert (findings.layout, findings.uses_bounds, findings.mixers) == ("packed", True, (STATEFUL[family],))
+    assert findings.error < 1e-5
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+def test_a_family_whose_modules_are_not_found_is_laid_out_padded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_mixers, "carries_state", lambda module: False)
+    findings = examine(tiny_config(family))
+    assert findings.layout == "padded" and not findings.mixers
+
+
+def test_a_module_that_bounds_do_not_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not silently one document of the whole row. The check at start takes the other layout."""
+    monkeypatch.setattr(state_mixers._Entrance, "enter", lambda self, layer, args, kwargs: None)
+    module = TrainModule(startup.small_copy(tiny_config("lfm2")))
+    ids = torch.arange(3, 20)[None]
+    with pytest.raises(RuntimeError, match="bounds reached 0 of . modules that carry state"):
+        module.hidden(ids, ids, Bounds((9, 8)))
+    assert examine(tiny_config("lfm2")).layout == "padded"
 
 
 def test_check_rows_are_longer_than_every_window_and_chunk() -> None:

@@ -56,6 +56,11 @@ class BuiltModel:
         return self.findings.layout
 
     @property
+    def cuts_documents(self) -> bool:
+        """Whether a document may be cut over ranks: a part would need the state, or the padding, of those before it."""
+        return self.layout == "packed" and not self.findings.mixers
+
+    @property
     def uses_bounds(self) -> bool:
         return self.findings.uses_bounds
 

@@ -182,7 +182,7 @@ class StepPlan:
                 d.cost,
                 d.patches,
                 -1 if d.group is None else d.group,
-            )
+            )  # fmt: skip
             for d in self.documents
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
@@ -204,6 +204,7 @@ def plan_step(
     alone_above: int | None = None,
     ring: int = 1,
     ulysses: int = 1,
+    cuts: bool = True,
 ) -> StepPlan:
     """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
@@ -211,12 +212,12 @@ def plan_step(
     lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them to the row's longest
     (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded up to one of a few
     (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. ring, ulysses: so
-    many consecutive ranks share documents that are longer than a row (packed only). UserError where a document fits no
-    row, or those of a group.
+    many consecutive ranks share documents that are longer than a row (packed only). cuts: whether a larger mesh may cut
+    documents of this model, for messages. UserError where a document fits no row, or those of a group.
     """
     sizes = _Sizes(budget, multiple, shapes)
     group = Group(ring, ulysses, sizes.capacity) if layout == "packed" else Group(1, 1, sizes.capacity)
-    _check(documents, sizes, layout, group.ranks)
+    _check(documents, sizes, layout, group.ranks, cuts and layout == "packed")
     costs = [d.cost for d in documents]
     if not any(costs):
         costs = [float(d.read) for d in documents]
@@ -313,7 +314,7 @@ def _over_ranks(
     return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed], [row[n] for n in left]
 
 
-def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int) -> None:
+def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int, cuts: bool) -> None:
     if not documents:
         raise UserError("a step needs at least one document, got none")
     if layout == "padded" and sizes.shapes == "fixed":
@@ -334,10 +335,12 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ran
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
             over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""
-            wider = ", a larger mesh.cp" if layout == "packed" else ""
+            wider = ", a larger mesh.cp" if cuts else ""
+            whole = "" if cuts else ", and documents of this model are never cut"
             raise UserError(
-                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}: set "
-                f"step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate or drop"
+                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}"
+                f"{whole}: set step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate "
+                "or drop"
             )
 
 

@@ -24,6 +24,7 @@ class StepPlanner:
     ) -> None:
         """context: the ranks that documents may be cut over; None where none is. multiple: of which rows are."""
         self.step, self.mesh, self.layout, self.context, self.multiple = step, mesh, built.layout, context, multiple
+        self._cuts = built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images = built.findings.images
@@ -58,6 +59,7 @@ class StepPlanner:
             alone_above=self._alone_above(metadata, budget),
             ring=1 if context is None else context.ring_size,
             ulysses=1 if context is None else context.ulysses_size,
+            cuts=self._cuts,
         )
 
     def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:

@@ -174,7 +174,7 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
             freeze_base(module, built.lora)
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
-    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile)
+    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
     if setup.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
@@ -212,10 +212,10 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
 
 def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
-    documents are padded: those are dealt whole to the ranks of cp, as to any others. config: of the class with
-    logits."""
+    layers carry state or whose documents are padded: those are dealt whole to the ranks of cp, as to any others.
+    config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
-    if cp == 1 or built.layout == "padded":
+    if cp == 1 or not built.cuts_documents:
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
     check_context(config, built.flops, cp, ulysses, tp)

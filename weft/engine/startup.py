@@ -42,7 +42,8 @@ KNOWN_LAYER_TYPES = {
 @dataclass(frozen=True)
 class Findings:
     """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit. attends:
-    whether the model has attention. attention: the kinds of its calls. copy: the small copy, in words. head: name of
+    whether the model has attention. attention: the kinds of its calls. mixers: classes of the modules that carry
+    state along the sequence. copy: the small copy, in words. head: name of
     the head. images: why documents with images are refused; empty where they are not."""
 
     layout: Layout
@@ -50,6 +51,7 @@ class Findings:
     error: float
     attends: bool
     attention: tuple[Traits, ...]
+    mixers: tuple[str, ...]
     copy: str
     head: str
     images: str = ""
@@ -118,8 +120,9 @@ def examine(config: PretrainedConfig) -> Findings:
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
             return Findings(
-                layout, uses_bounds and attends, worst, attends, tuple(sorted(kinds)), words, ours.facts.head,
-                images,
+                layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
+                tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
+                ours.facts.head, images,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from weft.models import hf
 from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
+from weft.models.families import family_of
 from weft.models.low_rank import LowRank
+from weft.models.state_mixers import Boundary, keep_apart
 from weft.models.vision import without_features
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
@@ -155,6 +157,8 @@ class TrainModule(nn.Module):
         setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)
         self.takes_positions = hf.accepts(self.base, "position_ids")
+        self.bounds_argument = family_of(self.facts.model_type).bounds_argument
+        self.mixers: dict[str, Boundary] = keep_apart(self.layers)
 
     hf_model: PreTrainedModel
 
@@ -184,11 +188,18 @@ class TrainModule(nn.Module):
         return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
 
     def _base(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None, **extra: object) -> Any:
-        if bounds is not None:
-            extra[BOUNDS_ARGUMENT] = bounds
+        if bounds is not None and not (bounds.padded and self.bounds_argument != BOUNDS_ARGUMENT):
+            extra[self.bounds_argument] = bounds
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
-        return self.base(input_ids=input_ids_BT, use_cache=False, **extra)
+        before = 0 if bounds is None else bounds.mixed
+        out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
+        if bounds is not None and not bounds.padded and bounds.mixed - before != len(self.mixers):
+            raise RuntimeError(
+                f"document bounds reached {bounds.mixed - before} of {len(self.mixers)} modules that carry state, so "
+                "that documents would see each other. This family is not supported packed; please report it."
+            )
+        return out
 
     def forward(
         self,

@@ -115,7 +115,9 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
         return []
     context = engine.context
     if context is None or engine.budget >= max(len(ids) for step in steps for ids, _ in step):
-        why = "its documents are padded" if context is None else "its rotary table depends on a document's length"
+        why = "its rotary table depends on a document's length"
+        if context is None:
+            why = "its layers carry state" if engine.built.findings.mixers else "its documents are padded"
         return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
     return [
         f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "
