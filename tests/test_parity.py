@@ -20,10 +20,18 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes
 
 MESHES = ["1", "2", "3", "4", "2x2"]
 MORE_FAMILIES = [
-    "qwen3_next", "falcon", "mamba2", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope",
-    "jamba", "recurrent_gemma", "gemma4_text",
+    "falcon", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope", "gemma4_text",
 ]  # fmt: skip
-CASES = [*((family, mesh) for family in PARITY_FAMILIES for mesh in MESHES), *((f, "2") for f in MORE_FAMILIES)]
+# Whose layers carry state: pairs of a family and a mesh.
+STATEFUL = [
+    ("lfm2", "3"), ("lfm2_moe", "2"), ("qwen3_next", "2"), ("qwen3_5_text", "1"), ("nemotron_h", "3"),
+    ("falcon_h1", "1"), ("bamba", "1"), ("jamba", "2"), ("granitemoehybrid", "2x2"), ("zamba2", "1"),
+    ("olmo_hybrid", "1"), ("kimi_linear", "2"), ("minimax", "1"), ("mamba", "3"), ("mamba2", "1"),
+    ("recurrent_gemma", "2"),
+]  # fmt: skip
+CASES = [
+    *((family, mesh) for family in PARITY_FAMILIES for mesh in MESHES), *((f, "2") for f in MORE_FAMILIES), *STATEFUL,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -35,6 +43,17 @@ def test_families(family: str, mesh: str) -> None:
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_more_families(family: str) -> None:
     check(family, "2", {})
+
+
+@pytest.mark.parametrize(("family", "mesh"), STATEFUL)
+def test_families_that_carry_state(family: str, mesh: str) -> None:
+    check(family, mesh, {})
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("mamba", "2"), ("lfm2", "1"), ("jamba", "1")])
+def test_state_in_layers_that_are_recomputed(family: str, mesh: str) -> None:
+    """The bounds of mamba come by an argument of their own."""
+    check(family, mesh, {"model": {"recompute": "full"}})
 
 
 # Every pair of values of the five switches occurs in some row; reduce tells most where gradients cross two axes.

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ CASES = {
     "balance-detached": BALANCED,
     "balance-over-the-row": BALANCED,
     "balance-of-the-micro-batch": BALANCED_STEP,
-    "state-mixer-packed": Case("lfm2"),
+    "state-runs-on": Case("lfm2"),
     "positions-not-reset": Case("gpt2"),
-    "padding-trained": Case("lfm2"),
+    "padding-trained": Case("falcon"),
     "head-untied": Case("llama_tied"),
     "first-slice-of-the-adapter": ADAPTED,
     "alpha-not-divided": ADAPTED,
@@ -203,8 +203,8 @@ def one_step(engine: Engine, objective: CrossEntropy | None = None) -> None:
     engine.apply(1e-3)
 
 
-def laid_out_packed(plant: str | None) -> bool:
-    return run(1, layout, plant, saved_model("llama"))[0] == "packed"
+def laid_out_packed(family: str, plant: str | None) -> bool:
+    return run(1, layout, plant, saved_model(family))[0] == "packed"
 
 
 def layout(plant: str | None, path: str) -> str:
@@ -323,7 +323,8 @@ TESTS: dict[str, Check] = {
     HELD_OUT: test_eval.held_out_loss_is_the_references,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/test_plants.py: a diverged run ends": diverged_run_ends,
-    "tests/test_plants.py: llama passes the start-up check packed": laid_out_packed,
+    "tests/test_plants.py: llama passes the start-up check packed": partial(laid_out_packed, "llama"),
+    "tests/test_plants.py: lfm2 passes the start-up check packed": partial(laid_out_packed, "lfm2"),
     "tests/test_plants.py: initial weights are those of one process": initial_weights,
     "tests/test_plants.py: layer inputs have the dtypes of transformers' own forward": layer_inputs,
     "tests/test_plants.py: weights stay gathered between forward and backward": stays_gathered,

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tests.cases import open_engine, saved_model
@@ -22,12 +22,13 @@ from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
 from weft.engine import startup
 from weft.engine.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
-from weft.models import hf
+from weft.models import hf, state_mixers
 from weft.models.facts import position_limit
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
+from weft.models.train_module import TrainModule
 from weft.ops import attention
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, Call
 from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
 from weft.verification import reference
@@ -41,9 +42,27 @@ CPU = torch.device("cpu")
 
 LAYOUTS = {
     "llama": "packed", "gemma2": "packed", "gpt_oss": "packed", "deepseek_v3": "packed", "stablelm": "packed",
-    "llama4_text": "packed", "lfm2": "padded", "qwen3_next": "padded", "zamba2": "padded", "mamba2": "padded",
-    "falcon": "padded", "jamba": "padded", "recurrent_gemma": "padded",
+    "llama4_text": "packed", "falcon": "padded",
 }  # fmt: skip
+STATEFUL = {
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "zamba2": "Zamba2MambaMixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "mamba": "MambaMixer",
+    "minimax": "MiniMaxLightningAttention",
+    "mamba2": "Mamba2Mixer",
+    "jamba": "JambaMambaMixer",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "falcon_h1": "FalconH1Mixer",
+    "bamba": "BambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+}
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
@@ -51,7 +70,32 @@ def test_layout(family: str) -> None:
     findings = examine(tiny_config(family))
     assert findings.layout == LAYOUTS[family]
     assert findings.error < 1e-5
-    assert findings.uses_bounds == (family not in ("falcon", "mamba2"))
+    assert findings.uses_bounds == (family != "falcon")
+    assert not findings.mixers
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_modules_that_carry_state_are_found_and_kept_apart(family: str) -> None:
+    findings = examine(tiny_config(family))
+    assert (findings.layout, findings.uses_bounds, findings.mixers) == ("packed", True, (STATEFUL[family],))
+    assert findings.error < 1e-5
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+def test_a_family_whose_modules_are_not_found_is_laid_out_padded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_mixers, "carries_state", lambda module: False)
+    findings = examine(tiny_config(family))
+    assert findings.layout == "padded" and not findings.mixers
+
+
+def test_a_module_that_bounds_do_not_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not silently one document of the whole row. The check at start takes the other layout."""
+    monkeypatch.setattr(state_mixers._Entrance, "enter", lambda self, layer, args, kwargs: None)
+    module = TrainModule(startup.small_copy(tiny_config("lfm2")))
+    ids = torch.arange(3, 20)[None]
+    with pytest.raises(RuntimeError, match="bounds reached 0 of . modules that carry state"):
+        module.hidden(ids, ids, Bounds((9, 8)))
+    assert examine(tiny_config("lfm2")).layout == "padded"
 
 
 def test_check_rows_are_longer_than_every_window_and_chunk() -> None:
@@ -143,6 +187,13 @@ class _DropsBounds(LlamaModel):
         return super().forward(*args, **options)
 
 
+class _NeedsAMask(LlamaModel):
+    def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        if self.config._attn_implementation != "eager":
+            attention_mask.to(torch.bool)
+        return super().forward(*args, attention_mask=attention_mask, **options)
+
+
 def strange(monkeypatch: pytest.MonkeyPatch, base: type[LlamaModel], factor: float = 1.0) -> PretrainedConfig:
     """The config of a family that transformers, as it seems, has: this base model, and logits times `factor`."""
 
@@ -199,6 +250,7 @@ def test_a_leak_that_shows_only_where_a_neighbour_is_another_is_seen(
 REFUSED = [
     (_LeaksOverTheBatch, 1.0, "logits differ from HuggingFace's eager forward"),
     (_DropsBounds, 1.0, "document bounds did not reach attention"),
+    (_NeedsAMask, 1.0, "'NoneType' object has no attribute 'to'"),
     (LlamaModel, 2.0, "logits differ from HuggingFace's eager forward"),
 ]
 
@@ -212,6 +264,13 @@ def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
         examine(config)
 
 
+def test_a_head_with_a_name_that_weft_uses_itself_is_refused_by_name() -> None:
+    config = RwkvConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2)
+    config.architectures = ["RwkvForCausalLM"]
+    with pytest.raises(UserError, match=r"RwkvForCausalLM \(model_type 'rwkv'\): its head is named `head`"):
+        examine(config)
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -221,9 +280,10 @@ def test_attention_raises_where_bounds_do_not_arrive() -> None:
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):
         model(input_ids=ids, use_cache=False)
-    bounds = Bounds((9, 8))
-    model(input_ids=ids, use_cache=False, doc_bounds=bounds)
-    assert bounds.seen == 2
+    calls: list[Call] = []
+    with attention.watched(calls.append):
+        model(input_ids=ids, use_cache=False, doc_bounds=Bounds((9, 8)))
+    assert [call.bounds.lengths for call in calls] == [(9, 8)] * 2
 
 
 def kernels_used(path: str, preference: str) -> tuple[str, list[str]]:

@@ -26,7 +26,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.parallel import tensor
 from weft.sharding.boxes import Box
-from weft.sharding.cuts import Cut, even, repeated
+from weft.sharding.cuts import Cut, even_ranges, repeated_ranges
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp4"),
@@ -154,9 +154,9 @@ def test_what_does_not_divide_is_refused_by_name(
 
 
 def test_things_are_dealt_in_order_and_few_are_repeated() -> None:
-    assert even(5, 2) == [(0, 2), (2, 3)]
-    assert even(8, 4) == [(0, 2), (2, 2), (4, 2), (6, 2)]
-    assert repeated(2, 4) == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert even_ranges(5, 2) == [(0, 2), (2, 3)]
+    assert even_ranges(8, 4) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert repeated_ranges(2, 4) == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
 
 def test_a_cut_of_a_fused_projection_has_a_box_for_each_part() -> None:

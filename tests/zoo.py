@@ -79,6 +79,39 @@ _ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)),
 }  # fmt: skip
 
+# Families whose layers carry state, beside those above: they are checked at start, and some trained.
+_HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", dict(
+        layers_block_type=["mamba", "attention", "mamba", "moe"], head_dim=16, ssm_state_size=16, mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, chunk_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=40, moe_shared_expert_intermediate_size=40)),
+    "bamba": ("BambaConfig", "BambaForCausalLM", dict(
+        num_hidden_layers=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1,
+        mamba_d_state=16, mamba_chunk_size=16)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", dict(
+        layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16,
+        mamba_chunk_size=16, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40,
+        logits_scaling=4.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0)),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", dict(
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16)),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM", dict(
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, first_k_dense_replace=1,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, linear_head_dim=16,
+        linear_num_heads=4, num_experts=4, num_experts_per_token=2, moe_intermediate_size=40)),
+    "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", dict(
+        layer_types=["linear_attention", "full_attention"], head_dim=16, block_size=16, num_local_experts=4,
+        num_experts_per_tok=2)),
+    "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8, time_step_rank=8, expand=2)),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=40)),
+}  # fmt: skip
+
 # Families that are only loaded and saved in tests, because of how their checkpoints are laid out.
 _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
@@ -105,10 +138,10 @@ _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         mamba_chunk_size=16)),
 }  # fmt: skip
 
-LAYOUT_FAMILIES = (*_ZOO, *_MORE)
+LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_MORE)
 
 PARITY_FAMILIES = (
-    "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "lfm2", "cohere2",
+    "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "cohere2",
     "granite",
 )  # fmt: skip
 
@@ -119,7 +152,7 @@ def names() -> list[str]:
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
-    config_class, model_class, own = (_ZOO | _MORE)[name]
+    config_class, model_class, own = (_ZOO | _HYBRIDS | _MORE)[name]
     config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
     config.architectures = [model_class]
     return config

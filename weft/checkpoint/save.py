@@ -39,7 +39,7 @@ from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
 from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
-from weft.cluster.consistency import largest
+from weft.cluster.consistency import max_over_ranks
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
@@ -144,7 +144,9 @@ class Saver:
         """Wait until no rank is writing. Raises the first error of any rank on all ranks."""
         # Short collectives in a loop, because one rank may write for longer than a collective may wait.
         while True:
-            pending, failed = largest([self._busy, self.failed], self.engine.mesh.world_group, self.engine.device)
+            pending, failed = max_over_ranks(
+                [self._busy, self.failed], self.engine.mesh.world_group, self.engine.device
+            )
             if failed:
                 self.raise_failure()
             if not pending:

@@ -126,7 +126,7 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
         )
 
 
-def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The maximum of each number over the ranks of `group`, by one all-reduce; collective."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
@@ -135,7 +135,7 @@ def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
     return list(vector.tolist())
 
 
-def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
+def on_first_rank(do: Callable[[], None], ranks: Ranks) -> None:
     """Call `do` on the first rank; its UserError is raised on all ranks. Collective."""
     said: list[str | None] = [None]
     if ranks.is_first:

@@ -26,9 +26,9 @@ from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
-from weft.optim.optimizer import OverTp, clip_gradients, global_norm, set_learning_rate, unscale_gradients
+from weft.optim.optimizer import TpReplicas, clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.mesh import Mesh, whole
+from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.load import Progress
 from weft.telemetry import flight
@@ -71,27 +71,29 @@ class Engine:
         other = shares_with
         mesh = None if other is None else other.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
-        frame, built, cut = parts.frame, parts.built, parts.cut
+        setup, built, made = parts.setup, parts.built, parts.sharded
         self.config, self.ranks, self.device = config, ranks, ranks.device
-        self.mesh: Mesh = frame.mesh
-        self.precision, self.storage = frame.precision, frame.storage
-        self.moments, self.state_dtypes = frame.moments, frame.state_dtypes
+        self.mesh: Mesh = setup.mesh
+        self.precision, self.storage = setup.precision, setup.storage
+        self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
         self.built, self.module, self.lora, self.balance = built, built.module, built.lora, built.balance
-        self.units, self.memory, self.room, self.input_casts = cut.units, cut.memory, cut.room, cut.input_casts
-        self.divided = cut.divided
+        self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
+        self.divided = made.divided
         self.loaded = parts.loaded
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
-        self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
-        self.context, self.budget = cut.context, config.step.max_tokens_per_device
-        multiple = self.mesh.tp.size if self.mesh.tp is not None and cut.divided.sequence else 1
-        self._planner = StepPlanner(config.step, self.mesh, built, cut.context, multiple)
+        self._over_tp = None if self.mesh.tp is None else TpReplicas(self.mesh.tp_group, self.divided.cuts)
+        self.context, self.budget = made.context, config.step.max_tokens_per_device
+        multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
+        self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
-        owners, tp = bool(self.balance), self.mesh.tp
-        self._rows = RowBuilder(self.mesh.loss_rank, tp, cut.context, built.layout, owners, on_device, replay)
+        self._rows = RowBuilder(
+            self.mesh.loss_rank, self.mesh.tp, made.context, built.layout, bool(self.balance), on_device, replay,
+            built.vision, self.module.base,
+        )  # fmt: skip
         self._replicas = Replicas(self.module, self.divided.cuts)
 
     # ------------------------------------------------------------ plan
@@ -341,7 +343,7 @@ class Engine:
         """
         self.require_awake("parameters")
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield name, whole(tensor, self.divided.cuts.get(name))
+            yield name, full_tensor(tensor, self.divided.cuts.get(name))
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
@@ -366,4 +368,4 @@ class Engine:
         self._complete_gradients()
         for name, parameter in self.module.named_parameters():
             gradient, cut = parameter.grad, self.divided.cuts.get(name)
-            yield name, None if gradient is None else whole(gradient, cut) / self._scale
+            yield name, None if gradient is None else full_tensor(gradient, cut) / self._scale

@@ -22,7 +22,7 @@ from weft.engine.plan import StepPlan
 from weft.engine.row import Row
 from weft.parallel.mesh import Axis, Mesh
 from weft.sharding.boxes import local_values
-from weft.sharding.cuts import Cuts, Held, held_boxes
+from weft.sharding.cuts import Cuts, HeldBox, held_boxes
 
 _PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # what their sums are called in the step's reduction
 _BITS = 0xFFFFFF
@@ -36,7 +36,7 @@ class _Copy:
 
     name: str
     parameter: nn.Parameter
-    held: Held
+    held: HeldBox
 
     @property
     def values(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -14,14 +14,23 @@ from weft.errors import UserError
 from weft.objectives.readouts import HIDDEN, TOP, Wanted
 
 
-def check_readouts(module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool) -> None:
-    """UserError where the model lacks a wanted module or has fewer logits, or where its layers are compiled."""
+def check_readouts(
+    module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool, mixers: Iterable[str] = ()
+) -> None:
+    """UserError where the model lacks a wanted module or has fewer logits, where its layers are compiled, or where the
+    module is inside of one of these mixers, which run documents in groups."""
     names = [name for name, _ in module.named_modules() if name]
     for name in wanted.hidden:
         if name not in names:
             near = get_close_matches(name, names, 3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise UserError(f"train.objective: `{HIDDEN}{name}` in `readouts`: the model has no module {name}.{hint}")
+        mixer = next((mixer for mixer in mixers if name.startswith(f"{mixer}.")), None)
+        if mixer is not None:
+            raise UserError(
+                f"train.objective: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so that what is inside runs "
+                f"document by document. Read {mixer} or its layer."
+            )
     if wanted.hidden and compiled:
         raise UserError(
             f"train.objective: `{HIDDEN}{wanted.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
@@ -34,7 +43,7 @@ def check_readouts(module: nn.Module, vocabulary: int, wanted: Wanted, *, compil
 
 
 @contextmanager
-def captured(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
+def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
     """Capture module outputs of forwards inside: name -> [tokens, width], with gradients, in fp32 or wider.
 
     tokens: of the flattened row. Recomputed forwards are not captured again.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster.process import everyone
 from weft.config.mesh import AXES, MeshSizes
-from weft.ops.communicator import Communicator, ContextAxis, OverGroup
+from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import Cut
 
 
@@ -128,10 +128,10 @@ def _tp_axis(root: DeviceMesh) -> Axis | None:
         return None
     tp = root["tp"]
 
-    def neighbours(size: int) -> OverGroup:
+    def neighbours(size: int) -> GroupCommunicator:
         if size == tp.size():
-            return OverGroup(tp.get_group())
-        return OverGroup(tp._unflatten(0, (tp.size() // size, size), ("apart", "same")).get_group("same"))
+            return GroupCommunicator(tp.get_group())
+        return GroupCommunicator(tp._unflatten(0, (tp.size() // size, size), ("apart", "same")).get_group("same"))
 
     return Axis(tp.get_local_rank(), tp.size(), neighbours(tp.size()), neighbours)
 
@@ -141,13 +141,13 @@ def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
     if mesh.cp_size == 1:
         return None
     ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
-    ranks, place = OverGroup(cp.get_group()), cp.get_local_rank()
+    ranks, place = GroupCommunicator(cp.get_group()), cp.get_local_rank()
     if ulysses == 1:
         return ContextAxis(place, ring, ulysses, ranks, ranks, None)
     if ring == 1:
         return ContextAxis(place, ring, ulysses, ranks, None, ranks)
     parts = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
-    over_ring, over_ulysses = (OverGroup(parts.get_group(name)) for name in ("ring", "ulysses"))
+    over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
     return ContextAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
 
 
@@ -156,7 +156,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor, cut: Cut | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, cut: Cut | None = None) -> Tensor:
     """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp divides it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -58,6 +58,8 @@ def parallelize(
     # 2. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
     if model.compile:
         hf.register_kernels(traced=False)
+        for boundary in module.mixers.values():
+            boundary.hide()
         for _, layer in module.layers:
             layer.compile(dynamic=True)
 

@@ -28,7 +28,7 @@ from weft.models.lora import describe
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.activations import Shared, saved_bytes
+from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.report.progress import duration, number
 from weft.report.tables import (
@@ -44,9 +44,9 @@ from weft.report.tables import (
     show,
     unit_table,
 )
-from weft.sharding.cuts import Cut, whole_shape
+from weft.sharding.cuts import Cut, full_shape
 from weft.sharding.load import LoadReport
-from weft.terminal import byte_count, called, say
+from weft.terminal import byte_count, display_name, say
 from weft.versions import untested_versions
 
 _COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
@@ -113,11 +113,11 @@ def _activations(engine: Engine) -> str:
     )
 
 
-def _shared(engine: Engine) -> Shared:
+def _shared(engine: Engine) -> RowSharing:
     """The ranks that share the largest row, which is part of one document where that can be."""
     cut = engine.context
     ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
-    return Shared(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
+    return RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
 
 
 def _balancing(engine: Engine) -> str:
@@ -256,7 +256,7 @@ def _all_elements(engine: Engine) -> int:
 def _elements_of(engine: Engine) -> dict[str, int]:
     """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return {name: math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
+    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
 
 
 def _elements(module: nn.Module) -> int:
@@ -404,7 +404,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")
-    remote = is_url(called(str(folder)))  # where nothing is written beside what is read
+    remote = is_url(display_name(str(folder)))  # where nothing is written beside what is read
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():

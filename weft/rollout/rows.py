@@ -21,6 +21,7 @@ from weft.models.cost import experts_of
 from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
+from weft.models.state_mixers import mixers_of
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
@@ -78,7 +79,8 @@ class _Model:
         self._positions = hf.accepts(self._base, "position_ids")
         family = family_of(self.config.model_type)
         self._bounded = family.attention is None and hf.accepts(self._base, BOUNDS_ARGUMENT)
-        self.packs = self._bounded and family.layout == "packed"
+        carries = next(mixers_of(self._base), None) is not None  # and in a plain model nothing keeps it apart
+        self.packs = self._bounded and family.layout == "packed" and not carries
         self._cache_argument = hf.cache_argument(self._base)
         self._recorder: RouteRecorder | None = None
         if routes and any(".experts." in name for name, _ in model.named_parameters()):

@@ -92,7 +92,7 @@ def plan_load(
     _raise_for("the files do not fit config.json", wrong)
     tied = hf.tied_parameters(model)
     unused = sorted(set(names) - set(in_files.values()) - set(tied))
-    patterns = [re.compile(pattern) for pattern in hf.not_wanted(model)]
+    patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
     known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
         f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "

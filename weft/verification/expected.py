@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.config.schema import OptimizerConfig
 from weft.models.flops import FlopFacts
 from weft.verification import reference
+from weft.verification.image_reference import ImageReference, Images
 from weft.verification.observed import Step, Tensors
 from weft.verification.peft_reference import PeftReference
 from weft.verification.reference_optimizer import Optimizer
@@ -49,7 +50,7 @@ class Trainer:
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
     over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
     rounding; not so where rotary tables depend on the longest document. divided: mesh.tp adds up sums in parts, so what
-    fp32 rounds off, the difference to fp64, is noise, too.
+    fp32 rounds off, the difference to fp64, is noise, too. images: of documents, by their ids.
     """
 
     path: str
@@ -62,13 +63,15 @@ class Trainer:
     whole_step: bool = False
     adapter: str | None = None
     pads: bool = True
+    images: Images = field(default_factory=dict)
     divided: bool = False
 
     def reference(self) -> reference.Reference:
         """A fresh reference."""
         if self.adapter is not None:
             return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step)
-        return reference.Reference(self.path, self.device, self.freeze, self.balance, self.whole_step)
+        options = (self.path, self.device, self.freeze, self.balance, self.whole_step)
+        return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
 
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None

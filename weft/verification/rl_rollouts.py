@@ -51,7 +51,7 @@ def _sampled(
         samples = []
         for place, (completion, reward) in enumerate(zip(found, rewards, strict=True)):
             transcript = Transcript(prompt)
-            transcript.sampled(completion)
+            transcript.add_completion(completion)
             samples.append(transcript.sample(place))
             samples[-1].reward, samples[-1].finish = reward, "length" if place == 1 else "end"
         yield Group(prompt, samples)

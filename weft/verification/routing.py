@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.cluster.process import everyone
-from weft.models.routing import differ, replaced, steering
+from weft.models.routing import differ, replace_choices, replaced
 
 TIE = 1e-6  # relative to the k-th score
 
@@ -77,7 +77,7 @@ class Recorder:
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
-            with steering(layers, self.experts, self.chosen, keep):
+            with replace_choices(layers, self.experts, self.chosen, keep):
                 yield
         finally:
             handle.remove()
@@ -121,7 +121,7 @@ class Replay:
         self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
 
     @contextmanager
-    def steering(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Steer every forward inside, recomputed ones too."""
         place = _Place()
 
@@ -133,7 +133,7 @@ class Replay:
 
         handle = module.register_forward_pre_hook(begin)
         try:
-            with steering(layers, self.experts, self.chosen, choose):
+            with replace_choices(layers, self.experts, self.chosen, choose):
                 yield
         finally:
             handle.remove()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.objectives.base import Batch, Objective, Terms
-from weft.ops.communicator import OverGroup
+from weft.ops.communicator import GroupCommunicator
 from weft.ops.context import Piece, repeats
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verification.bugs.step import Altered
@@ -174,7 +174,7 @@ def keys_as_they_come(plant: Plant, original: Original, self: Any, *rest: Any) -
 )  # fmt: skip
 def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
     own, *rest = original(ctx, grad)
-    if not isinstance(ctx.rest[0], OverGroup):
+    if not isinstance(ctx.rest[0], GroupCommunicator):
         return own, *rest
     plant.hits += own.numel() > 0
     return own * 0, *rest
@@ -190,7 +190,7 @@ def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor
 )  # fmt: skip
 def sinks_of_the_first_heads(plant: Plant, original: Original, call: Any, context: Any, ranks: Any) -> Any:
     found = original(call, context, ranks)
-    if found.sinks_H is None or not isinstance(ranks, OverGroup):
+    if found.sinks_H is None or not isinstance(ranks, GroupCommunicator):
         return found
     plant.hit()
     return replace(found, sinks_H=call.sinks_H[: found.query_BHTD.shape[1]])
@@ -205,7 +205,7 @@ def sinks_of_the_first_heads(plant: Plant, original: Original, call: Any, contex
 def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, context: Any, ranks: Any) -> Any:
     key, value, size = call.key_BKTD, call.value_BKTE, context.axis.ulysses_size
     times = repeats(key.shape[1], call.query_BHTD.shape[1], size)
-    if times > 1 and isinstance(ranks, OverGroup):
+    if times > 1 and isinstance(ranks, GroupCommunicator):
         plant.hit()
         key, value = (x * times - (x * (times - 1)).detach() for x in (key, value))
     return original(replace(call, key_BKTD=key, value_BKTE=value), context, ranks)

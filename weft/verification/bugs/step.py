@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.engine.row import Layout, Row
+from weft.engine.startup import LENGTHS
 from weft.objectives.balance import Balance, count_choices
 from weft.objectives.base import Batch, Objective, Terms
 from weft.ops.attention_call import Bounds
@@ -190,16 +191,34 @@ def kernel_leaks(
     return original(query, key, value, one, **rest)
 
 
+_STATEFUL = "a hybrid or recurrent family, such as lfm2"
+
+
 @bug(
-    "B6", "weft.engine.build:examine",
-    "a family whose layers carry state along the row is laid out packed",
-    caught_by=NEIGHBOURS, seen="verl-project/verl#6660", needs="a hybrid or recurrent family, such as lfm2",
+    "B6", "weft.models.state_mixers:by_document",
+    "a layer that carries state sees a row as one document, though not in the rows of the start-up check",
+    caught_by=NEIGHBOURS, seen="verl-project/verl#6660", needs=_STATEFUL,
 )  # fmt: skip
-def state_mixer_packed(plant: Plant, original: Original, config: Any) -> Any:
-    findings = original(config)
-    if findings.layout == "padded":
-        plant.hit()
-    return replace(findings, layout="packed")
+def state_runs_on(
+    plant: Plant, original: Original, function: Callable[..., Any], bounds: Bounds, *args: Any, **named: Any
+) -> Any:
+    if bounds.lengths == LENGTHS or len(bounds.lengths) == 1:
+        return original(function, bounds, *args, **named)
+    plant.hit()
+    return function(*args, **named)
+
+
+@bug(
+    "B6", "weft.models.state_mixers:by_document",
+    "a layer that carries state sees every row as one document",
+    caught_by="tests/test_plants.py: lfm2 passes the start-up check packed", seen="verl-project/verl#6660",
+    needs=_STATEFUL,
+)  # fmt: skip
+def state_boundary_lost(
+    plant: Plant, original: Original, function: Callable[..., Any], bounds: Bounds, *args: Any, **named: Any
+) -> Any:
+    plant.hit()
+    return function(*args, **named)
 
 
 @bug(
@@ -288,7 +307,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
     "B9", "weft.engine.rows:build_row",
     "padding behind documents is trained",
     caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
-    needs="rows with padding: a padded family, or step.shapes=fixed",
+    needs="rows with padding: a padded family such as falcon, or step.shapes=fixed",
 )  # fmt: skip
 def padding_trained(
     plant: Plant, original: Original, indices: Sequence[int], documents: Mapping[int, Document], **options: Any

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.engine.document import Document
 from weft.models.tp_styles import Part, Style
-from weft.ops.communicator import OverGroup
+from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.tensor import TensorParallel, sum_partial_gradients
 from weft.sharding.cuts import Cut, split
@@ -35,7 +35,7 @@ def _left_out(
     plant: Plant, original: Original, of: tuple[dict[str, Cut], Axis, Any], wrong: Callable[[str], bool]
 ) -> Any:
     found = original(*of)
-    if rehearsing() or not isinstance(of[1].ranks, OverGroup):
+    if rehearsing() or not isinstance(of[1].ranks, GroupCommunicator):
         return found
     kept = {name: ranks for name, ranks in found.items() if not wrong(name)}
     plant.hits += len(found) - len(kept)
@@ -169,7 +169,7 @@ def balance_per_tp_rank(
 # ---------------------------------------------------------------- what goes into blocks and comes out of them
 
 
-def _own_tokens(x: Tensor, ranks: OverGroup) -> Tensor:
+def _own_tokens(x: Tensor, ranks: GroupCommunicator) -> Tensor:
     """[B, T, H] -> [B, T / ranks, H]."""
     tokens = x.shape[1] // dist.get_world_size(ranks.group)
     return x.narrow(1, dist.get_rank(ranks.group) * tokens, tokens).contiguous()
@@ -181,19 +181,19 @@ def _own_tokens(x: Tensor, ranks: OverGroup) -> Tensor:
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_inputs_apart(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
-    if not isinstance(ctx.ranks, OverGroup):
+    if not isinstance(ctx.ranks, GroupCommunicator):
         return original(ctx, grad)
     plant.hit()
     return _own_tokens(grad, ctx.ranks), None
 
 
 @bug(
-    "B35", "weft.parallel.sequence:SumTokens.forward",
+    "B35", "weft.parallel.sequence:ReduceScatterTokens.forward",
     "what leaves a block is not summed over tp",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, ranks: Any) -> Any:
-    if not isinstance(ranks, OverGroup):
+    if not isinstance(ranks, GroupCommunicator):
         return original(ctx, x, ranks)
     plant.hit()
     ctx.ranks = ranks
@@ -219,7 +219,7 @@ def last_states_summed(plant: Plant, original: Original, ctx: Any, grad: Tensor)
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
-    if not isinstance(ranks, OverGroup):
+    if not isinstance(ranks, GroupCommunicator):
         return original(self, ranks)
     plant.hit()
     return self

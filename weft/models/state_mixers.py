@@ -1,0 +1,92 @@
+"""Modules that carry state along the sequence run document by document inside a packed row.
+
+The decoder layer receives the row's bounds as an argument and hands them to its mixers for one call, so that a layer
+that is recomputed in backward has the bounds of its own row. Everything else of the layer sees the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.models.families import carries_state
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
+from weft.ops.by_document import by_document
+
+_CACHES = ("cache_params", "past_key_values")
+
+
+class Boundary:
+    """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self.mixer = mixer
+        self.bounds: Bounds | None = None
+        self._run: Callable[..., Any] = self._apart
+        mixer.__dict__["forward"] = self.forward
+
+    def hide(self) -> None:
+        """Hide the mixer from torch.compile, because lengths of documents differ in every row."""
+        self._run = torch.compiler.disable(self._apart)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The mixer's own forward, of each document of a packed row by itself."""
+        return self._run(*args, **kwargs)
+
+    def _apart(self, *args: Any, **kwargs: Any) -> Any:
+        own = partial(type(self.mixer).forward, self.mixer)
+        bounds, self.bounds = self.bounds, None
+        kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers hand all that they get to kernels
+        if bounds is None or bounds.padded:
+            return own(*args, **kwargs)
+        if any(kwargs.get(name) is not None for name in _CACHES):
+            raise RuntimeError(f"{type(self.mixer).__name__}: a packed row cannot be continued from a cache")
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
+        bounds.mixed += 1
+        return by_document(own, bounds, *args, **kwargs)
+
+
+class _Entrance:
+    """A forward pre-hook of a decoder layer."""
+
+    def __init__(self, boundaries: Sequence[Boundary]) -> None:
+        self.boundaries = tuple(boundaries)
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hand the layer's bounds, by whatever name they came, to its mixers."""
+        name = next((name for name, value in kwargs.items() if isinstance(value, Bounds)), BOUNDS_ARGUMENT)
+        for boundary in self.boundaries:
+            boundary.bounds = kwargs.get(name)
+        return args, kwargs if name == BOUNDS_ARGUMENT else {**kwargs, name: None}
+
+
+def keep_apart(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, Boundary]:
+    """Give the mixers of these layers boundaries; name -> boundary. Of layers that have them, those they have."""
+    found: dict[str, Boundary] = {}
+    for prefix, layer in layers:
+        mixers = {f"{prefix}.{name}": mixer for name, mixer in mixers_of(layer)}
+        known = {name: _boundary_of(mixer) for name, mixer in mixers.items()}
+        new = {name: Boundary(mixers[name]) for name, boundary in known.items() if boundary is None}
+        if new:
+            layer.register_forward_pre_hook(_Entrance(list(new.values())).enter, with_kwargs=True)
+        found |= {name: boundary for name, boundary in (known | new).items() if boundary is not None}
+    return found
+
+
+def _boundary_of(mixer: nn.Module) -> Boundary | None:
+    owner = getattr(mixer.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, Boundary) else None
+
+
+def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, mixer) of the outermost modules that carry state."""
+    for name, child in module.named_children():
+        if carries_state(child):
+            yield name, child
+        else:
+            yield from ((f"{name}.{inner}", mixer) for inner, mixer in mixers_of(child))

@@ -1,0 +1,140 @@
+"""A causal function of sequences, applied to every document of a packed row by itself.
+
+Neighbours of like length are one right-padded batch: what a causal function gives of a token does not depend on what
+follows it, so that padding is exact. n documents of at most L tokens in a group, T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.ops.attention_call import Bounds
+
+# What calls cost beside the tokens of their batches, in tokens: each of them, and each token of their longest document,
+# because many functions go along the sequence in Python. Measured with benchmarks/hybrids.py.
+_CALL, _STEP = 128, 2
+_SHORTEST = 2  # a single token would be a decoding step to some models
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbours in a row. tokens: of them together. places: [tokens] of each in the flattened [n, L]; None where all
+    documents are as long as the longest."""
+
+    documents: int
+    longest: int
+    tokens: int
+    places: Tensor | None
+
+    def unfold(self, part: Tensor) -> Tensor:
+        """[n, L, ...] of [tokens, ...], with zeros behind documents."""
+        if self.places is not None:
+            zeros = part.new_zeros(self.documents * self.longest, *part.shape[1:])
+            part = zeros.index_copy(0, self.places, part)
+        return part.unflatten(0, (self.documents, self.longest))
+
+    def fold(self, batch: Tensor) -> Tensor:
+        """[tokens, ...] of [n, L, ...]."""
+        flat = batch.flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+
+def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
+    """What `function` gives of each document, as of a row: a tensor [1, T, ...], or a tuple with one first and None.
+
+    What is of tokens among the arguments, [1, T, ...], is cut into documents; the rest is handed on as it is.
+    """
+    tokens = sum(bounds.lengths)
+    groups = groups_of(bounds, _device(tokens, args, kwargs))
+    split = _Split(tokens, [group.tokens for group in groups])
+    found = []
+    for number, group in enumerate(groups):
+        own, named = (split.of(value, number, group.unfold) for value in (args, kwargs))
+        out = function(*own, **named)
+        found.append(group.fold(out[0] if isinstance(out, tuple) else out))
+    row = (found[0] if len(found) == 1 else torch.cat(found))[None]
+    return (row, *[None] * (len(out) - 1)) if isinstance(out, tuple) else row
+
+
+class _Split:
+    """Arguments cut at the borders of groups; each tensor once."""
+
+    def __init__(self, tokens: int, sizes: list[int]) -> None:
+        self._tokens, self._sizes = tokens, sizes
+        self._parts: dict[int, tuple[Tensor, ...]] = {}
+
+    def of(self, value: Any, number: int, unfold: Callable[[Tensor], Tensor]) -> Any:
+        """The same structure, with the part of this group in place of what is of tokens."""
+        if isinstance(value, dict):
+            return {name: self.of(own, number, unfold) for name, own in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self.of(own, number, unfold) for own in value)
+        if not _is_of_tokens(value, self._tokens):
+            return value
+        if id(value) not in self._parts:
+            self._parts[id(value)] = value[0].split(self._sizes)
+        return unfold(self._parts[id(value)][number])
+
+
+def _is_of_tokens(value: Any, tokens: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens)
+
+
+def _device(tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for value in (*args, *kwargs.values()):
+        if _is_of_tokens(value, tokens):
+            return value.device
+    raise RuntimeError(f"nothing that a mixer receives is of the {tokens} tokens of its row")
+
+
+# ---------------------------------------------------------------- which documents are one batch
+
+
+def groups_of(bounds: Bounds, device: torch.device) -> list[Group]:
+    """The groups of a row, found once."""
+    if "groups" not in bounds.cache:
+        ends = [0, *grouped(bounds.lengths)]
+        lengths = [bounds.lengths[start:end] for start, end in pairwise(ends)]
+        bounds.cache["groups"] = [_group(own, device) for own in lengths]
+    return bounds.cache["groups"]
+
+
+def grouped(lengths: tuple[int, ...]) -> list[int]:
+    """Where groups end, in documents: the cheapest way to cut a row between documents of different lengths."""
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    best, cut = [0.0], [0]
+    for end in range(1, len(runs) + 1):
+        least, first, longest, documents = float("inf"), 0, 0, 0
+        for start in range(end - 1, -1, -1):
+            longest, documents = max(longest, runs[start][0]), documents + runs[start][1]
+            cost = _CALL + (_STEP + documents) * longest
+            if cost >= least:  # and more so with what comes before
+                break
+            if best[start] + cost < least:
+                least, first = best[start] + cost, start
+        best.append(least)
+        cut.append(first)
+    ends, end = [], len(runs)
+    while end:
+        ends.append(sum(count for _, count in runs[:end]))
+        end = cut[end]
+    return ends[::-1]
+
+
+def _group(lengths: tuple[int, ...], device: torch.device) -> Group:
+    longest = max(_SHORTEST, *lengths)
+    if min(lengths) == longest:
+        return Group(len(lengths), longest, sum(lengths), None)
+    counts = torch.tensor(lengths)
+    document = torch.arange(len(lengths)).repeat_interleave(counts)
+    within = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
+    places = document * longest + within
+    if device.type != "cpu":
+        places = places.pin_memory().to(device, non_blocking=True)
+    return Group(len(lengths), longest, sum(lengths), places)
