@@ -51,6 +51,7 @@ PARAMETERS = [
     # mesh, parameter, rank, element of its shard, what the message says
     ("tp2", "model.norm.weight", 1, 3, "model.norm.weight[0:64]: "),
     ("2xtp2", "model.layers.1.input_layernorm.weight", 2, 0, "model.layers.1.input_layernorm.weight[32:64]: "),
+    ("2x1xtp2", "model.norm.weight", 2, 3, "model.norm.weight[0:64]: "),
     ("2x2", "model.layers.0.mlp.up_proj.weight", 1, 8, "model.layers.0.mlp.up_proj.weight["),
     ("tp4", "model.layers.0.self_attn.k_proj.weight", 3, 5, "model.layers.0.self_attn.k_proj.weight["),
 ]
