@@ -62,7 +62,8 @@ class ModelConfig:
     )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
-        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
+        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state. Of vision-language "
+        "models, `vision` (the tower), `projector` and `language` name parts, as in [vision, projector].",
         (),
     )
 
