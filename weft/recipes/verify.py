@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from weft.planner.memory import local_ranks
 from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify
+from weft.verification.image_documents import steps_for
+from weft.verification.observed import Step
 from weft.verification.plants import planted
 from weft.verification.rl_harness import verify_rl
 from weft.verification.rl_rollouts import recorded_rollouts
@@ -90,7 +93,7 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     """The verdict in fp32, with figures of the configured dtype as remarks; on the first rank."""
     steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
     exact = verified_config(config, subject.path)
-    verdict = verify(Engine(EngineConfig.of(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
+    verdict = _verdict(Engine(EngineConfig.of(exact), ranks), subject.path, steps)
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
@@ -100,6 +103,12 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     if verdict is None:
         return None
     return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
+
+
+def _verdict(engine: Engine, path: str, steps: Sequence[Step]) -> Verdict | None:
+    """On the first rank. Models that take images are given some."""
+    shown, images = steps_for(engine, path, steps)
+    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images)
 
 
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from weft.engine.engine import Engine
 from weft.engine.media import joined
 from weft.models.vision import Vision, count_features
 from weft.verification.image_reference import Images
-from weft.verification.reference import Document
+from weft.verification.reference import Document, Reference
 
 
 def steps_with_images(
@@ -47,3 +49,21 @@ def _inserted(document: Document, image: int, count: int, source: random.Random)
         ids, mask = [*ids, 5, 6], [*mask, 1.0, 1.0]
     at = source.randrange(first, len(ids))
     return [*ids[:at], *[image] * count, *ids[at:]], [*mask[:at], *[0.0] * count, *mask[at:]]
+
+
+def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) -> tuple[list[list[Document]], Images]:
+    """The steps, with images if the model takes any; the same on every rank. Collective.
+
+    path: of the model's weights, which the first rank reads to learn how many placeholders an image has.
+    """
+    vision = engine.built.vision
+    if vision is None or engine.built.findings.images:
+        return [list(step) for step in steps], {}
+    made: list[Any] = [None]
+    if engine.ranks.is_first:
+        plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
+        with torch.no_grad():
+            made = [steps_with_images(steps, vision, plain)]
+    dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
+    found: tuple[list[list[Document]], Images] = made[0]
+    return found
