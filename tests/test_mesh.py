@@ -9,13 +9,13 @@ from torch.distributed import device_mesh
 
 from tests.pool import run
 from weft.config.mesh import MeshSizes
-from weft.ops.communicator import OverGroup
+from weft.ops.communicator import GroupCommunicator
 from weft.parallel import mesh as parts
 from weft.parallel.mesh import build_mesh, context_axis
 
 
 def members(communicator: object) -> list[int]:
-    assert isinstance(communicator, OverGroup)
+    assert isinstance(communicator, GroupCommunicator)
     return dist.get_process_group_ranks(communicator.group)
 
 

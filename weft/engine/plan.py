@@ -173,17 +173,10 @@ class StepPlan:
 
         Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
         """
+        groups = (-1 if d.group is None else d.group for d in self.documents)
         made_of = tuple(
-            (
-                d.length,
-                d.omitted,
-                _hashable(d.weight),
-                d.loss_tokens,
-                d.cost,
-                d.patches,
-                -1 if d.group is None else d.group,
-            )  # fmt: skip
-            for d in self.documents
+            (d.length, d.omitted, _hashable(d.weight), d.loss_tokens, d.cost, d.patches, group)
+            for d, group in zip(self.documents, groups, strict=True)
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
         return f"{hash(parts) & (2**64 - 1):016x}"
