@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 
-DRAWINGS, HELD_OUT, SIDE = 2000, 200, 32
+DRAWINGS, HELD_OUT, SIDE = 4000, 200, 32
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle", "cross")
 QUESTION = "what is drawn ?"
@@ -40,10 +40,10 @@ TEMPLATE = (
 
 def draw(colour: str, shape: str, source: random.Random) -> Image.Image:
     """One drawing, of 32 x 32 pixels."""
-    ground = [tuple(source.randrange(0, 60) for _ in range(3)) for _ in range(SIDE * SIDE)]
+    ground = [tuple(source.randrange(0, 40) for _ in range(3)) for _ in range(SIDE * SIDE)]
     image = Image.new("RGB", (SIDE, SIDE))
     image.putdata(ground)
-    size = source.randrange(12, 22)
+    size = source.randrange(15, 26)
     x, y = (source.randrange(1, SIDE - size) for _ in range(2))
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
     if shape == "circle":

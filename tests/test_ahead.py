@@ -73,9 +73,9 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
 
 def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
     """As a plan has them, with a cost and what is left out."""
-    from weft.engine.document import metas
+    from weft.engine.document import Costs, metas
 
-    found = metas(documents, lambda length: int(length > 7), lambda length: 0.1 * length)
+    found = metas(documents, Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda count: (0.0, 0)))
     return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
 
 
