@@ -12,6 +12,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
+- modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
+  or a sequence of them) and .get_rope_index(input_ids, mm_token_type_ids, ...), called in vision.py
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 - DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
   .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
