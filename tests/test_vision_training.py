@@ -6,17 +6,19 @@ import random
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, world_of
+from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, saved_model, world_of
 from tests.pool import run
 from tests.test_vision_parity import parity
 from tests.vision_zoo import saved_vision_model
-from weft.engine.document import Document
+from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.engine import Engine
 from weft.engine.media import Media, joined
+from weft.errors import UserError
 from weft.models.vision import Vision
 from weft.objectives.cross_entropy import CrossEntropy
 
@@ -96,3 +98,57 @@ def train_a_projector_on_text(path: str) -> float:
 
 def test_projector_alone_has_no_gradient_on_text() -> None:
     assert run(2, train_a_projector_on_text, saved_vision_model("qwen2_5_vl")) == [0.0, 0.0]
+
+
+def frozen_parts(path: str, preset: str) -> set[str]:
+    """The first parts of the names, below the base, of what is not trained."""
+    engine = open_engine(path, "1", model={"freeze": [preset]})
+    names = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
+    return {".".join(name.split(".")[1:3]) for name in names}
+
+
+def test_presets_name_parts() -> None:
+    path = saved_vision_model("qwen2_5_vl")
+    assert run(1, frozen_parts, path, "vision")[0] == {"visual.patch_embed", "visual.blocks"}
+    assert run(1, frozen_parts, path, "projector")[0] == {"visual.merger"}
+    assert {name.split(".")[0] for name in run(1, frozen_parts, path, "language")[0]} == {"language_model", "weight"}
+
+
+class Drawn(MeasuredDocuments):
+    """One document of 30 tokens with an image of 16 patches."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def measures(self) -> Measures:
+        one = np.array([30])
+        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]))
+
+    def source(self, index: int) -> str:
+        return "seen.jsonl:1"
+
+    def build(self, index: int) -> Document:
+        raise AssertionError("nothing need be built")
+
+
+def refusal(path: str, tokens: int) -> str:
+    """The error about a document with an image; empty where it can be trained."""
+    engine = open_engine(path, "1", step={"max_tokens_per_device": tokens})
+    try:
+        engine.check_images(Drawn())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_images_that_fit_no_row_are_named_before_training() -> None:
+    path = saved_vision_model("qwen2_5_vl")
+    said = run(1, refusal, path, 32)[0]
+    assert "seen.jsonl:1" in said
+    proposed = int(said.split("set that to ")[1].split()[0])
+    assert 32 < proposed < 60 and run(1, refusal, path, proposed) == [""]
+
+
+def test_images_are_refused_where_the_model_takes_none() -> None:
+    said = run(1, refusal, saved_model("llama"), 128)[0]
+    assert "seen.jsonl:1: this model cannot be trained on images" in said

@@ -73,4 +73,15 @@ MUTANTS = (
     Mutant("sharding/cuts.py", "_held", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
     Mutant("models/tp_styles.py", "_of_mlp", ",) * 2)", ",))", "tests/test_tensor_parallel.py"),
     Mutant("optim/optimizer.py", "global_norm", " / key[1]", "", "tests/test_tensor_parallel.py"),
+    # ---- images
+    Mutant("models/vision.py", "Vision.positions", "return positions[-3:, 0]", "return positions[-3:, 0] * 0", "tests/test_vision_parity.py"),
+    Mutant("models/vision.py", "Vision.last_seen", "* count if kind else", "* count if False else", "tests/test_vision_parity.py"),
+    Mutant("models/vision.py", "without_features", "t[:0]", "t", "tests/test_vision_training.py"),
+    Mutant("engine/plan.py", "StepPlan.has_images", "self.rows if last else", "self.rows if False else", "tests/test_vision_training.py"),
+    Mutant("engine/plan.py", "StepPlan.has_images", "for ranks in rows for row in ranks", "for ranks in rows for row in ranks[:1]", "tests/test_vision_training.py"),
+    Mutant("engine/media.py", "_joined", "torch.cat(list(parts), dim=images)", "torch.cat(list(parts)[::-1], dim=images)", "tests/test_vision_parity.py"),
+    Mutant("ops/per_document.py", "_with_images", "last - start for", "last for", "tests/test_vision_parity.py"),
+    Mutant("engine/executor.py", "Executor.forward_backward", "if loss.requires_grad:", "if True:", "tests/test_vision_training.py"),
+    Mutant("models/freeze.py", "_parts", "if not any(matches(outer, name) for outer in projector)", "", "tests/test_vision_training.py"),
+    Mutant("engine/stages.py", "shard_model", " and built.vision is None", "", "tests/test_vision_parity.py"),
 )  # fmt: skip

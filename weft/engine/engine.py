@@ -106,6 +106,10 @@ class Engine:
         """The metadata of each; measured documents are not built for it."""
         return self._planner.metas(documents)
 
+    def check_images(self, documents: Sequence[Document]) -> None:
+        """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
+        self._planner.check_images(documents)
+
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
 

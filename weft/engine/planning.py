@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
-from weft.engine.document import Costs, Document, metas
+from weft.engine.document import Costs, Document, MeasuredDocuments, metas
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
@@ -38,8 +38,26 @@ class StepPlanner:
         """The metadata of each; measured documents are not built for it."""
         found = metas(documents, self.costs)
         if self._no_images and any(meta.patches for meta in found):
-            raise UserError(f"This model cannot be trained on images: {self._no_images}.")
+            raise UserError(f"this model cannot be trained on images: {self._no_images}.")
         return found
+
+    def check_images(self, documents: Sequence[Document]) -> None:
+        """See Engine.check_images."""
+        if not isinstance(documents, MeasuredDocuments):
+            return
+        columns, capacity = documents.measures(), self.step.max_tokens_per_device // self.multiple * self.multiple
+        for index in columns.patches.nonzero()[0].tolist():
+            own, where = int(columns.patches[index]), documents.source(index)
+            if self._no_images:
+                raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
+            length, (_, extra) = int(columns.length[index]), self.costs.patches(own)
+            if length - self._omitted(length) + extra > capacity:
+                raise UserError(
+                    f"{where}: has {length} tokens, and its images, {own} patches, take as much memory as {extra}; "
+                    "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
+                    f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
+                    "data.image_pixels."
+                )
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""

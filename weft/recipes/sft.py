@@ -96,6 +96,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     fill = start.state is None
                     engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
+                for documents in (data.documents, *data.held_out.documents.values()):
+                    engine.check_images(documents)
                 notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
