@@ -16,7 +16,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft test lint types suite mutants faults mistakes support test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,12 @@ demo-sft: $(STAMP)
 	$(BIN)/weft sft examples/sft_chat_cpu.yaml --nproc 2
 	$(BIN)/python examples/ask_chat_demo.py
 
+# A vision model learns to name drawings of shapes.
+demo-vision: $(STAMP)
+	$(BIN)/python examples/make_shapes_demo.py
+	$(BIN)/weft sft examples/sft_shapes_cpu.yaml --nproc 2
+	$(BIN)/python examples/ask_shapes_demo.py
+
 # Two at a time: types are one process, and much of the suite waits.
 test: $(STAMP)
 	$(MAKE) -j2 lint types suite test-compat
@@ -57,7 +63,7 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Some 230 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
+# Some 250 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(WORDS)
 

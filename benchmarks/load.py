@@ -98,26 +98,27 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
     from weft.checkpoint import export
     from weft.cluster.process import join
     from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig
-    from weft.engine import engine as module
+    from weft.engine import stages
     from weft.engine.config import EngineConfig
+    from weft.engine.engine import Engine
     from weft.sharding.boxes import local_box
     from weft.sharding.walker import checked, walk
 
-    original, peaks = module.fill_weights, []
+    original, peaks = stages.fill_weights, []
 
-    def measured(*arguments: Any) -> Any:
+    def measured(*arguments: Any, **options: Any) -> Any:
         with Peak() as peak:
-            report = original(*arguments)
+            report = original(*arguments, **options)
         peaks.append(peak.most)
         return report
 
-    module.fill_weights = measured
+    stages.fill_weights = measured
     config = EngineConfig(
         model=ModelConfig(path=path), mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),
         purpose="inference",
     )  # fmt: skip
     ranks = join("cpu")
-    engine = module.Engine(config, ranks)
+    engine = Engine(config, ranks)
     assert engine.loaded is not None
     tensors = engine.module.state_dict(keep_vars=True)
     shard = sum(local_box(t)[1].nbytes for t in tensors.values())

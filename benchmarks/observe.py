@@ -39,7 +39,7 @@ from weft.data.encode import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.document import first_sources
 from weft.engine.engine import Engine
-from weft.engine.prefetch import ahead
+from weft.engine.prefetch import prefetch
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.run_data import deal, read_data
 from weft.recipes.sft import lay_out, take_step
@@ -60,7 +60,7 @@ class Bench:
         self.engine = Engine(EngineConfig.of(config), ranks)
         self.sources = first_sources(documents, self.step.documents)
         self.objective = CrossEntropy()
-        self.upcoming = ahead(repeat(self.step), partial(lay_out, self.engine, documents, self.objective))
+        self.upcoming = prefetch(repeat(self.step), partial(lay_out, self.engine, documents, self.objective))
         self.recorder = Recorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
         self.console = Console(file=terminal, force_terminal=True, width=160)
 

@@ -32,7 +32,7 @@ from weft.data.limits import Limits
 from weft.data.order import Share
 from weft.data.table import Chunk, in_memory
 from weft.engine.document import Document, choose, metas, take
-from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step, unread_tokens
+from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.engine.row import build_row
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.telemetry.profiling import own_peak_memory_gib
@@ -50,9 +50,7 @@ def random_plan(seed: int, per_rank: tuple[int, int], layout: Literal["packed", 
     ranks = int(random.integers(1, 17))
     count = ranks * int(random.integers(*per_rank))
     lengths = np.clip(random.lognormal(np.log(400) - 0.5, 1.0, count), 1, 4096).astype(int).tolist()
-    documents = [
-        DocumentMeta(n, float(n), n, cost=document_cost(n, linear=LINEAR, quadratic=QUADRATIC)) for n in lengths
-    ]
+    documents = [DocumentMeta(n, float(n), n, cost=LINEAR * n + QUADRATIC * n * n) for n in lengths]
     start = time.process_time()
     plan = plan_step(documents, ranks=ranks, budget=int(random.choice(BUDGETS)), layout=layout)
     return plan, (time.process_time() - start) * 1e3 / count * 1e3
@@ -85,17 +83,17 @@ def table(count: int) -> Documents:
 def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int, int, float, float]:
     """Of the first `count`: (documents built, tokens in this rank's rows, CPU seconds to the plan, in all)."""
 
-    def unread(length: int) -> int:
-        return unread_tokens(length, whole=False)
+    def omitted(length: int) -> int:
+        return omitted_tokens(length, whole=False)
 
     began, indices = time.process_time(), range(count)
     if way == "own documents":
         cost = cache(lambda length: document_flops(FACTS, length))
         chosen = choose(documents, indices)
-        found = metas(chosen, unread, cost)
+        found = metas(chosen, omitted, cost)
     else:
         built = [documents[index] for index in indices]
-        found = metas(built, unread, lambda length: document_flops(FACTS, length))
+        found = metas(built, omitted, lambda length: document_flops(FACTS, length))
     plan = plan_step(found, ranks=RANKS, budget=ROW)
     planned = time.process_time() - began
     needed = sorted(index for row in plan.of_rank(rank) for index in row)

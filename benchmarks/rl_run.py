@@ -80,7 +80,7 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.config.rl_schema import RlConfig
     from weft.recipes import rl as recipe
     from weft.rl.actors import Actors
-    from weft.rl.colocation import Turns
+    from weft.rl.colocation import PhaseSwitch
     from weft.rl.pool import EmbeddedPool
     from weft.rl.resume import FRESH
     from weft.rl.trainer import Trainer
@@ -91,18 +91,18 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     trainers = cast(ActorGroup, InProcess(Trainer(config, "cpu")))
     plan = recipe.Plan.of(config, task.stream)
     run = recipe.Run(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
-    turns = Turns(EmbeddedPool(trainers), trainers, shared=True)
+    switch = PhaseSwitch(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))
     sampling = recipe.sampling_of(config, (await trainers.all("ends"))[0])
-    await turns.to_rollouts(0)
+    await switch.to_rollouts(0)
     for number in range(1, plan.rollouts + 1):
         began = time.perf_counter()
-        step = await recipe.roll_out(run, turns.engine, sampling, number)
-        await turns.to_training()
-        await recipe.judge(run, step)
+        step = await recipe.roll_out(run, switch.engine, sampling, number)
+        await switch.to_training()
+        await recipe.compute_advantages(run, step)
         await recipe.update(run, step)
         with step.phases("sync"):
-            await turns.to_rollouts(number)
+            await switch.to_rollouts(number)
         run.version = number
         answer.seconds.append(time.perf_counter() - began)
         answer.phases.append(step.phases.seconds)

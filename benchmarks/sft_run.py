@@ -37,7 +37,7 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     from weft.engine.document import Document
     from weft.engine.engine import Engine
     from weft.engine.plan import StepPlan
-    from weft.engine.prefetch import ahead
+    from weft.engine.prefetch import prefetch
     from weft.engine.rows import Rows
     from weft.objectives.cross_entropy import CrossEntropy
 
@@ -61,7 +61,7 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
         assert metrics["loss"] is not None
         return plan.totals.tokens, metrics["loss"], plan.totals.cost
 
-    for _, laid_out in ahead(spec["steps"], lay_out):
+    for _, laid_out in prefetch(spec["steps"], lay_out):
         yield lambda laid_out=laid_out: step(laid_out)  # type: ignore[misc]
 
 

@@ -40,6 +40,8 @@ MESHES: dict[str, dict[str, int]] = {
     "cp3": {"dp_shard": 1, "cp": 3, "ulysses": 1}, "cp4u2": {"dp_shard": 1, "cp": 4, "ulysses": 2},
     "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
     "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
+    "2x1xtp2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+    "2x2xcp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
 }  # fmt: skip
 # As weft/versions.py calls them in torch.distributed, for those who watch them.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

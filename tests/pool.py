@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-MOST_RANKS = 4
+FEWEST_RANKS = 4  # that are started; more where a case asks for them
 MOST_THREADS = 100
 MOST_PRINTED = 200_000  # characters
 
@@ -66,7 +66,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
 
 
 def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-    workers = _start()[:world]
+    workers = _start(world)[:world]
     _ran.append(f"{function.__module__}.{function.__name__} on {world}")
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(workers):
@@ -122,15 +122,15 @@ def _give_up(problem: str, kind: type[AssertionError] | None = None) -> NoReturn
     raise kind("\n".join(lines))
 
 
-def _start() -> list[_Worker]:
+def _start(world: int = 1) -> list[_Worker]:
     if any(not worker.process.is_alive() for worker in _workers):
         _give_up("after its last case:")
     if any(_threads(worker.process.pid) > MOST_THREADS for worker in _workers):
         _stop()
-    if not _workers:
+    if len(_workers) < max(FEWEST_RANKS, world):
         os.environ["OMP_NUM_THREADS"] = "1"
         _context.set_forkserver_preload(["tests.preload"])
-        for _ in range(MOST_RANKS):
+        for _ in range(len(_workers), max(FEWEST_RANKS, world)):
             ours, theirs = _context.Pipe()
             descriptor, errors = tempfile.mkstemp(prefix="weft-rank-")
             os.close(descriptor)

@@ -31,7 +31,7 @@ from weft.cluster.failures import explain
 from weft.cluster.rays import _SerialActor
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
-from weft.cluster.stopping import say_what_ends
+from weft.cluster.stopping import announce_ending_signal
 from weft.errors import ActorError
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
     from weft.rl import actors
 
     tempfile.tempdir = None  # what it was before the variables were set
-    say_what_ends()
+    announce_ending_signal()
     enter(group)
     if not on_ray:
         rl.open_actors = partial(local_actors, kind=ReportingGroup)
@@ -183,9 +183,9 @@ def _score() -> tuple[Any, str]:
 
 
 def _turn() -> tuple[Any, str]:
-    from weft.rl.colocation import Turns
+    from weft.rl.colocation import PhaseSwitch
 
-    return Turns, "to_rollouts"
+    return PhaseSwitch, "to_rollouts"
 
 
 def _record() -> tuple[Any, str]:

@@ -23,7 +23,7 @@ from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division
-from weft.engine.startup import Findings, examine
+from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import FlopFacts
@@ -86,7 +86,7 @@ def row(family: str) -> list[str]:
     checks = {
         "dp": lambda: None,
         "tp": lambda: check_division(config, findings, 2),
-        "cp": lambda: cut(config, findings),
+        "cp": lambda: cut(config),
     }
     cells = [proven(family, axis) or checked(checks[axis]) for axis in AXES]
     if (findings.mixers or findings.layout == "padded") and not cells[-1].startswith("proven"):
@@ -94,10 +94,10 @@ def row(family: str) -> list[str]:
     return [model_type, findings.layout, *cells]
 
 
-def cut(config: transformers.PretrainedConfig, findings: Findings) -> None:
+def cut(config: transformers.PretrainedConfig) -> None:
     """The check of cp with heads that are exchanged, and without."""
     for cp, ulysses in ((2, 1), (4, 2)):
-        check_context(config, findings, FlopFacts(1), cp, ulysses, 1)
+        check_context(config, FlopFacts(1), cp, ulysses, 1)
 
 
 def proven(family: str, axis: str) -> str | None:

@@ -25,7 +25,7 @@ from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
-from weft.planner.activations import Shared, saved_bytes
+from weft.planner.activations import RowSharing, saved_bytes
 
 TOKENS = 192
 
@@ -67,6 +67,7 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
     ("family", "dtype"),
     [
         *((family, torch.float32) for family in ("llama", "qwen3", "glm4")),
+        *((family, torch.float32) for family in ("olmo2", "olmoe", "minimax_m2")),
         *((family, torch.bfloat16) for family in ("llama", "qwen3_moe", "mixtral")),
     ],
 )
@@ -99,7 +100,7 @@ def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
 def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
     """The same on each of ranks that share the document; the largest."""
     document = {0: Document(torch.arange(TOKENS + 1) % 120 + 3, torch.ones(TOKENS + 1))}
-    meta = DocumentMeta(TOKENS + 1, 1.0, TOKENS, unread=1)
+    meta = DocumentMeta(TOKENS + 1, 1.0, TOKENS, omitted=1)
     ranks = ring * ulysses
     plan = plan_step([meta], ranks=ranks, budget=TOKENS // ranks, ring=ring, ulysses=ulysses)
     row = build_row([0], document, read=[TOKENS], length=TOKENS, layout="packed", every_token=False)
@@ -113,12 +114,16 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16)]
-)
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16), ("olmo2", torch.float32),
+        ("olmoe", torch.float32), ("olmoe", torch.bfloat16), ("minimax_m2", torch.float32),
+    ],
+)  # fmt: skip
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
-    foreseen = saved_bytes(config, TOKENS, dtype, recompute=False, shared=Shared(tp=2))
+    foreseen = saved_bytes(config, TOKENS, dtype, recompute=False, shared=RowSharing(tp=2))
     assert foreseen == pytest.approx(kept_divided(path, dtype, 2), rel=0.1)
     assert foreseen < 0.85 * saved_bytes(config, TOKENS, dtype, recompute=False)
 
@@ -128,6 +133,6 @@ def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
     """Of a document that all of them share: keys of all of it in a ring, repeated heads of keys with Ulysses."""
     path = saved_model("qwen3")
     config = hf.without_noise(hf.read_config(path))
-    shared = Shared(ring=ring, ulysses=ulysses)
+    shared = RowSharing(ring=ring, ulysses=ulysses)
     foreseen = saved_bytes(config, TOKENS // (ring * ulysses), torch.float32, recompute=False, shared=shared)
     assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)

@@ -29,7 +29,7 @@ from weft.data.table import Chunk, in_memory
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
-from weft.engine.prefetch import ahead
+from weft.engine.prefetch import prefetch
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import Mesh
 from weft.recipes import sft
@@ -48,7 +48,10 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         losses = np.array([trained[s + 1 : s + n].sum() for s, n in zip(starts, own, strict=True)], np.int32)
         ids = random.integers(3, 100, total).astype(np.int32)
         numbers = np.arange(1, len(own) + 1, dtype=np.int64)
-        chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, np.zeros(len(own), np.uint8))
+        none = np.zeros(len(own), np.int64)
+        images = (none, none.astype(np.int32), none.astype(np.int32), np.empty(0, np.uint8), np.empty(0, np.int64))
+        formats = np.zeros(len(own), np.uint8)
+        chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
         pieces.append(Limits(longest, long=long).piece(in_memory(origin, True, [chunk]), ""))
     return Documents(pieces, [Share(sum(len(piece.kept) for piece in pieces))])
 
@@ -69,11 +72,11 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
 
 
 def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
-    """As a plan has them, with a cost and what is left unread."""
-    from weft.engine.document import metas
+    """As a plan has them, with a cost and what is left out."""
+    from weft.engine.document import Costs, metas
 
-    found = metas(documents, lambda length: int(length > 7), lambda length: 0.1 * length)
-    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.unread) for m in found]
+    found = metas(documents, Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda count: (0.0, 0)))
+    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
 
 
 # ---------------------------------------------------------------- what a rank builds
@@ -134,7 +137,7 @@ def test_the_next_is_made_while_this_one_is_used() -> None:
         begun[n].set()
         return f"{n} in {threading.current_thread().name}"
 
-    with closing(ahead(range(4), make)) as items:
+    with closing(prefetch(range(4), make)) as items:
         for n, made in items:
             assert n == 3 or begun[n + 1].wait(30)
             time.sleep(0.01)
@@ -148,7 +151,7 @@ def test_an_error_is_its_own_items() -> None:
         return 1 // (n - 2)
 
     seen = []
-    with closing(ahead(range(4), make)) as items:
+    with closing(prefetch(range(4), make)) as items:
         for n, made in items:
             if n == 2:
                 with pytest.raises(ZeroDivisionError):
@@ -163,7 +166,7 @@ def test_an_error_of_the_items_is_raised_where_the_next_was_to_come() -> None:
         yield 0
         raise OSError("no paper")
 
-    with closing(ahead(items(), abs)) as made:
+    with closing(prefetch(items(), abs)) as made:
         assert next(made)[0] == 0
         with pytest.raises(OSError, match="no paper"):
             next(made)
@@ -171,7 +174,7 @@ def test_an_error_of_the_items_is_raised_where_the_next_was_to_come() -> None:
 
 def test_who_stops_early_leaves_no_thread() -> None:
     made: list[int] = []
-    with closing(ahead(range(100), made.append)) as items:
+    with closing(prefetch(range(100), made.append)) as items:
         for n, _ in items:
             if n == 2:
                 break

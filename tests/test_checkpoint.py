@@ -29,20 +29,29 @@ from tests.resuming import Sections, config_of, equal, inputs, lines, process, w
 from weft import cli
 from weft.checkpoint import rng, save, snapshot
 from weft.checkpoint.notes import Notes
-from weft.checkpoint.retention import complete_steps, point_best, point_latest, prune, set_aside, step_folder, sweep
+from weft.checkpoint.retention import (
+    commit,
+    complete_steps,
+    point_best,
+    point_latest,
+    prune,
+    set_aside,
+    step_folder,
+    sweep,
+)
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import DamagedError, check_contents, find_parts, read_state, write_rank_file
+from weft.checkpoint.state import DamagedError, check_contents, find_parts, load_state, read_state, write_rank_file
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.run.folder import cut_lines, open_folder
-from weft.sharding.boxes import Box
-from weft.sharding.ranges import RangeWriter
+from weft.sharding.boxes import Box, Shard
+from weft.sharding.ranges import RangeWriter, join_seams
 from weft.sharding.safetensors_files import create, lay_out
 
-# ---------------------------------------------------------------- which folders stay
+# ---------------------------------------------------------------- which folders stay, and who writes them
 
 
 def folders(path: Path, *steps: int) -> Path:
@@ -100,6 +109,67 @@ def test_latest_names_a_checkpoint_at_every_moment(tmp_path: Path) -> None:
     assert list(dict.fromkeys(seen)) == ["step-000001", "step-000002"]
 
 
+def test_each_tensor_has_one_writer_and_every_replica_writes_some() -> None:
+    box, values = Box((0,), (1,)), torch.ones(1)
+    replicas = [Shard(box, values, ((outer, 2), (inner, 3))) for outer in range(2) for inner in range(3)]
+    writers = [[place for place, shard in enumerate(replicas) if shard.is_mine(number)] for number in range(12)]
+    assert sorted(writers) == [[place] for place in range(6) for _ in range(2)]
+
+
+def replacement(path: Path) -> tuple[Path, Path]:
+    """A complete folder, and the checkpoint whose place it takes: each holds two files."""
+    target, partial = step_folder(path, 1), path / "step-000001.partial"
+    for folder in (target, partial):
+        (folder / "inside").mkdir(parents=True)
+        for name in ("a", "inside/b"):
+            (folder / name).write_text(folder.name)
+    return partial, target
+
+
+def test_a_folder_has_its_name_only_while_it_is_whole(tmp_path: Path) -> None:
+    """A kill after any call of the system, while one takes the place of another."""
+    partial, target = replacement(tmp_path)
+    seen: list[tuple[str, ...]] = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event.startswith("c_"):
+            files = (target / "a", target / "inside" / "b")
+            seen.append(tuple(file.read_text() for file in files if file.exists()))
+
+    sys.setprofile(look)
+    try:
+        commit(partial, target)
+    finally:
+        sys.setprofile(None)
+    assert list(dict.fromkeys(seen)) == [(target.name,) * 2, (), (partial.name,) * 2]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_is_on_the_disk_before_it_is_named_and_its_name_before_the_old_one_goes(tmp_path: Path) -> None:
+    partial, target = replacement(tmp_path)
+    done: list[str] = []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def synced(descriptor: int) -> None:
+        done.append(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        fsync(descriptor)
+
+    def renamed(old: Path, new: Path) -> None:
+        done.append(f"rename {old}")
+        rename(old, new)
+
+    def removed(folder: Path, **options: Any) -> None:
+        if folder.exists():
+            done.append("remove")
+        rmtree(folder, **options)
+
+    with mock.patch.multiple(os, fsync=synced, rename=renamed), mock.patch.object(shutil, "rmtree", removed):
+        commit(partial, target)
+    files = ["", "/a", "/inside", "/inside/b"]
+    assert sorted(done[:4]) == [f"fsync {partial}{file}" for file in files]
+    assert done[4:] == [f"rename {target}", f"rename {partial}", f"fsync {tmp_path}", "remove"]
+
+
 def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
     """All of it: another machine's rank commits the folder, and can flush its own files alone."""
     flushed: dict[str, int] = {}
@@ -117,8 +187,12 @@ def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
             create(tmp_path / "weights", layout)
             whole = Box((0,), (1 << 16,))
             writer.write("weights", layout.entries["a"], whole, whole, torch.ones(1 << 16))
+        written = dict(flushed)
+        flushed.clear()
+        join_seams(tmp_path, "weights", [tmp_path / "seams"])
     for name in (file.name, "weights", "seams"):
-        assert flushed[str(tmp_path / name)] == (tmp_path / name).stat().st_size > 0, name
+        assert written[str(tmp_path / name)] == (tmp_path / name).stat().st_size > 0, name
+    assert flushed == {str(tmp_path / "weights"): (tmp_path / "weights").stat().st_size}
 
 
 def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
@@ -490,6 +564,23 @@ def test_damage_is_found(name: str, written: Path, tmp_path: Path) -> None:
     read(2)
     with pytest.raises(DamagedError, match=words):
         read(4)
+
+
+def leaves_a_hole(folder: str) -> str:
+    """What is said of a state whose only file lacks a tensor that state.json has."""
+    with opened(folder) as saver:
+        saver.save(1, {})
+        path = saver.finish()
+    name = next(name for name in find_parts(saver.engine) if name.startswith("optimizer/exp_avg/"))
+    edit_state(path / "trainer_state", lambda content: content["files"][0]["boxes"].pop(name), sign=True)
+    with pytest.raises(DamagedError) as error:
+        load_state(saver.engine, read_state(path))
+    return str(error.value).removeprefix(name)
+
+
+def test_what_no_file_holds_is_not_taken_for_filled(tmp_path: Path) -> None:
+    (said,) = on_ranks(1, leaves_a_hole, str(tmp_path))
+    assert said.startswith(": its files hold 0 of ")
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_others_named(

@@ -26,7 +26,7 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part, Sleeper
 from weft.rl import placement, pool
-from weft.rl.colocation import Turns, sleeping_parts
+from weft.rl.colocation import PhaseSwitch, sleeping_parts
 from weft.rl.pool import EmbeddedPool, StandalonePool
 from weft.rl.trainer import Trainer
 from weft.rollout.base import Request, Sampling
@@ -58,7 +58,9 @@ class Actors:
         return [await self.one(0, method, *args)]
 
 
-def open_turns(folder: Path, engine: str, shared: bool, parts: tuple[Part, ...], **keys: Any) -> tuple[Trainer, Turns]:
+def open_switch(
+    folder: Path, engine: str, shared: bool, parts: tuple[Part, ...], **keys: Any
+) -> tuple[Trainer, PhaseSwitch]:
     path = str(folder / "model")
     words = [f"model.path={path}", "data.path=owner/data", f"rollout.engine={engine}", *KEYS]
     config = load_config([], [*words, *(f"{key}={value}" for key, value in keys.items())], RlConfig)
@@ -66,11 +68,13 @@ def open_turns(folder: Path, engine: str, shared: bool, parts: tuple[Part, ...],
     trainer.folder = folder
     trainers: Any = Actors(trainer)
     if engine == "embedded":
-        return trainer, Turns(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
+        return trainer, PhaseSwitch(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
     tickets = trainer.open_sync({"hf-0": "127.0.0.1"}, 1)
     standalone: Any = Actors(Standalone(path, dtype=torch.float32))
     keep = config.rollout.unfinished == "continue"
-    return trainer, Turns(StandalonePool(standalone, trainers, tickets, keep), trainers, shared=shared, parts=parts)
+    return trainer, PhaseSwitch(
+        StandalonePool(standalone, trainers, tickets, keep), trainers, shared=shared, parts=parts
+    )
 
 
 def as_samples(completions: Any) -> list[Sample]:
@@ -84,21 +88,21 @@ def as_samples(completions: Any) -> list[Sample]:
     return samples
 
 
-async def train(trainer: Trainer, turns: Turns, asleep: list[Any]) -> list[dict[str, object]]:
+async def train(trainer: Trainer, switch: PhaseSwitch, asleep: list[Any]) -> list[dict[str, object]]:
     """The recipe's order of things. asleep: takes what sleeps while engines generate, then while trainers train."""
     lines = []
-    await turns.to_rollouts(0)
+    await switch.to_rollouts(0)
     for number in range(1, STEPS + 1):
         asleep.append([list(engine.asleep) for engine in (trainer.engine, trainer.reference, trainer.critic) if engine])
         seeds = tuple(range(10 * number, 10 * number + 4))
-        samples = as_samples(await turns.engine.generate(Request(f"{number}", PROMPT, seeds, Sampling(9))))
-        await turns.to_training()
+        samples = as_samples(await switch.engine.generate(Request(f"{number}", PROMPT, seeds, Sampling(9))))
+        await switch.to_training()
         for who, name in (("policy", "old"), ("reference", "reference"), ("critic", "values")):
             for index, values in trainer.read(who, samples).items():  # type: ignore[arg-type]
                 setattr(samples[index], name, values)
         lines.append(trainer.update(samples, number, STEPS, 1, 0.01).line)
-        await turns.to_rollouts(number)
-        async with turns.trainers_awake(back=number < STEPS):
+        await switch.to_rollouts(number)
+        async with switch.trainers_awake(back=number < STEPS):
             trainer.engine.require_awake(*PARTS)
     return lines
 
@@ -107,7 +111,7 @@ def trained(
     folder: Path, engine: str, shared: bool, parts: tuple[Part, ...], plant: str = ""
 ) -> tuple[list[Any], dict[str, Tensor], list[Any], set[str]]:
     """(loss and norm of each step, weights, what slept, phases)."""
-    trainer, turns = open_turns(folder, engine, shared, parts)
+    trainer, switch = open_switch(folder, engine, shared, parts)
     asleep: list[Any] = []
     wake = Sleeper.wake
 
@@ -121,12 +125,12 @@ def trained(
         return wake(sleeper, part)
 
     with patch.object(Sleeper, "wake", wrong) if plant else nullcontext():
-        lines = asyncio.run(train(trainer, turns, asleep))
+        lines = asyncio.run(train(trainer, switch, asleep))
     trainer.engine.wake()
     weights = {name: tensor.clone() for name, tensor in trainer.engine.tensors()}
     trainer.sender and trainer.sender.close()
     keys = ("loss", "grad_norm", "value_loss", "critic/grad_norm")
-    return [[line.get(key) for key in keys] for line in lines], weights, asleep, set(turns.take_seconds())
+    return [[line.get(key) for key in keys] for line in lines], weights, asleep, set(switch.take_seconds())
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +189,16 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
     """Weights change while completions are written: (of the pool, of a fresh engine with the new weights alone, largest
     distance of each version's logprobs from what the trainer reads with its weights, tokens that the old ones drew)."""
     keys = {"rollout.unfinished": unfinished, "cluster.max_staleness": 1}
-    trainer, turns = open_turns(folder, "hf", False, (), **keys)
+    trainer, switch = open_switch(folder, "hf", False, (), **keys)
     requests = [Request(f"{n}", (*PROMPT, n + 8), (10 * n, 10 * n + 1), Sampling(4 + 8 * n)) for n in range(3)]
 
     async def body() -> tuple[list[Any], list[Any]]:
-        await turns.to_rollouts(0)
-        engine = turns.engine
+        await switch.to_rollouts(0)
+        engine = switch.engine
         asked = [asyncio.ensure_future(engine.generate(request)) for request in requests]
         await asyncio.wait({asked[0]})
         trainer.update(learnt, 1, 2, 1, 0.01)
-        await turns.to_rollouts(1)
+        await switch.to_rollouts(1)
         found = [await future for future in asked]
         return found, [await engine.generate(request) for request in requests]
 

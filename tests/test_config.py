@@ -346,6 +346,8 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 OUT_OF_RANGE = {
     "data.workers": "0",
     "data.max_row_bytes": "0",
+    "data.max_image_pixels": "0",
+    "data.image_pixels": "{min: 9, max: 4}",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",

@@ -77,6 +77,16 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "whether bad rows end a run or are left out",
         "test_bad_rows.py::test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out",
     ),
+    "data.image_pixels": (
+        "how many pixels of an image, and so tokens, a model sees",
+        "test_images.py::test_image_pixels_are_the_processors_limits",
+    ),
+    "data.check_images": (
+        "whether damaged images are found before training",
+        "test_images.py::test_check_images_decodes_before_training",
+    ),
+    "data.max_image_pixels": ("how large an image may be", "test_images.py::test_max_image_pixels_is_the_limit"),
+    "data.fetch_images": ("whether URLs are images", "test_images.py::test_fetch_images_fetches_them_once"),
     "data.max_row_bytes": ("how large a row may be", "test_hostile_data.py::test_max_row_bytes_is_the_limit"),
     "data.workers": (
         "how many processes tokenise",

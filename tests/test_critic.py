@@ -34,7 +34,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.value import ValueLoss
 from weft.rl.advantages import advantages
 from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
-from weft.rl.trainer import Trainer, Who
+from weft.rl.trainer import Role, Trainer
 from weft.rollout.types import Floats
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
@@ -231,7 +231,7 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
         member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
     first, losses, explained = collect(trainer.read("policy", samples)), [], []
     for number in range(1, 13):
-        asked: dict[Who, str] = {"policy": "old", "reference": "reference", "critic": "values"}
+        asked: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}
         for who, name in asked.items():
             for index, values in collect(trainer.read(who, samples)).items():
                 setattr(samples[index], name, values)

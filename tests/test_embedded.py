@@ -19,7 +19,7 @@ from weft.engine.document import Document
 from weft.errors import UserError
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
 ENDS = (2, 17, 40)
@@ -83,7 +83,7 @@ def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
 def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one document: by the trainer, with adapters that do something, and by the plain copy."""
     engine = open_engine(path, mesh, **sections)
-    stir(engine)
+    randomize_adapters(engine)
     tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
     document = Document(tokens, torch.ones(len(tokens)))
     plan = engine.plan([engine.meta(document)])

@@ -13,8 +13,8 @@ from tests.pool import run
 from weft.cluster.process import join
 from weft.config.schema import FsdpConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.engine.stages import build, build_optimizer_and_ema, check_memory, cut, describe, fill_weights
-from weft.parallel.mesh import own_part, whole
+from weft.engine.stages import build, build_optimizer_and_ema, check_memory, describe, fill_weights, shard_model
+from weft.parallel.mesh import full_tensor, own_part
 
 FROZEN = "model.embed_tokens"
 
@@ -28,10 +28,10 @@ def stages(path: str) -> dict[str, Any]:
         optimizer=OptimizerConfig(state_dtype="bf16", ema_decay=0.5),
     )
     seen: dict[str, Any] = {}
-    frame = describe(config, join("cpu"))
-    seen["dtypes"] = frame.precision.master, frame.precision.compute, frame.moments, frame.state_dtypes
+    setup = describe(config, join("cpu"))
+    seen["dtypes"] = setup.precision.master, setup.precision.compute, setup.moments, setup.state_dtypes
 
-    built = build(frame)
+    built = build(setup)
     module = built.module
     parameters = dict(module.named_parameters())
     seen["built"] = (
@@ -40,22 +40,22 @@ def stages(path: str) -> dict[str, Any]:
     )
     seen["frozen"] = [name for name, p in parameters.items() if not p.requires_grad]
 
-    made = cut(frame, built)
+    made = shard_model(setup, built)
     parameters = dict(module.named_parameters())
     seen["cut"] = {p.device.type for p in parameters.values()}, all(isinstance(p, DTensor) for p in parameters.values())
     elements = sum(p.numel() for p in parameters.values())
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
     seen["memory"] = made.memory.weights - 4 * elements, made.memory.optimizer - 2 * 2 * trained
-    check_memory(frame, built, made, fill=True)
+    check_memory(setup, built, made, fill=True)
 
-    report = fill_weights(frame, built, made)
+    report = fill_weights(setup, built, made)
     assert report is not None
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    filled = {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    filled = {name: full_tensor(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
     seen["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
     seen["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
 
-    optimizer, ema = build_optimizer_and_ema(frame, module)
+    optimizer, ema = build_optimizer_and_ema(setup, module)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()

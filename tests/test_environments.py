@@ -24,7 +24,7 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.environment_pool import EnvironmentPool
 from weft.rl.environments import Environment
 from weft.rl.episodes import Episodes, load_environment
@@ -68,7 +68,7 @@ class Scripted:
 
 def episodes(kind: type[Environment], max_turns: int = 5, most: int = 400, timeout: float = 20) -> Episodes:
     pool = EnvironmentPool(f"{kind.__module__}:{kind.__name__}")
-    return Episodes(kind, pool, Chats(TOKENIZER), max_turns, most, timeout)
+    return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, most, timeout)
 
 
 def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> Group:

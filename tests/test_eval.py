@@ -29,7 +29,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import evaluate
 from weft.recipes.evaluate import Evaluator, HeldOut
 from weft.run.best import Best
-from weft.run.resume import put_best_in_order
+from weft.run.resume import reset_best
 from weft.telemetry import flight
 from weft.telemetry.summary import Phases
 from weft.verification import reference
@@ -315,21 +315,23 @@ def test_a_run_that_was_ended_goes_on_only_with_more_patience(patient: Path, tmp
 
 def test_small_improvements_add_up() -> None:
     best = Best(schema.EvalConfig(patience=2, min_delta=0.1))
-    found = [(best.see(step, {"eval/loss": loss}), best.waited) for step, loss in enumerate((1.0, 0.95, 0.89, 0.88), 1)]
+    found = [
+        (best.update(step, {"eval/loss": loss}), best.waited) for step, loss in enumerate((1.0, 0.95, 0.89, 0.88), 1)
+    ]
     assert found == [(True, 0), (True, 1), (True, 0), (True, 1)]  # 0.89 is lower than 1.0 by more than 0.1
     assert best.ends is None and (best.value, best.step) == (0.88, 4)
-    assert not best.see(5, {"eval/loss": 0.88}) and best.ends == "eval.patience"
-    assert Best(schema.EvalConfig()).see(0, {"eval/loss": 1.0}) is False  # nothing is saved before the first step
+    assert not best.update(5, {"eval/loss": 0.88}) and best.ends == "eval.patience"
+    assert Best(schema.EvalConfig()).update(0, {"eval/loss": 1.0}) is False  # nothing is saved before the first step
 
 
 def test_the_best_of_other_documents_or_another_figure_is_forgotten() -> None:
     first = Best(schema.EvalConfig(), "abc")
-    first.see(3, {"eval/loss": 1.0})
+    first.update(3, {"eval/loss": 1.0})
     for config, digest in ((schema.EvalConfig(), "abd"), (schema.EvalConfig(metric="eval/a/loss"), "abc")):
         other = Best(config, digest)
-        assert "its best is forgotten" in other.go_on(first.state(kept=True))[0] and other.value is None
+        assert "its best is forgotten" in other.restore(first.state(kept=True))[0] and other.value is None
     same = Best(schema.EvalConfig(), "abc")
-    assert same.go_on(first.state(kept=True)) == [] and same == first
+    assert same.restore(first.state(kept=True)) == [] and same == first
 
 
 def test_the_best_checkpoint_is_never_removed(tmp_path: Path) -> None:
@@ -350,10 +352,10 @@ def test_best_names_what_was_the_best_up_to_the_checkpoint_that_is_resumed_from(
     for step in (2, 4):
         step_folder(tmp_path, step).mkdir()
     point_best(step_folder(tmp_path, 4))  # found after the checkpoint, by steps that are done again
-    assert put_best_in_order(tmp_path, {"step": 2, "kept": True}) == [] and best_step(tmp_path) == 2
-    (note,) = put_best_in_order(tmp_path, {"step": 1, "kept": True})
+    assert reset_best(tmp_path, {"step": 2, "kept": True}) == [] and best_step(tmp_path) == 2
+    (note,) = reset_best(tmp_path, {"step": 1, "kept": True})
     assert "step 1 was the best so far" in note and "is gone" in note and not (tmp_path / "best").is_symlink()
-    assert put_best_in_order(tmp_path, {"step": 4, "kept": False}) == [] and best_step(tmp_path) is None
+    assert reset_best(tmp_path, {"step": 4, "kept": False}) == [] and best_step(tmp_path) is None
 
 
 # ---------------------------------------------------------------- what a user sees

@@ -27,7 +27,7 @@ from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 from weft.rollout.types import Prompt, Sample
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 
 TEMPERATURE = 0.9
 # Prompt, completion and samples: over a block of keys in the prompt, in the completion, and in neither.
@@ -151,7 +151,7 @@ def proofs(path: str, lora: bool) -> Proof | str:
     keys: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
     engine = open_engine(path, "2", exact=True, **keys)
     if lora:
-        stir(engine)
+        randomize_adapters(engine)
     embedded = EmbeddedEngine(engine)
     embedded.wake()
     try:

@@ -29,9 +29,10 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.checkpoint import export
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import StorageError, UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.sharding.safetensors_files import create
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -203,6 +204,12 @@ def test_what_the_source_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
     assert kept == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
     for name in kept:  # a buffer: no gradient, so it comes back as it was
         assert torch.equal(saved[name], tensors_of(path)[name]) and bool(saved[name].any())
+
+
+def test_a_config_names_the_dtype_of_most_elements() -> None:
+    """Not of most tensors: norms and gates in fp32 are many, and small."""
+    small = {name: torch.ones(2) for name in "abc"}
+    assert export._most_common_dtype({**small, "large": torch.ones(9, dtype=torch.bfloat16)}) == torch.bfloat16
 
 
 def test_bf16_masters(tmp_path: Path) -> None:
@@ -406,6 +413,16 @@ def _litter(engine: Engine, partial: Path) -> None:
     if engine.ranks.is_first:
         partial.mkdir()
         (partial / "model-00001-of-00009.safetensors").write_bytes(b"half")
+
+
+def test_a_weight_file_of_another_size_is_found(tmp_path: Path) -> None:
+    """Whatever checkpoint.verify says."""
+    plan = export.ExportPlan([], {"a": torch.ones(3)}, {"model.safetensors": ["a"]}, None, {}, None)
+    create(tmp_path / "model.safetensors", plan.layouts["model.safetensors"])
+    export.check_sizes(plan, tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 10)
+    with pytest.raises(StorageError, match=r"model.safetensors has 10 bytes on the disk, and \d+ were written"):
+        export.check_sizes(plan, tmp_path)
 
 
 def test_leftovers_do_not_disturb_and_a_save_takes_the_place_of_another(tmp_path: Path) -> None:

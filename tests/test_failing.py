@@ -21,7 +21,7 @@ from weft.cluster.reports import RankReport
 from weft.cluster.restart import run_with_restarts
 from weft.cluster.status import STATUS, Kind, kind_of
 from weft.cluster.watch import Evidence
-from weft.cluster.watchdog import Frozen, main_stack, waits
+from weft.cluster.watchdog import Frozen, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
 from weft.telemetry import flight
 from weft.telemetry.flight import Flight, Record
@@ -336,7 +336,7 @@ def test_the_main_threads_stack_is_found_in_a_dump() -> None:
     )
     stack = main_stack(text)
     assert stack[0] == 'File "/x/torch/distributed/c.py", line 5 in wait'
-    assert waits(stack) and not waits(stack[1:]) and not waits(main_stack(""))
+    assert in_collective(stack) and not in_collective(stack[1:]) and not in_collective(main_stack(""))
 
 
 # ---------------------------------------------------------------- who differs

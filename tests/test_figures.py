@@ -79,6 +79,7 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
     "loss along 3 steps": at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
     "gradient norm along 3 steps": at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
     "weights after 3 steps": at("weights", None, first_parameter),
+    "ranks that hold the same agree": at("apart", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"),
     "routes that differ without a tie": at("routing", None, lambda _: Differences(choices=10, differing=1, wrong=1)),
 }
 

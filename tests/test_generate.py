@@ -29,16 +29,16 @@ from tests.zoo import tiny_config
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.routing import differ, steering
+from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
 from weft.rl.engines import notes_on_generation
 from weft.rl.trainer import Trainer
-from weft.rollout import choice
+from weft.rollout import cache_support
 from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.choice import caches
-from weft.rollout.drawing import draw, kept, uniforms
+from weft.rollout.cache_support import caches
 from weft.rollout.generate import Generator
 from weft.rollout.rows import CachedRows
+from weft.rollout.token_sampling import kept, sample_tokens, uniforms
 
 ENDS = (2, 17, 40)
 PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]
@@ -162,7 +162,7 @@ def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         return advance(rows, given[::-1])
 
     monkeypatch.setattr(CachedRows, "leave" if bug.startswith("a row") else "advance", wrong)
-    monkeypatch.setattr(choice, "_tried", {})
+    monkeypatch.setattr(cache_support, "_tried", {})
     assert not caches(tiny_config("llama"))
 
 
@@ -212,12 +212,14 @@ def test_draws_follow_the_distribution(vocabulary: int) -> None:
     logits[0, 3] = -math.inf
     count, shares = 20_000, (logits / 0.8).softmax(-1)[0].double()
     even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens = torch.cat([draw(logits.expand(2000, -1), Sampling(1, 0.8), part).tokens_R for part in even.split(2000)])
+    tokens = torch.cat(
+        [sample_tokens(logits.expand(2000, -1), Sampling(1, 0.8), part).tokens_R for part in even.split(2000)]
+    )
     drawn = tokens.bincount(minlength=vocabulary)
     assert (drawn - count * shares).abs().max() <= 1 and drawn[3] == 0
     if vocabulary < 10:
         numbers = uniforms(np.arange(count, dtype=np.uint64), np.full(count, 5, dtype=np.uint64))
-        tokens = draw(logits.expand(count, -1), Sampling(1, 0.8), torch.from_numpy(numbers)).tokens_R
+        tokens = sample_tokens(logits.expand(count, -1), Sampling(1, 0.8), torch.from_numpy(numbers)).tokens_R
         difference = tokens.bincount(minlength=vocabulary) - count * shares
         likely = shares > 0
         assert (difference[likely] ** 2 / (count * shares[likely])).sum() < 23.5  # 5 degrees of freedom: 3e-4
@@ -243,12 +245,12 @@ def test_what_is_kept_and_its_mass(name: str) -> None:
     shares /= shares.sum()
     logits = torch.tensor([SHARES]).log() + 3.0
     for number in (0.001, 0.4, 0.6, 0.999):
-        drawn = draw(logits, sampling, torch.tensor([number], dtype=torch.float64))
+        drawn = sample_tokens(logits, sampling, torch.tensor([number], dtype=torch.float64))
         token, mass = int(drawn.tokens_R), shares[expected].sum()
         assert token in expected and drawn.kept_logmass_R is not None
         assert float(drawn.kept_logmass_R) == pytest.approx(math.log(mass), abs=1e-6)
         assert float(drawn.logprobs_R) == pytest.approx(math.log(shares[token] / mass), abs=1e-6)
-    drawn = draw(logits.expand(500, -1), sampling, (torch.arange(500, dtype=torch.float64) + 0.5) / 500)
+    drawn = sample_tokens(logits.expand(500, -1), sampling, (torch.arange(500, dtype=torch.float64) + 0.5) / 500)
     assert drawn.tokens_R.unique().tolist() == expected
 
 
@@ -297,7 +299,7 @@ def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
 
     for prompt, group in zip(PROMPTS, found, strict=True):
         for completion in group:
-            with torch.no_grad(), steering(list(model.model.layers), experts, chosen, note):
+            with torch.no_grad(), replace_choices(list(model.model.layers), experts, chosen, note):
                 model(input_ids=torch.tensor([[*prompt, *completion.tokens[:-1]]]), use_cache=False)
             routes = torch.from_numpy(completion.routes).long()
             assert routes.shape == (len(prompt) + len(completion.tokens) - 1, len(model.model.layers), chosen)

@@ -17,7 +17,9 @@ from transformers.modeling_utils import AttentionInterface, remove_tied_weights_
 
 from tests.cases import describe, parity, saved_model
 from tests.pool import run
+from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
+from weft.engine.startup import examine
 from weft.models import hf, hf_template
 from weft.sharding.boxes import Box
 from weft.sharding.layout import layout_of
@@ -152,6 +154,12 @@ def test_fused_experts_go_through_the_registered_function() -> None:
 def test_parity() -> None:
     verdict = run(2, parity, saved_model("qwen3_moe"), "2", {})[0]
     assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mistral3"])
+def test_images_in_packed_rows(family: str) -> None:
+    """The tower runs in the base's forward, by get_image_features; get_rope_index gives positions of one document."""
+    assert examine(vision_config(family, vision_tokenizer(family))).images == ""
 
 
 def test_chat_templates_are_compiled_with_what_weft_reads() -> None:

@@ -20,7 +20,7 @@ from tests.test_hostile_models import DEEP, KINDS
 from weft import cli
 from weft.checkpoint import state
 from weft.checkpoint.parts import ENGINE, RL_RUN, RUN
-from weft.checkpoint.resume import alone, newest, resumed_notes
+from weft.checkpoint.resume import judge_alone, newest, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
 from weft.cluster.process import join
@@ -94,14 +94,14 @@ def signed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def skipped(checkpoints: Path, parts: dict[str, Any] = RL_RUN) -> str:
     """Why the second checkpoint was left out; the first is taken in its place."""
-    found, reasons = newest(checkpoints, complete_steps(checkpoints), lambda folder: alone(folder, parts))
+    found, reasons = newest(checkpoints, complete_steps(checkpoints), lambda folder: judge_alone(folder, parts))
     assert found is not None and found.step == 1 and len(reasons) == 1
     assert "\n" not in reasons[0]
     return reasons[0].removeprefix(f"{step_folder(checkpoints, 2)}: ")
 
 
 def test_a_whole_one_is_taken(checkpoints: Path) -> None:
-    found, reasons = newest(checkpoints, [1, 2], lambda folder: alone(folder, RL_RUN))
+    found, reasons = newest(checkpoints, [1, 2], lambda folder: judge_alone(folder, RL_RUN))
     assert found is not None and found.step == 2 and reasons == []
 
 
@@ -143,15 +143,15 @@ def test_a_part_of_another_type(name: str, checkpoints: Path) -> None:
 
 def read_as_a_run_does(checkpoint: Path) -> None:
     """All that `weft sft --resume` makes of a state.json before it fills an engine."""
-    found, _ = alone(checkpoint, RUN)
+    found, _ = judge_alone(checkpoint, RUN)
     if found is None:
         return
     content = found.content
     list(changes(content["config"], to_dict(CONFIG), SftConfig))
     rates_changed(content, CONFIG, 10, min(content["updates"], 100))
     resumed_notes(found, 10, {})
-    RunSummary("m").go_on(content["summary"])
-    Phases().go_on(content["seconds"])
+    RunSummary("m").restore(content["summary"])
+    Phases().add(content["seconds"])
 
 
 def put(**changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -311,7 +311,7 @@ def test_without_digests_nothing_is_compared(checkpoints: Path) -> None:
     """checkpoint.verify=size writes none."""
     (checkpoints / "step-000002" / "digests.json").unlink()
     flip(checkpoints / "step-000002", 1)
-    found, _ = alone(checkpoints / "step-000002", RUN)
+    found, _ = judge_alone(checkpoints / "step-000002", RUN)
     assert found is not None and found.step == 2
 
 

@@ -35,6 +35,7 @@ def test_files_are_short() -> None:
 
 # Short files that a reader would not look for elsewhere, and why; `__init__` and `__main__` apart.
 SHORT = {
+    "weft/engine/media.py": "what data/ makes and engine/ forwards: neither's own",
     "weft/engine/prefetch.py": "a thread that knows neither engine nor recipe",
     "weft/engine/value_head.py": "build.py and builder.py need it, and one imports the other",
     "weft/hub.py": "asked by data/ and models/, below both, without torch",
@@ -68,7 +69,7 @@ def test_only_one_file_imports_internals_of_transformers() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.startswith("transformers.") for name in names):
                 importing.add(str(path.relative_to(ROOT)))
-    assert importing <= {"weft/models/hf.py", "weft/models/hf_template.py"}
+    assert importing <= {"weft/models/hf.py", "weft/models/hf_processor.py", "weft/models/hf_template.py"}
 
 
 # The house, top to bottom, as docs/architecture.md draws it: each imports what is below it, and nothing above.
@@ -149,3 +150,43 @@ def _run(tree: ast.AST) -> Iterator[ast.AST]:
         if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             yield node
             yield from _run(node)
+
+
+# What torch.distributed does over all ranks of the process where it is given no group, and where `group` stands.
+COLLECTIVES = {
+    "all_gather": 2, "all_gather_object": 2, "all_gather_single": 2, "all_reduce": 2, "all_to_all_single": 4,
+    "barrier": 0, "broadcast": 2, "broadcast_object_list": 2, "gather": 3, "gather_object": 3, "get_rank": 0,
+    "get_world_size": 0, "reduce": 3, "reduce_scatter": 3, "reduce_scatter_single": 3, "scatter": 3, "send": 2,
+    "recv": 2, "irecv": 2, "isend": 2, "all_to_all": 2, "scatter_object_list": 3,
+}  # fmt: skip
+
+
+def without_group() -> list[str]:
+    """Calls of the product that leave out over which ranks they are, or name WORLD; planted bugs apart."""
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name == "weft/cluster/process.py" or name.startswith("weft/verification/bugs/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "WORLD":
+                found.append(f"{name}:{node.lineno} WORLD")
+            if isinstance(node, ast.Call) and not _has_group(node):
+                found.append(f"{name}:{node.lineno} {ast.unparse(node.func)}")
+    return found
+
+
+def _has_group(call: ast.Call) -> bool:
+    of, _, function = ast.unparse(call.func).rpartition(".")
+    renamed = not of and function in ("all_gather_single", "reduce_scatter_single")  # weft/versions.py
+    if not (renamed or of in ("dist", "torch.distributed")) or function not in COLLECTIVES:
+        return True
+    group = next((word.value for word in call.keywords if word.arg == "group"), None)
+    if group is None and len(call.args) > COLLECTIVES[function]:
+        group = call.args[COLLECTIVES[function]]
+    return group is not None and not (isinstance(group, ast.Constant) and group.value is None)
+
+
+def test_every_collective_names_its_ranks() -> None:
+    """So that no rank number stands for a data rank: one is counted in a group that says what it has in common."""
+    assert without_group() == []

@@ -18,7 +18,7 @@ from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
 from weft.errors import UserError
 from weft.models.freeze import freeze
-from weft.models.patterns import names_it
+from weft.models.patterns import matches
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.optim.groups import describe_groups
 from weft.verification.documents import awkward_steps
@@ -159,10 +159,10 @@ def plain() -> nn.Module:
 
 
 def test_patterns_name_parameters_and_modules() -> None:
-    assert names_it("model.layers.1", "model.layers.1.mlp.weight")
-    assert not names_it("model.layers.1", "model.layers.10.mlp.weight")
-    assert names_it("*.mlp", "model.layers.1.mlp.up.weight")
-    assert not names_it("*.mlp", "model.layers.1.mlp_norm.weight")
+    assert matches("model.layers.1", "model.layers.1.mlp.weight")
+    assert not matches("model.layers.1", "model.layers.10.mlp.weight")
+    assert matches("*.mlp", "model.layers.1.mlp.up.weight")
+    assert not matches("*.mlp", "model.layers.1.mlp_norm.weight")
     module = plain()
     freeze(module, ["a.bias", "[bc]"])
     assert [name for name, p in module.named_parameters() if p.requires_grad] == ["a.weight"]

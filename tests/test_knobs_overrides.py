@@ -22,7 +22,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.optim import optimizer
-from weft.parallel.mesh import whole
+from weft.parallel.mesh import full_tensor
 from weft.report.banner import parameter_rows, unit_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
@@ -184,7 +184,7 @@ def saved_and_loaded(path: str, folder: str) -> bool:
     ours, theirs = tensors_of(mixed), tensors_of(plain)
     dcp.save(ours, checkpoint_id=folder)
     dcp.load(theirs, checkpoint_id=folder)
-    same = all(torch.equal(whole(ours[name]), whole(theirs[name])) for name in ours)
+    same = all(torch.equal(full_tensor(ours[name]), full_tensor(theirs[name])) for name in ours)
     for engine in (mixed, plain):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         engine.apply(1e-3)

@@ -29,7 +29,7 @@ from weft.models.low_rank import linear_hook
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import export, merge
 from weft.sharding.adapter_files import plan_lora
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import neighbours, one_gradient, to_documents
 from weft.verification.peft_reference import PeftReference
@@ -132,7 +132,7 @@ def file_keys(folder: str) -> dict[str, str]:
 def trained(path: str, mesh: str, sections: Sections, folder: str) -> dict[str, Any]:
     """One step from random adapters, saved; logprobs with the adapter and, where the base can be read, without."""
     engine = open_engine(path, mesh, **sections)
-    stir(engine)
+    randomize_adapters(engine)
     documents, metas = to_documents(engine, STEPS[0])
     engine.accumulate(engine.plan(metas), documents, CrossEntropy())
     engine.apply(1e-2)
@@ -364,7 +364,7 @@ def test_first_values_are_pefts_and_come_from_the_seed() -> None:
 def dropped(path: str) -> list[float]:
     """Losses of the same step: with seed 1 twice, with seed 2, and without dropout in readouts."""
     engine = open_engine(path, "1", lora={"rank": 4, "dropout": 0.5})
-    stir(engine)
+    randomize_adapters(engine)
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

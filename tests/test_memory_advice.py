@@ -17,7 +17,7 @@ from tests.pool import run
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.memory import Needs, capacity, check_draws, check_fits, hint, local_ranks
+from weft.planner.memory import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
 from weft.sharding import load
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
@@ -25,7 +25,7 @@ from weft.verification.observed import to_documents
 GIB = 1 << 30
 
 
-def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Needs, Needs]:
+def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[MemoryNeeds, MemoryNeeds]:
     """What was foreseen, and the bytes that are there after a step's backward and update."""
     engine = open_engine(path, mesh, **sections)
     documents, metas = to_documents(engine, awkward_steps(128)[0])
@@ -36,7 +36,7 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Needs, Need
     assert engine.optimizer is not None
     parameters = list(engine.module.parameters())
     states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
-    seen = Needs(
+    seen = MemoryNeeds(
         sum(p.to_local().nbytes for p in parameters),
         sum(p.grad.to_local().nbytes for p in parameters if p.grad is not None),
         sum(v.nbytes for v in states),
@@ -116,7 +116,7 @@ def mesh_of(replicate: int, shard: int, kind: str = "cuda") -> Any:
     ],
 )  # fmt: skip
 def test_what_cannot_fit_is_refused_with_three_keys(mesh: Any, fsdp: Any, optimizer: Any, keys: list[str]) -> None:
-    needs = Needs(10 * GIB, 10 * GIB, 20 * GIB, 5 * GIB, 80 * GIB)
+    needs = MemoryNeeds(10 * GIB, 10 * GIB, 20 * GIB, 5 * GIB, 80 * GIB)
     check_fits(needs, 40 * GIB, mesh, FsdpConfig(), OptimizerConfig())
     with pytest.raises(UserError) as caught:
         check_fits(needs, 39 * GIB, mesh, FsdpConfig(**fsdp), OptimizerConfig(**optimizer))
@@ -127,7 +127,7 @@ def test_what_cannot_fit_is_refused_with_three_keys(mesh: Any, fsdp: Any, optimi
 
 
 def test_a_small_model_is_told_that_sharding_costs_speed() -> None:
-    needs = Needs(GIB, GIB, 2 * GIB, GIB, 32 * GIB)
+    needs = MemoryNeeds(GIB, GIB, 2 * GIB, GIB, 32 * GIB)
     assert "mesh.dp_replicate=8 mesh.dp_shard=1" in (hint(needs, 80 * GIB, mesh_of(1, 8)) or "")
     assert hint(needs, 79 * GIB, mesh_of(1, 8)) is None
     assert hint(needs, 80 * GIB, mesh_of(8, 1)) is None

@@ -28,7 +28,7 @@ def test_what_it_says() -> None:
     now[0], drawn[0] = 2.0, 3468
     assert meter.text() == "rollout step 3: 0/256 samples, 1,234 tokens/s"
     meter.done = 96
-    with meter.judging(8), meter.judging(4):
+    with meter.scoring(8), meter.scoring(4):
         assert meter.text() == "rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for"
     meter.done = 256
     assert meter.text() == "rollout step 3: 256/256 samples"

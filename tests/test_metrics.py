@@ -87,7 +87,7 @@ def reduce_unlike_names() -> str:
     sums.add("loss", 1.0, 1.0)
     sums.add("kl" if dist.get_rank() else "entropy", 1.0, 1.0)
     with pytest.raises(RanksDisagreeError) as raised:
-        sums.reduce()
+        sums.reduce(dist.group.WORLD)
     return str(raised.value)
 
 

@@ -27,7 +27,7 @@ from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.config.urls import LocalCopy
 from weft.errors import StorageError, UserError
 from weft.remote import mirror
-from weft.remote.enter import begin_run, fetch_run, go_on_with, own_token
+from weft.remote.enter import begin_run, fetch_run, own_token, resume_run
 from weft.remote.layout import BEST, LATEST, RemoteRun
 from weft.remote.local import localised
 from weft.remote.mirror import Mirror
@@ -595,10 +595,10 @@ def test_going_on_fetches_again_what_was_removed_here(files: Place, tmp_path: Pa
     remote.store.write("config.yaml", b"x")
     remote.upload(5, checkpoint(tmp_path / "a", 5))
     checkpoint(folder, 5)
-    assert go_on_with(url, staging) == str(folder) and not list(folder.parent.glob("*.aside-*"))
+    assert resume_run(url, staging) == str(folder) and not list(folder.parent.glob("*.aside-*"))
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").write_text("mine\n")
-    go_on_with(url, staging)
+    resume_run(url, staging)
     assert (folder / "checkpoints/step-000005/model.safetensors").is_file()
     (aside,) = folder.parent.glob("*.aside-1")
     assert (aside / "metrics.jsonl").read_text() == "mine\n"

@@ -20,7 +20,7 @@ from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.optim.optimizer import build_optimizer, set_learning_rate
 from weft.report.banner import dtype_rows
 from weft.verification.documents import awkward_steps
@@ -41,7 +41,7 @@ USABLE: dict[str, dict[str, Any]] = {
 }
 
 
-def rule_of(name: str, *, sharded: bool = True, **keys: Any) -> ForeignRule:
+def rule_of(name: str, *, sharded: bool = True, **keys: Any) -> CustomOptimizerSpec:
     config = OptimizerConfig(name=name, **keys)
     return find_rule(config, sharded=sharded, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -84,19 +84,19 @@ def test_training_is_that_of_one_process(family: str, mesh: str, name: str) -> N
 
 def shards_left_behind(path: str) -> Any:
     """Parity where the optimizer steps the shards that it was given first, wherever FSDP2 keeps them now."""
-    original = OnShards.__init__
+    original = ShardOptimizer.__init__
 
-    def init(self: OnShards, groups: Any, rule: Any) -> None:
+    def init(self: ShardOptimizer, groups: Any, rule: Any) -> None:
         original(self, groups, rule)
         for shard in self._shards.values():
             shard.data = shard.data.clone()
 
-    def step(self: OnShards) -> None:
+    def step(self: ShardOptimizer) -> None:
         for parameter, shard in self._shards.items():
             shard.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
         self._optimizer.step()
 
-    with mock.patch.object(OnShards, "__init__", init), mock.patch.object(OnShards, "step", step):
+    with mock.patch.object(ShardOptimizer, "__init__", init), mock.patch.object(ShardOptimizer, "step", step):
         return parity(path, "2", {"optimizer": {"name": "torch.optim.RAdam"}})
 
 

@@ -13,8 +13,8 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl import placement as rl_placement
-from weft.rl.actors import places_of
-from weft.rl.placement import LONG, settle
+from weft.rl.actors import actor_resources
+from weft.rl.placement import LONG, resolve_placement
 
 NEEDED = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
 
@@ -46,21 +46,21 @@ def test_what_needs_no_trial(
     words: list[str], options: dict[str, Any], rollouts: int, placement: str, why: str
 ) -> None:
     with patch.object(rl_placement, "accelerator_count", lambda device: 8):
-        settled = settle(config(*words), RlOptions(**options), rollouts, never)
-    assert settled.config.cluster.placement == settled.recorded.cluster.placement == placement
-    (note,) = settled.notes or ("",)
+        resolved = resolve_placement(config(*words), RlOptions(**options), rollouts, never)
+    assert resolved.config.cluster.placement == resolved.recorded.cluster.placement == placement
+    (note,) = resolved.notes or ("",)
     assert why in note and bool(note) == bool(why)
 
 
 def test_auto_times_both_and_takes_the_faster() -> None:
     asked = config("rollout.engine=hf")
     times = {"colocated": 2.5, "disaggregated": 1.25}
-    settled = settle(asked, RlOptions(), LONG, lambda tried: times[tried.cluster.placement])
-    assert settled.recorded.cluster.placement == "disaggregated"
-    assert settled.notes == ("placed   disaggregated: seconds of a rollout step: colocated 2.5, disaggregated 1.25",)
+    resolved = resolve_placement(asked, RlOptions(), LONG, lambda tried: times[tried.cluster.placement])
+    assert resolved.recorded.cluster.placement == "disaggregated"
+    assert resolved.notes == ("placed   disaggregated: seconds of a rollout step: colocated 2.5, disaggregated 1.25",)
     # A resumed run reads what was recorded, and tries nothing again.
-    again = settle(settled.recorded, RlOptions(), LONG, never)
-    assert (again.recorded, again.notes) == (settled.recorded, ())
+    again = resolve_placement(resolved.recorded, RlOptions(), LONG, never)
+    assert (again.recorded, again.notes) == (resolved.recorded, ())
 
 
 def test_a_placement_that_is_not_possible_is_not_taken() -> None:
@@ -70,11 +70,11 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
         return 3.0
 
     hopeless = False
-    (note,) = settle(config("rollout.engine=hf"), RlOptions(), LONG, seconds).notes
+    (note,) = resolve_placement(config("rollout.engine=hf"), RlOptions(), LONG, seconds).notes
     assert note.endswith("step: colocated 3, disaggregated not possible (the Ray cluster has 1 GPUs. And more)")
     hopeless = True
     with pytest.raises(UserError, match="cluster.placement=auto found none that is possible"):
-        settle(config("rollout.engine=hf"), RlOptions(), LONG, seconds)
+        resolve_placement(config("rollout.engine=hf"), RlOptions(), LONG, seconds)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
 def test_what_cannot_be_colocated_is_refused(words: list[str], message: str) -> None:
     asked = config("rollout.engine=vllm", "cluster.placement=colocated", *words)
     with pytest.raises(UserError, match=message):
-        settle(asked, RlOptions(device="cuda", world=4), LONG, never)
+        resolve_placement(asked, RlOptions(device="cuda", world=4), LONG, never)
 
 
 def test_memory_of_a_device_takes_one_that_both_have() -> None:
     gpu, wanted = RlOptions(device="cuda", world=2), ("rollout.engine=hf", "rollout.transport=ipc")
-    settled = settle(config("cluster.placement=colocated", *wanted), gpu, LONG, never)
-    assert settled.config.rollout.transport == "ipc"
+    resolved = resolve_placement(config("cluster.placement=colocated", *wanted), gpu, LONG, never)
+    assert resolved.config.rollout.transport == "ipc"
     for placement, options in (("disaggregated", gpu), ("colocated", RlOptions(world=2))):
         with pytest.raises(UserError, match=f"with cluster.placement={placement} on .* set rollout.transport=auto"):
-            settle(config(f"cluster.placement={placement}", *wanted), options, LONG, never)
+            resolve_placement(config(f"cluster.placement={placement}", *wanted), options, LONG, never)
 
 
 def test_what_actors_ask_of_a_cluster() -> None:
@@ -105,18 +105,23 @@ def test_what_actors_ask_of_a_cluster() -> None:
     gpu, options = Bundle(gpus=1.0), RlOptions(device="cuda", world=4)
 
     def places(*words: str) -> Any:
-        return places_of(settle(config(*words), options, 1, never).config, 4, gpu=True)
+        return actor_resources(resolve_placement(config(*words), options, 1, never).config, 4, gpu=True)
 
     shared = "cluster.placement=colocated"
     found = places("rollout.engine=hf", shared)
-    assert (found.rooms, found.trainer, found.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
+    assert (found.reservations, found.trainer, found.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
     assert (found.engines, found.colocated_with) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
     found = places("rollout.engine=vllm", shared, "rollout.tp=2")
     assert (found.trainer, found.engines, found.colocated_with) == (gpu, [Bundle()] * 2, [0, 2])
     found = places("rollout.engine=vllm", "cluster.placement=disaggregated", "rollout.tp=2")
-    assert (found.rooms, found.engines, found.colocated_with, found.busy) == ([gpu] * 4, [Bundle(gpus=2.0)], None, 4)
+    assert (found.reservations, found.engines, found.colocated_with, found.busy) == (
+        [gpu] * 4,
+        [Bundle(gpus=2.0)],
+        None,
+        4,
+    )
     assert places("rollout.engine=vllm", "rollout.tp=2", "cluster.max_staleness=1").busy == 5  # at the same time
-    on_cpu = settle(config("rollout.engine=hf", shared), RlOptions(world=2), 1, never).config
-    found = places_of(on_cpu, 2, gpu=False)
-    assert (found.rooms, found.engines, found.colocated_with) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
+    on_cpu = resolve_placement(config("rollout.engine=hf", shared), RlOptions(world=2), 1, never).config
+    found = actor_resources(on_cpu, 2, gpu=False)
+    assert (found.reservations, found.engines, found.colocated_with) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
     assert found.busy == 2  # each has all cores in its turn

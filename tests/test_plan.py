@@ -14,16 +14,14 @@ import numpy as np
 import pytest
 
 from weft.engine.packing import _Refinement, pack_padded
-from weft.engine.plan import DocumentMeta, StepPlan, document_cost, plan_step
+from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
 LINEAR, QUADRATIC = 3.6e9, 344e3
 
 
 def metas(lengths: list[int], quadratic: float = QUADRATIC) -> list[DocumentMeta]:
-    return [
-        DocumentMeta(n, float(n - 1), n - 1, cost=document_cost(n, linear=LINEAR, quadratic=quadratic)) for n in lengths
-    ]
+    return [DocumentMeta(n, float(n - 1), n - 1, cost=LINEAR * n + quadratic * n * n) for n in lengths]
 
 
 def log_normal(count: int, seed: int, longest: int = 4096) -> list[int]:
@@ -213,10 +211,9 @@ def test_totals_and_figures_by_hand() -> None:
     assert (plan.totals.documents, plan.totals.tokens, plan.totals.loss_tokens) == (3, 8, 2)
     assert (plan.totals.weight, plan.totals.cost) == (2.5, 13.0)
     assert plan.fill == 8 / 16
-    assert plan_step([DocumentMeta(9, 8.0, 8, unread=1)], ranks=1, budget=16).fill == 8 / 16
+    assert plan_step([DocumentMeta(9, 8.0, 8, omitted=1)], ranks=1, budget=16).fill == 8 / 16
     assert plan.time == 8.0 and plan.utilisation == 13 / 16
     assert plan.lengths == ((4, 4),)
-    assert document_cost(10, linear=3.0, quadratic=0.5) == 80.0
 
 
 def cheapest_cut(widths: list[int], n: int, capacity: int) -> int:
@@ -282,7 +279,7 @@ def test_refusals_say_what_to_set() -> None:
         plan_step([DocumentMeta(3, 1.0, 1), DocumentMeta(9, 1.0, 1)], ranks=1, budget=10, multiple=4)
     with pytest.raises(ValueError, match=r"step\.shapes=buckets"):
         plan_step([DocumentMeta(3, 1.0, 1)], ranks=1, budget=10, layout="padded", shapes="fixed")
-    with pytest.raises(ValueError, match=r"has 30 tokens.*documents of this model are never cut: set .*=30 or more, or"):
+    with pytest.raises(ValueError, match=r"has 30 tokens.*of this model are never cut: set .*=30 or more, or"):
         plan_step([DocumentMeta(30, 1.0, 1)], ranks=2, budget=10, cuts=False)
     with pytest.raises(ValueError, match="document 0 of the step has no tokens"):
         plan_step([DocumentMeta(0, 0.0, 0)], ranks=1, budget=10)

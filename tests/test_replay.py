@@ -25,9 +25,9 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
-from weft.engine.replay import LIVE, aligned
+from weft.engine.replay import LIVE, align_routes
 from weft.errors import UserError
-from weft.models.routing import replaced, steering
+from weft.models.routing import replace_choices, replaced
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rl.documents import documents_of as documents_of_samples
 from weft.rl.trainer import Trainer
@@ -44,7 +44,7 @@ def drawn_routes() -> list[Tensor]:
     """[T, layers, k] of each document: others than the model would choose, and none of its last token."""
     generator = torch.Generator().manual_seed(3)
     routes = [torch.rand(len(ids), LAYERS, EXPERTS, generator=generator).topk(CHOSEN)[1] for ids, _ in STEP]
-    return [aligned(record[:-1], len(record)) for record in routes]
+    return [align_routes(record[:-1], len(record)) for record in routes]
 
 
 def documents_of(engine: Engine, routes: list[Tensor] | None) -> tuple[dict[int, Document], StepPlan]:
@@ -85,7 +85,7 @@ def plain(path: str) -> tuple[float, float, Tensors, list[Tensor]]:
                     indices[token] = torch.tensor(own)
             return replaced(scores, out, indices)
 
-        with steering(list(model.model.layers), EXPERTS, CHOSEN, choose):
+        with replace_choices(list(model.model.layers), EXPERTS, CHOSEN, choose):
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
         logprob = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
         logprobs.append(logprob.detach())
@@ -150,12 +150,12 @@ def own_routes(path: str) -> float | None:
         record[layer] = out[1]
         return out
 
-    with steering([layer for _, layer in engine.module.layers], EXPERTS, CHOSEN, keep):
+    with replace_choices([layer for _, layer in engine.module.layers], EXPERTS, CHOSEN, keep):
         engine.readout(plan, documents)
     (row,) = plan.of_rank(0)
     whole = torch.stack([record[layer] for layer in range(LAYERS)], 1)
     parts = dict(zip(row, whole.split([plan.documents[i].read for i in row]), strict=True))
-    documents, plan = documents_of(engine, [aligned(parts[i], len(documents[i])) for i in range(len(documents))])
+    documents, plan = documents_of(engine, [align_routes(parts[i], len(documents[i])) for i in range(len(documents))])
     return engine.accumulate(plan, documents, CrossEntropy())["routing/differing"]
 
 
@@ -193,7 +193,7 @@ def test_records_that_do_not_fit_are_named() -> None:
     assert said[3].endswith("name expert 7, and there are 5, from 0")
     assert said[4].endswith("this model has no experts") and "set model.compile=false" in said[5]
     with pytest.raises(ValueError, match="routes of 5 tokens, for a sample of 7"):
-        aligned(torch.zeros(5, 2, 2), 7)
+        align_routes(torch.zeros(5, 2, 2), 7)
 
 
 # ---------------------------------------------------------------- with the embedded engine
@@ -234,7 +234,7 @@ def copied_routes(path: str) -> list[int]:
     samples = [sample(n, 9, 1.0, rollout=[-1.0] * 9, advantages=[1.0] * 9) for n in range(8)]
     for number, drawn in enumerate(samples):
         drawn.routes = np.full((len(drawn) - 1, LAYERS, CHOSEN), [number % 2, 2], np.int16)
-    with mock.patch("weft.rl.documents.aligned", wraps=aligned) as counting:
+    with mock.patch("weft.rl.documents.align_routes", wraps=align_routes) as counting:
         read = trainer.read("policy", samples)
         counts.append(counting.call_count)
         for old in everything(read):

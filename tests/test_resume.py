@@ -21,7 +21,7 @@ from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.parallel.mesh import whole
+from weft.parallel.mesh import full_tensor
 
 CASES: dict[str, tuple[str, Sections]] = {
     "1 rank, sync": ("1", {}),
@@ -188,8 +188,8 @@ def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Ten
     assert engine.optimizer is not None
     found = {}
     for name, parameter in engine.module.named_parameters():
-        found[f"weights/{name}"] = whole(parameter, engine.divided.cuts.get(name)).clone()
+        found[f"weights/{name}"] = full_tensor(parameter, engine.divided.cuts.get(name)).clone()
         for key, value in engine.optimizer.state[parameter].items():
             if value.ndim:
-                found[f"optimizer/{key}/{name}"] = whole(value, engine.divided.cuts.get(name)).clone()
+                found[f"optimizer/{key}/{name}"] = full_tensor(value, engine.divided.cuts.get(name)).clone()
     return found, read

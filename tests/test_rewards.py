@@ -19,7 +19,7 @@ from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.rl.builtin_rewards import BUILT_IN
 from weft.rl.given_rewards import name_rewards
-from weft.rl.reward_calls import Batch, Named, RewardFunction
+from weft.rl.reward_calls import Batch, RewardFunction, RewardSpec
 from weft.rl.rewards import Failures, Rewards
 from weft.rollout.types import Prompt, Sample
 
@@ -230,7 +230,7 @@ def built_in(name: str, text: str, **columns: Any) -> float | None:
         for key in ("after", "ignore_case", "pattern", "tags", "target", "boxed")
         if key in columns
     }
-    function = RewardFunction(Named(name, name, options))
+    function = RewardFunction(RewardSpec(name, name, options))
     batch = Batch(["?"], [text], [list(map(ord, text))], {key: [value] for key, value in columns.items()})
     (outcome,) = function(batch)
     assert outcome.error is None, outcome.error

@@ -13,7 +13,7 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import PromptRules, Prompts, PromptStream, load_rl_prompts, read_prompts
 from weft.rollout.types import Prompt
 
@@ -176,11 +176,11 @@ def test_what_the_template_writes_behind_an_answer() -> None:
     (prompt,) = read_prompts(
         [{"messages": [{"role": "user", "content": "3+4?"}]}], tokenizer, Encoding(), PromptRules(999)
     )
-    found = Chats(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}])
+    found = ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}])
     assert tokenizer.decode(list(found.closing)) == "<|im_end|>"
     assert tokenizer.decode(list(found.tokens)) == QWEN_TOOL
     calls = [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
-    assert Chats(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], calls) == found
+    assert ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], calls) == found
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_longer_conversation_is_what_the_template_renders_at_once(family: str,
     (prompt,) = read_prompts([{"messages": [first]}], tokenizer, encoding, read)
     answered = [first, {"role": "assistant", "content": "seven"}, then]
     (whole,) = read_prompts([{"messages": answered}], tokenizer, encoding, read)
-    found = Chats(tokenizer, encoding).continuation(prompt, [then])
+    found = ChatRenderer(tokenizer, encoding).continuation(prompt, [then])
     said = tokenizer("seven", add_special_tokens=False)["input_ids"]
     parts = [*said, *found.closing, *found.tokens]
     assert tokenizer.decode(list(whole.tokens)).endswith(tokenizer.decode(parts))

@@ -45,7 +45,7 @@ def test_same_weights_choose_alike_and_other_weights_are_steered(family: str) ->
     assert len(recorder.routes) == 2
 
     replay = Replay(recorder.routes, *FAMILIES[family])
-    with torch.no_grad(), replay.steering(ours, layers):
+    with torch.no_grad(), replay.replaying(ours, layers):
         forward_packed(ours)
     assert replay.differences.choices > 0
     assert replay.differences.differing == replay.differences.wrong == 0
@@ -56,7 +56,7 @@ def test_same_weights_choose_alike_and_other_weights_are_steered(family: str) ->
             if name.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(torch.randn_like(parameter))
     replay = Replay(recorder.routes, *FAMILIES[family])
-    with torch.no_grad(), replay.steering(ours, layers):
+    with torch.no_grad(), replay.replaying(ours, layers):
         forward_packed(ours)
     assert replay.differences.wrong > 0
 

@@ -21,7 +21,7 @@ from weft.models import captured
 from weft.objectives.base import Batch, Terms
 from weft.objectives.load import check_objective
 from weft.objectives.readouts import Wanted
-from weft.ops.communicator import InThreads, Meeting
+from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
 from weft.verification.observed import to_documents
@@ -70,12 +70,12 @@ def test_parts_of_a_vocabulary_are_joined(most: int) -> None:
     expected = selected_logits(*whole, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6)
     upstream = [torch.randn_like(x) for x in (expected.chosen, expected.top, expected.logsumexp)]
     wanted = torch.autograd.grad([expected.chosen, expected.top, expected.logsumexp], whole, upstream)
-    meeting, borders = Meeting(3), [0, 12, 24, 37]
+    group, borders = ThreadGroup(3), [0, 12, 24, 37]
 
     def part(place: int) -> tuple[Any, Any]:
         own = slice(borders[place], borders[place + 1])
         inputs = [x.clone().requires_grad_() for x in (hidden, weight[own].detach(), bias[own].detach())]
-        shard = VocabularyShard(own.start, InThreads(meeting, place))
+        shard = VocabularyShard(own.start, ThreadCommunicator(group, place))
         got = selected_logits(*inputs, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6, shard=shard)
         return got, torch.autograd.grad([got.chosen, got.top, got.logsumexp], inputs, upstream)
 
@@ -294,7 +294,7 @@ def test_what_is_inside_of_a_module_that_carries_state_is_refused() -> None:
 def test_a_module_that_gives_no_vector_for_each_token() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
     says = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
-    with pytest.raises(UserError, match=says), captured.captured(module, ["0", "1"], 3):
+    with pytest.raises(UserError, match=says), captured.capture_outputs(module, ["0", "1"], 3):
         module(torch.zeros(3, 4))
 
 

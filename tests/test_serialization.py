@@ -12,7 +12,7 @@ import torch
 from tests.rl_samples import algorithm, rl_config, sample
 from weft.rl.documents import documents_of
 from weft.rl.rollouts import rewarded_groups
-from weft.rl.serialization import _BY_TOKEN, Parcel
+from weft.rl.serialization import _BY_TOKEN, SampleBatch
 from weft.rollout.records import hold_routes, read_rollouts, write_rollouts
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 from weft.telemetry.summary import Phases
@@ -34,7 +34,7 @@ def samples() -> list[Sample]:
 
 def test_what_arrives_is_what_trainers_read() -> None:
     given = samples()
-    there = pickle.loads(pickle.dumps(Parcel(given)))
+    there = pickle.loads(pickle.dumps(SampleBatch(given)))
     for ours, theirs in zip(given, there, strict=True):
         assert (ours.id, ours.finish, ours.reward, ours.trained) == (
             theirs.id, theirs.finish, theirs.reward, theirs.trained,
@@ -48,7 +48,7 @@ def test_what_arrives_is_what_trainers_read() -> None:
     assert torch.equal(ours[0].tokens, theirs[0].tokens) and torch.equal(ours[0].weights, theirs[0].weights)
     assert ours[0].arrays.keys() == theirs[0].arrays.keys()
     assert ours[0].routes is not None and torch.equal(ours[0].routes, theirs[0].routes)
-    assert len(pickle.dumps(Parcel(given))) < len(pickle.dumps(given))
+    assert len(pickle.dumps(SampleBatch(given))) < len(pickle.dumps(given))
 
 
 def test_a_group_is_rewarded_while_others_are_generated() -> None:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tests.cases import open_engine, saved_model
@@ -28,7 +28,7 @@ from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, Call
 from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
 from weft.verification import reference
@@ -187,6 +187,13 @@ class _DropsBounds(LlamaModel):
         return super().forward(*args, **options)
 
 
+class _NeedsAMask(LlamaModel):
+    def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        if self.config._attn_implementation != "eager":
+            attention_mask.to(torch.bool)
+        return super().forward(*args, attention_mask=attention_mask, **options)
+
+
 def strange(monkeypatch: pytest.MonkeyPatch, base: type[LlamaModel], factor: float = 1.0) -> PretrainedConfig:
     """The config of a family that transformers, as it seems, has: this base model, and logits times `factor`."""
 
@@ -243,6 +250,7 @@ def test_a_leak_that_shows_only_where_a_neighbour_is_another_is_seen(
 REFUSED = [
     (_LeaksOverTheBatch, 1.0, "logits differ from HuggingFace's eager forward"),
     (_DropsBounds, 1.0, "document bounds did not reach attention"),
+    (_NeedsAMask, 1.0, "'NoneType' object has no attribute 'to'"),
     (LlamaModel, 2.0, "logits differ from HuggingFace's eager forward"),
 ]
 
@@ -256,6 +264,13 @@ def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
         examine(config)
 
 
+def test_a_head_with_a_name_that_weft_uses_itself_is_refused_by_name() -> None:
+    config = RwkvConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2)
+    config.architectures = ["RwkvForCausalLM"]
+    with pytest.raises(UserError, match=r"RwkvForCausalLM \(model_type 'rwkv'\): its head is named `head`"):
+        examine(config)
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -265,9 +280,10 @@ def test_attention_raises_where_bounds_do_not_arrive() -> None:
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):
         model(input_ids=ids, use_cache=False)
-    bounds = Bounds((9, 8))
-    model(input_ids=ids, use_cache=False, doc_bounds=bounds)
-    assert bounds.seen == 2
+    calls: list[Call] = []
+    with attention.watched(calls.append):
+        model(input_ids=ids, use_cache=False, doc_bounds=Bounds((9, 8)))
+    assert [call.bounds.lengths for call in calls] == [(9, 8)] * 2
 
 
 def kernels_used(path: str, preference: str) -> tuple[str, list[str]]:

@@ -33,7 +33,7 @@ from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
 from weft.rollout.sync.server import SyncServer
 from weft.rollout.sync.transports import SharedBuckets
 from weft.sharding import walker
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 
 PROMPTS = [(5, 9, 100), (3, 100, 50, 7, 11, 12, 13, 14)]
 KEY, VERSIONS = "a key", (1, 2, 3)
@@ -159,7 +159,7 @@ def counted() -> Iterator[list[str]]:
 
 def _change(engine: Any, version: int) -> None:
     if engine.lora is not None:
-        stir(engine)
+        randomize_adapters(engine)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             if parameter.requires_grad:

@@ -27,7 +27,7 @@ from weft.config.schema import LoraConfig
 from weft.errors import ActorError, UserError
 from weft.models.lora import LoraPlan
 from weft.rl.corrections import parity_is_due, require_parity
-from weft.rl.pool import or_declined
+from weft.rl.pool import decline_on_error
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import server as servers
 from weft.rollout.sync import transports
@@ -189,7 +189,7 @@ def test_nobody_waits_for_an_engine_that_has_died() -> None:
         raise ActorError("rollout engine 0 died", "killed")
 
     with pytest.raises(ActorError, match="engine 0 died"):
-        asyncio.run(or_declined(dies(), ticket))
+        asyncio.run(decline_on_error(dies(), ticket))
     began = time.monotonic()
     with pytest.raises(SyncError, match="engine-0 did not come for version 3: it has died"):
         server.welcome([ticket], 3)

@@ -22,7 +22,7 @@ from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel import tensor
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -90,7 +90,7 @@ def saved(path: str, mesh: str, sections: Sections, folder: str) -> None:
     """New adapters, which are drawn, and those after a step from others."""
     engine = open_engine(path, mesh, **sections)
     save_adapter(engine, Path(folder) / f"new-{mesh}")
-    stir(engine)
+    randomize_adapters(engine)
     save_adapter(engine, Path(folder) / f"stirred-{mesh}")
     documents, metas = to_documents(engine, STEP)
     engine.accumulate(engine.plan(metas), documents, CrossEntropy())
@@ -130,7 +130,7 @@ DROPPED: Sections = {"lora": {"rank": 4, "targets": ("q_proj", "o_proj", "down_p
 def dropped(path: str, mesh: str, recompute: str) -> dict[str, Tensor]:
     """Gradients of a step whose masks every data rank draws from one seed."""
     engine = open_engine(path, mesh, **DROPPED, model={"recompute": recompute})
-    stir(engine)
+    randomize_adapters(engine)
     documents, metas = to_documents(engine, STEP)
     rng.seed_rank(3, engine.mesh.loss_rank)
     engine.accumulate(engine.plan(metas), documents, CrossEntropy())

@@ -229,4 +229,4 @@ def test_json_of_a_table_is_small(tmp_path: Path) -> None:
     """What is beside the arrays is what `read` needs."""
     load(write(tmp_path), cache=str(tmp_path / "kept"))
     [meta] = (tmp_path / "kept" / "tokens").glob("*/table.json")
-    assert set(json.loads(meta.read_text())) == {"documents", "digest", "largest", "bad"}
+    assert set(json.loads(meta.read_text())) == {"documents", "digest", "largest", "bad", "places"}

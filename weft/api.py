@@ -27,7 +27,7 @@ from weft.config.urls import is_url
 from weft.errors import UserError
 from weft.remote.enter import fetched_config
 from weft.remote.local import localised
-from weft.remote.reading import here
+from weft.remote.reading import local_path
 from weft.run.hooks import Hooks, OnStep, RlHooks
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Given:
         self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
     ) -> None:
         self.where, self.resume = where, resume
-        self.files = [here(where, str(config))] if isinstance(config, str | Path) else []
+        self.files = [local_path(where, str(config))] if isinstance(config, str | Path) else []
         self.values = _base(config, resume) | sections
         if model is not None:
             self.values["model"] = _model(model)

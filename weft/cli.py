@@ -39,7 +39,7 @@ from weft.cluster.options import (
 from weft.cluster.reports import folder as launchers_folder
 from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
-from weft.cluster.stopping import say_what_ends
+from weft.cluster.stopping import announce_ending_signal
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.compat.migrate import migrate
 from weft.config.load import read_config_file, written_config
@@ -49,10 +49,10 @@ from weft.config.urls import is_url, uses_stores
 from weft.errors import UserError
 from weft.parsers import SUMMARIES
 from weft.remote.enter import fetched_config
-from weft.remote.reading import here
+from weft.remote.reading import local_path
 from weft.report.trackers import check_installed
 from weft.telemetry.profiling import check_profile
-from weft.terminal import called, clean_everything, say
+from weft.terminal import clean_everything, display_name, say
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
@@ -105,7 +105,7 @@ def entry() -> NoReturn:
         say(f"error: {error}", error=True)
         sys.exit(USER_ERROR)
     if not joined():  # what ends ranks is told apart by their statuses
-        say_what_ends()
+        announce_ending_signal()
     program(main)
 
 
@@ -195,7 +195,7 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    return ["sft", "--resume", called(str(run)), *options, *(["--debug"] if arguments.debug else [])]
+    return ["sft", "--resume", display_name(str(run)), *options, *(["--debug"] if arguments.debug else [])]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -221,7 +221,7 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
         raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
-    path = here("weft export", arguments.path, output=bool(arguments.output or arguments.check))
+    path = local_path("weft export", arguments.path, output=bool(arguments.output or arguments.check))
     options = _options(ExportOptions, arguments, path=path, dtype=arguments.dtype or "bf16")
 
     def body() -> None:
@@ -234,7 +234,7 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("push")
-    path = here("weft push", arguments.path, step=arguments.step, best=arguments.best)
+    path = local_path("weft push", arguments.path, step=arguments.step, best=arguments.best)
     chosen = path == arguments.path
     step, best = (arguments.step, arguments.best) if chosen else (None, False)
     options = _options(PushOptions, arguments, path=path, step=step, best=best)
@@ -273,7 +273,7 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("merge")
-    path = here("weft merge", arguments.path, output=bool(arguments.output))
+    path = local_path("weft merge", arguments.path, output=bool(arguments.output))
     options = _options(MergeOptions, arguments, path=path)
 
     def body() -> None:
@@ -286,7 +286,7 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("chat")
-    path = here("weft chat", arguments.path, step=arguments.step)
+    path = local_path("weft chat", arguments.path, step=arguments.step)
     options = _options(ChatOptions, arguments, path=path, step=arguments.step if path == arguments.path else None)
 
     def body() -> None:
@@ -299,7 +299,7 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rollouts")
-    options = _options(RolloutsOptions, arguments, run=here("weft rollouts", arguments.run, records=True))
+    options = _options(RolloutsOptions, arguments, run=local_path("weft rollouts", arguments.run, records=True))
 
     def body() -> None:
         from weft.report import rollouts
@@ -311,7 +311,7 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("report")
-    runs = tuple(here("weft report", run, records=True) for run in arguments.runs)
+    runs = tuple(local_path("weft report", run, records=True) for run in arguments.runs)
     beside = len(runs) > 1 or runs[0] == arguments.runs[0]
     options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
 
@@ -355,7 +355,7 @@ def _alone(command: str) -> None:
 def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
     """The config of files and overrides, with copies of what it has on object stores. run: "new" where one begins."""
     overrides = [word for word in arguments.config if _is_override(word)]
-    files = [here("weft", word) for word in arguments.config if not _is_override(word)]
+    files = [local_path("weft", word) for word in arguments.config if not _is_override(word)]
     dry_run = getattr(arguments, "dry_run", False)
     return _localised(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
 

@@ -27,12 +27,12 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 _called: dict[str, str] = {}  # folders here -> what the user knows them by
 
 
-def call_by(folder: str, name: str) -> None:
+def set_display_name(folder: str, name: str) -> None:
     """Print this folder as `name` from now on: the URL of which it is a local copy."""
     _called[folder] = name
 
 
-def called(text: str) -> str:
+def display_name(text: str) -> str:
     """The text with local copies replaced by their URLs."""
     for folder, name in _called.items():
         text = text.replace(folder, name)
@@ -41,7 +41,7 @@ def called(text: str) -> str:
 
 def clean(text: str, *, as_is: bool = False) -> str:
     """The text with control characters escaped."""
-    text = text if as_is else called(text)
+    text = text if as_is else display_name(text)
     return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 

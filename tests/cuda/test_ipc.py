@@ -30,7 +30,7 @@ from weft.rollout.standalone import Standalone
 from weft.rollout.sync import protocol
 from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
-from weft.verification.adapter import stir
+from weft.verification.adapter import randomize_adapters
 
 KEY = "a key"
 REQUESTS = [
@@ -127,7 +127,7 @@ def test_an_engine_of_another_process_has_every_version(
     path, dtype = saved_model(family, **changes), torch.float32 if compute == "fp32" else torch.bfloat16
     fsdp = {"param_dtype": compute, "cpu_offload": name == "offloaded"}
     engine = open_engine(path, "1", device=kind(device), fsdp=fsdp, lora=lora)
-    stir(engine)
+    randomize_adapters(engine)
     process.submit(begin, path, dtype, device.type, LoraConfig(**lora) if lora else None).result(120)
     seen = process.submit(devices_of, device.type).result(60)
     sender = Sender(engine, [Receiver("it", devices=seen, adapters=bool(lora))], options(device, dtype, bucket_bytes))

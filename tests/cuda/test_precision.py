@@ -42,7 +42,7 @@ def seen_by(engine: Engine, routes: Routes) -> Seen:
     facts = engine.built.flops
     replay = Replay(routes, facts.experts, facts.experts_per_token) if routes else None
     layers = [layer for _, layer in engine.module.layers]
-    with nullcontext() if replay is None else replay.steering(engine.module, layers):
+    with nullcontext() if replay is None else replay.replaying(engine.module, layers):
         return _seen_by(engine)
 
 

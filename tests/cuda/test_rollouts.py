@@ -13,7 +13,7 @@ from tests.cuda.cases import BF16, FP32, gradient, kind
 from weft.cluster.process import Ranks
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.engine.replay import aligned
+from weft.engine.replay import align_routes
 from weft.errors import UserError
 from weft.rl.exact import prove_exact
 from weft.rollout.base import Completion, Request, Sampling
@@ -46,7 +46,7 @@ def differences(engine: Engine, found: Sequence[tuple[Request, list[Completion]]
     for request, completions in found:
         for completion in completions:
             tokens = torch.tensor([*request.tokens, *completion.tokens])
-            chosen = None if completion.routes is None else aligned(completion.routes, len(tokens))
+            chosen = None if completion.routes is None else align_routes(completion.routes, len(tokens))
             documents.append(Document(tokens, torch.ones(len(tokens)), routes=chosen))
             recorded.append(torch.tensor(completion.logprobs))
     plan = engine.plan([engine.meta(document) for document in documents])

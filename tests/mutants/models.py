@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = (
-    Mutant("sharding/load.py", "_differ", "dist.all_reduce(differs)", "pass", "tests/test_load.py"),
+    Mutant("sharding/load.py", "_differ", "dist.all_reduce(differs, group=everyone())", "pass", "tests/test_load.py"),
     Mutant("sharding/load.py", "_differ", "min(rows, shape[0] - start)", "1", "tests/test_load.py"),
     Mutant("sharding/load.py", "load_weights", "number % dist.get_world_size(group)", "0", "tests/test_load.py"),
     Mutant("sharding/load.py", "_fill", "piece.disk_box(part)", "piece.disk_box(piece.box)", "tests/test_load.py"),
@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant("ops/per_document.py", "_one", "scale=call.scaling", "scale=None", "tests/test_attention.py tests/test_parity.py"),
     Mutant("ops/per_document.py", "per_document", "length * count for length, count in runs", "length for length, count in runs", "tests/test_attention.py"),
     Mutant("ops/attention.py", "Kernel.suits", " and traits.value_width in self.widths", "", "tests/test_attention.py"),
-    Mutant("ops/attention.py", "Kernel.suits", "(self.softcap_and_sinks or not (traits.softcap or traits.sinks))", "True", "tests/test_attention.py"),
+    Mutant("ops/attention.py", "Kernel.suits", "(self.any_scores or not (traits.softcap or traits.sinks or traits.images))", "True", "tests/test_attention.py"),
     Mutant("ops/attention_call.py", "Call.windowed", "self.window < length", "self.window <= length - 2", "tests/test_attention.py"),
     Mutant("ops/attention.py", "attend", "if bounds is None:", "if False:", "tests/test_attention.py tests/test_startup.py"),
     Mutant("parallel/fsdp.py", "shard", "child.set_gradient_divide_factor(1.0)", "pass", "tests/test_engine.py tests/test_parity.py"),
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("parallel/inputs.py", "InputCasts._hook", "value.is_floating_point()", "True", "tests/test_knobs_inputs.py"),
     Mutant("planner/memory.py", "_gathered", "others[:2]", "others[:1]", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "_largest_shard", "math.ceil", "math.floor", "tests/test_memory.py tests/test_memory_advice.py"),
-    Mutant("planner/memory.py", "Needs.resident", " + self.optimizer", "", "tests/test_memory.py tests/test_memory_advice.py"),
+    Mutant("planner/memory.py", "MemoryNeeds.resident", " + self.optimizer", "", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "check_fits", "needs.resident <= room", "needs.weights <= room", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("engine/metrics.py", "Sums.reduce", "total / weight if weight else None", "total", "tests/test_metrics.py"),
     Mutant("models/flops.py", "document_flops", "attention_pairs(length, a.window, causal)", "attention_pairs(length, None, causal)", "tests/test_flops.py"),
@@ -73,4 +73,15 @@ MUTANTS = (
     Mutant("sharding/cuts.py", "_held", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
     Mutant("models/tp_styles.py", "_of_mlp", ",) * 2)", ",))", "tests/test_tensor_parallel.py"),
     Mutant("optim/optimizer.py", "global_norm", " / key[1]", "", "tests/test_tensor_parallel.py"),
+    # ---- images
+    Mutant("models/vision.py", "Vision.positions", "return positions[-3:, 0]", "return positions[-3:, 0] * 0", "tests/test_vision_parity.py"),
+    Mutant("models/vision.py", "Vision.last_seen", "* count if kind else", "* count if False else", "tests/test_vision_parity.py"),
+    Mutant("models/vision.py", "without_features", "t[:0]", "t", "tests/test_vision_training.py"),
+    Mutant("engine/plan.py", "StepPlan.has_images", "self.rows if last else", "self.rows if False else", "tests/test_vision_training.py"),
+    Mutant("engine/plan.py", "StepPlan.has_images", "for ranks in rows for row in ranks", "for ranks in rows for row in ranks[:1]", "tests/test_vision_training.py"),
+    Mutant("engine/media.py", "_joined", "torch.cat(list(parts), dim=images)", "torch.cat(list(parts)[::-1], dim=images)", "tests/test_vision_parity.py"),
+    Mutant("ops/per_document.py", "_with_images", "last - start for", "last for", "tests/test_vision_parity.py"),
+    Mutant("engine/executor.py", "Executor.forward_backward", "if loss.requires_grad:", "if True:", "tests/test_vision_training.py"),
+    Mutant("models/freeze.py", "_parts", "if not any(matches(outer, name) for outer in projector)", "", "tests/test_vision_training.py"),
+    Mutant("engine/stages.py", "shard_model", " and built.vision is None", "", "tests/test_vision_parity.py"),
 )  # fmt: skip

@@ -33,9 +33,9 @@ MUTANTS = (
     Mutant("rl/evaluate.py", "RlEvaluator.due", "step == steps or ", "", "tests/test_rl_eval.py"),
     Mutant("rollout/base.py", "seed_of", "{run}:{prompt}", "{prompt}", "tests/test_generate.py tests/test_embedded.py"),
     Mutant("rollout/base.py", "seed_of", ":{turn}", "", "tests/test_generate.py tests/test_environments.py tests/test_colocation.py"),
-    Mutant("rollout/drawing.py", "kept", "share_RV.cumsum(-1) - share_RV < sampling.top_p", "share_RV.cumsum(-1) < sampling.top_p", "tests/test_generate.py tests/test_embedded.py"),
-    Mutant("rollout/drawing.py", "kept", "stays_RV[:, 0] = True", "pass", "tests/test_generate.py tests/test_embedded.py"),
-    Mutant("rollout/drawing.py", "draw", "logprobs_RV - mass_R[:, None]", "logprobs_RV", "tests/test_generate.py tests/test_embedded.py"),
-    Mutant("rollout/drawing.py", "draw", "logits_RV / sampling.temperature", "logits_RV * sampling.temperature", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/token_sampling.py", "kept", "share_RV.cumsum(-1) - share_RV < sampling.top_p", "share_RV.cumsum(-1) < sampling.top_p", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/token_sampling.py", "kept", "stays_RV[:, 0] = True", "pass", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/token_sampling.py", "sample_tokens", "logprobs_RV - mass_R[:, None]", "logprobs_RV", "tests/test_generate.py tests/test_embedded.py"),
+    Mutant("rollout/token_sampling.py", "sample_tokens", "logits_RV / sampling.temperature", "logits_RV * sampling.temperature", "tests/test_generate.py tests/test_embedded.py"),
     Mutant("rollout/generate.py", "Generator.generate", "len({request.id for request in requests}) < len(requests)", "False", "tests/test_generate.py tests/test_embedded.py"),
 )  # fmt: skip

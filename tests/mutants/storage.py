@@ -30,10 +30,10 @@ MUTANTS = (
     Mutant("checkpoint/state.py", "load_state", "filled[name] != part.box.numel", "False", "tests/test_checkpoint.py tests/test_resume.py"),
     Mutant("checkpoint/state.py", "load_state", "engine.loss_scale.load_state_dict(state.content[\"loss_scale\"])", "pass", "tests/test_knobs_fp16.py tests/test_resume.py"),
     Mutant("checkpoint/resume.py", "newest", "reversed(steps)", "steps", "tests/test_resume.py tests/test_checkpoint.py"),
-    Mutant("checkpoint/resume.py", "agreed", "if text is not None), None)", "if False), None)", "tests/test_resume.py tests/test_checkpoint.py"),
+    Mutant("checkpoint/resume.py", "agree", "if text is not None), None)", "if False), None)", "tests/test_resume.py tests/test_checkpoint.py"),
     Mutant("checkpoint/resume.py", "_take_up_rng", "rng.restore(read_rng(state, ranks.rank), engine.device)", "pass", "tests/test_resume.py tests/test_lora.py"),
     Mutant("sharding/digests.py", "check_boxes", "!= digest.sha256", "== ''", "tests/test_checkpoint.py tests/test_ranges.py"),
-    Mutant("checkpoint/export.py", "check_sizes", "size != layout.size", "False", "tests/test_checkpoint.py tests/test_export.py tests/test_ranges.py"),
+    Mutant("checkpoint/export.py", "check_sizes", "size != layout.size", "False", "tests/test_export.py"),
     Mutant("checkpoint/export.py", "_slices", "min(rows, box.size[0] - first)", "rows", "tests/test_export.py tests/test_checkpoint.py"),
     Mutant("checkpoint/export.py", "_most_common_dtype", "+= tensor.numel()", "+= 1", "tests/test_export.py"),
 )  # fmt: skip

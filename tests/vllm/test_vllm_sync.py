@@ -4,6 +4,7 @@ exactly what a vLLM that was started from the export samples."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ async def fresh(path: Path, folder: Path, adapter: Path | None = None, rank: int
     engine = await VllmEngine.start(settings(path, folder, name="fresh", **more), version=VERSIONS[-1])
     try:
         if adapter is not None:
-            await engine.load_adapter(adapter, VERSIONS[-1])
+            async with engine._update(VERSIONS[-1]):
+                shutil.copytree(adapter, engine._adapters, dirs_exist_ok=True)
+                await engine._load_adapter()
         return await sample(engine)
     finally:
         await engine.close()

@@ -13,7 +13,7 @@ from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
 from weft.sharding.boxes import Box, Shard
-from weft.sharding.cuts import shards_of, whole_shape
+from weft.sharding.cuts import full_shape, shards_of
 from weft.sharding.layout import Piece
 
 
@@ -23,7 +23,7 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
     assert lora is not None
     parameters, cuts = dict(built.module.named_parameters()), engine.divided.cuts
     trained = {
-        name: torch.empty(whole_shape(name, p, cuts), dtype=dtype or p.dtype, device="meta")
+        name: torch.empty(full_shape(name, p, cuts), dtype=dtype or p.dtype, device="meta")
         for name, p in parameters.items()
         if lora.trains(name)
     }

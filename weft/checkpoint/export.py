@@ -251,7 +251,7 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence
     _wait_for_all(engine)
     counts = torch.tensor([exported.bytes, exported.handed, join_export(plan, partial, seams, ranks.rank)])
     if ranks.world > 1:
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=ranks.group)
     require_complete(plan, *counts.tolist())
     if ranks.is_first:
         shutil.rmtree(handed, ignore_errors=True)
@@ -268,7 +268,7 @@ def require_complete(plan: ExportPlan, written: int, handed: int, joined: int) -
 
 def _wait_for_all(engine: Engine) -> None:
     if engine.ranks.world > 1:
-        dist.barrier()
+        dist.barrier(engine.ranks.group)
 
 
 def _slices(box: Box) -> Iterator[Box]:

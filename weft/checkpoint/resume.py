@@ -47,15 +47,17 @@ def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[Train
     return None, skipped
 
 
-def alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
-    """A judge for a single process, which reads everything itself. parts: as in `whole`."""
+def judge_alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
+    """A judge for a single process, which reads everything itself. parts: as in `read_verified`."""
     try:
-        return whole(checkpoint, 0, 1, parts), ""
+        return read_verified(checkpoint, 0, 1, parts), ""
     except DamagedError as error:
         return None, str(error)
 
 
-def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True) -> TrainerState:
+def read_verified(
+    checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True
+) -> TrainerState:
     """The trainer state of a checkpoint, after verifying this rank's share of its files. DamagedError.
 
     Files, also those of further engines (a critic), are compared with their checksums, and weights with their digests.
@@ -72,7 +74,7 @@ def whole(checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, 
     return state
 
 
-def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
+def agree(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     """What `function` returns; where it found damage on any rank, None and the first reason, on all ranks."""
     result, mine = None, None
     try:
@@ -80,7 +82,7 @@ def agreed(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     except DamagedError as error:
         mine = str(error)
     reasons: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(reasons, mine)
+    dist.all_gather_object(reasons, mine, group=ranks.group)
     reason = next((text for text in reasons if text is not None), None)
     return (result, "") if reason is None else (None, reason)
 
@@ -99,7 +101,7 @@ def fill_from(
             load_state(other, read_state(state.checkpoint / folder))
         return True
 
-    loaded, reason = agreed(load, engine.ranks)
+    loaded, reason = agree(load, engine.ranks)
     if loaded is None:
         raise UserError(
             f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "

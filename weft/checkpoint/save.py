@@ -39,7 +39,7 @@ from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
 from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
-from weft.cluster.consistency import largest
+from weft.cluster.consistency import max_over_ranks
 from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
@@ -99,7 +99,7 @@ class Saver:
         ]
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
-        dist.broadcast_object_list(token, src=0)
+        dist.broadcast_object_list(token, src=0, group=self.engine.ranks.group)
         self._token = token[0]
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -144,7 +144,9 @@ class Saver:
         """Wait until no rank is writing. Raises the first error of any rank on all ranks."""
         # Short collectives in a loop, because one rank may write for longer than a collective may wait.
         while True:
-            pending, failed = largest([self._busy, self.failed], self.engine.mesh.world_group, self.engine.device)
+            pending, failed = max_over_ranks(
+                [self._busy, self.failed], self.engine.mesh.world_group, self.engine.device
+            )
             if failed:
                 self.raise_failure()
             if not pending:
@@ -157,7 +159,7 @@ class Saver:
         if self.engine.ranks.is_first:
             self._note_missing()
         found: list[str | None] = [self._nonfinite]
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=self.engine.ranks.group)
         if found[0] is not None:
             raise FloatingPointError(f"{found[0]} Lower optimizer.lr, or look at the data.")
         return step_folder(self.checkpoints, self.last)
@@ -185,7 +187,7 @@ class Saver:
             self._thread.join()
         mine = None if self._error is None else (self._describe(self._error), _is_mendable(self._error))
         errors: list[tuple[str, bool] | None] = [None] * self.engine.ranks.world
-        dist.all_gather_object(errors, mine)
+        dist.all_gather_object(errors, mine, group=self.engine.ranks.group)
         text, mendable = next(error for error in errors if error is not None)
         if self.engine.ranks.is_first and self._job is not None:
             self._give_up(self._job)

@@ -34,7 +34,7 @@ from weft.files import read_object, regular_file, sha256
 from weft.optim.custom_optimizer import is_number
 from weft.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.sharding.boxes import Box, Shard, overlap, shard_of
-from weft.sharding.cuts import Cut, shards_of, split, whole_shape
+from weft.sharding.cuts import Cut, full_shape, shards_of, split
 from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 from weft.telemetry.summary import versions
@@ -384,7 +384,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             optimizer, stepped = stepped_by(engine.optimizer, parameter)
             dtype, shape = getattr(torch, described["dtype"]), described["shape"]
             empty = torch.zeros_like(stepped, dtype=dtype)
-            if shape != list(whole_shape(entry.rpartition("/")[2], parameter, engine.divided.cuts)):
+            if shape != list(full_shape(entry.rpartition("/")[2], parameter, engine.divided.cuts)):
                 empty = torch.zeros(shape, dtype=dtype, device=stepped.device)
             optimizer.state[stepped][key] = empty
     for entry, number in content["scalars"].items():

@@ -13,7 +13,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.reports import RankReport
 from weft.cluster.watch import FROZEN, Silence, process_of
-from weft.cluster.watchdog import looking
+from weft.cluster.watchdog import periodically
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -77,5 +77,5 @@ def watching_actors(watchdog: ActorWatchdog) -> Iterator[None]:
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
             watchdog.look(frozen_seconds)
 
-    with looking(look, _TICK, "weft actor watchdog"):
+    with periodically(look, _TICK, "weft actor watchdog"):
         yield

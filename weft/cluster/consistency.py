@@ -10,9 +10,11 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft.cluster.process import Ranks
 from weft.errors import RanksDisagreeError, UserError
@@ -22,15 +24,53 @@ LOCK = "lock"  # of RUN: a file that says which process holds it
 _MOST = 8
 
 
-def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Compare the values of named items across all ranks of the group; collective. RanksDisagreeError, the same on
     every rank, names each difference and the ranks that differ from the majority."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
-    found = differences(said, dist.get_process_group_ranks(group or dist.group.WORLD))
+    _raise_for("ranks disagree", differences(said, dist.get_process_group_ranks(group)))
+
+
+class Alike(NamedTuple):
+    """What several ranks hold alike. number: made of it, below 2**24. place, size: this rank's among those that hold
+    it."""
+
+    what: str
+    number: int
+    place: int
+    size: int
+
+
+Number = TypeVar("Number", int, Tensor)
+
+
+def term(number: Number, place: int, size: int) -> Number:
+    """A rank's term of a sum that is 0 where all ranks that hold the same have the same number; exact in fp64 up to a
+    million ranks."""
+    return number * (size - 1) if place == 0 else -number
+
+
+def require_alike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+    """As require_agreement, of items that a rank may lack: those that have one have to agree on it."""
+    said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(said, dict(items), group=group)
+    ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()
+    for rank, own in zip(ranks, said, strict=True):
+        for name, value in own.items():
+            values.setdefault(name, {}).setdefault(value, []).append(rank)
+    _raise_for(what, [
+        f"{name}: " + "; ".join(f"{value} on {_names(of)}" for value, of in found.items())
+        for name, found in sorted(values.items())
+        if len(found) > 1
+    ])  # fmt: skip
+    raise RanksDisagreeError(f"{what}, but not when asked again: memory or network is at fault")
+
+
+def _raise_for(what: str, found: Sequence[str]) -> None:
     if found:
         more = [f"and {len(found) - _MOST} more differences"] if len(found) > _MOST else []
-        raise RanksDisagreeError("ranks disagree:\n" + "\n".join(f"  {line}" for line in [*found[:_MOST], *more]))
+        raise RanksDisagreeError(f"{what}:\n" + "\n".join(f"  {line}" for line in [*found[:_MOST], *more]))
 
 
 def differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
@@ -76,7 +116,7 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     except (OSError, ValueError, KeyError):
         seen = False
     hosts: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(hosts, None if seen else socket.gethostname())
+    dist.all_gather_object(hosts, None if seen else socket.gethostname(), group=ranks.group)
     blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
     if blind:
         raise UserError(
@@ -86,7 +126,7 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
         )
 
 
-def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The maximum of each number over the ranks of `group`, by one all-reduce; collective."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
@@ -95,7 +135,7 @@ def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
     return list(vector.tolist())
 
 
-def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
+def on_first_rank(do: Callable[[], None], ranks: Ranks) -> None:
     """Call `do` on the first rank; its UserError is raised on all ranks. Collective."""
     said: list[str | None] = [None]
     if ranks.is_first:
@@ -103,6 +143,6 @@ def done_by_first(do: Callable[[], None], ranks: Ranks) -> None:
             do()
         except UserError as error:
             said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
+    dist.broadcast_object_list(said, src=0, group=ranks.group)
     if said[0] is not None:
         raise UserError(said[0])

@@ -17,11 +17,11 @@ from typing import NoReturn
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.failures import keep_own, of_this_rank
+from weft.cluster.failures import keep_own_record, own_failure_text
 from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
-from weft.cluster.watchdog import STACKS, waits, watch_for_ever, watched, write_stacks_to
+from weft.cluster.watchdog import STACKS, in_collective, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
 from weft.telemetry import flight
 from weft.terminal import say
@@ -100,7 +100,7 @@ def _settle_in(scratch: Path) -> None:
     flight.begin(own_rank(), int(os.environ["WORLD_SIZE"]))
 
 
-def settle_actor(number: int) -> Path:
+def set_up_actor(number: int) -> Path:
     """Set up an actor's process: its flight record is where the controller reads it, and a hang ends it with a report.
     Returns the folder for reports."""
     into = reports.folder()
@@ -122,12 +122,12 @@ def _report(report: RankReport, debug: bool) -> int:
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
-            say(of_this_rank(report, joined(), debug), error=True)
+            say(own_failure_text(report, joined(), debug), error=True)
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
-    kept = report.kind == "user" or keep_own(report)
-    say(of_this_rank(report, joined(), debug), error=True)
+    kept = report.kind == "user" or keep_own_record(report)
+    say(own_failure_text(report, joined(), debug), error=True)
     flight.own.close(remove=kept)
     return report.status
 
@@ -137,7 +137,7 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
         own_rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
-        waited=waits(calls[::-1]), collectives=flight.last_collectives(),
+        waited=in_collective(calls[::-1]), collectives=flight.last_collectives(),
     )  # fmt: skip
     _report(report, debug)
     sys.stderr.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.cluster.reports import RankReport
 from weft.cluster.status import STATUS, Kind
 from weft.cluster.watch import STOP_SECONDS, Evidence
-from weft.cluster.watchdog import waits
+from weft.cluster.watchdog import in_collective
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -95,7 +95,7 @@ def diagnose(
     if stopped:
         text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
     record = seen.records.get(rank) or next(iter(seen.records.values()), Record())
-    text += what_stands(record.run) if kind != "user" else ""
+    text += describe_what_is_left(record.run) if kind != "user" else ""
     return Failure(kind, text, rank, record.step, record.run)
 
 
@@ -117,7 +117,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     return "\n".join(line for line in lines if line).rstrip()
 
 
-def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
+def own_failure_text(report: RankReport, several: bool, debug: bool) -> str:
     """The message of a rank that weft did not launch: its own failure, and the rank for which it waited."""
     text = explain(report, f"rank {report.rank} failed: " if several else "error: ", debug)
     run = flight.own.record().run
@@ -126,10 +126,10 @@ def of_this_rank(report: RankReport, several: bool, debug: bool) -> str:
         behind = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
         lines = [f"rank {rank} is {records[rank].where()}" for rank in behind[:_SHOWN_RANKS]]
         text = "\n".join([text, *filter(None, [_unlike_plans(records)]), *lines])
-    return text + (what_stands(run) if report.kind != "user" else "")
+    return text + (describe_what_is_left(run) if report.kind != "user" else "")
 
 
-def what_stands(run: str) -> str:
+def describe_what_is_left(run: str) -> str:
     """Lines about what a failed run left behind: its last checkpoint, and the records of its ranks; empty without a run
     folder."""
     if not run:
@@ -140,7 +140,7 @@ def what_stands(run: str) -> str:
     return f"{text}\nWhat each rank was doing is in {Path(run) / flight.FOLDER}."
 
 
-def keep_own(report: RankReport) -> bool:
+def keep_own_record(report: RankReport) -> bool:
     """Write this rank's record to RUN/flight, for ranks that weft did not launch; whether that worked."""
     return keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
 
@@ -190,7 +190,7 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
         return "killed", f"rank {rank} ended with exit status {status} and no message{where}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     if status == -signal.SIGKILL and seen.oom_kills:
-        return "memory", by_kernel(f"rank {rank}", where)
+        return "memory", oom_kill_text(f"rank {rank}", where)
     if status == -signal.SIGKILL:
         hint = _BY_KERNEL if seen.oom_kills is None else _NOT_BY_KERNEL
         return "killed", f"rank {rank} was killed by {name}{hint}{where}"
@@ -201,7 +201,7 @@ def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
     return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{where}{calls}"
 
 
-def by_kernel(who: str, where: str) -> str:
+def oom_kill_text(who: str, where: str) -> str:
     """The message for a process that was killed for want of memory. where: a line on its step and phase, or ""."""
     return f"{who} was killed by the kernel, which is short of memory{where}\n{_memory_advice(where)}"
 
@@ -236,7 +236,9 @@ def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
     frozen = sorted(seen.states.keys() & seen.records.keys())
     if frozen:
         return frozen
-    elsewhere = [rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not waits(stack)]
+    elsewhere = [
+        rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not in_collective(stack)
+    ]
     elsewhere = [rank for rank in elsewhere if rank in seen.records]
     if elsewhere and len(elsewhere) < len(seen.records):
         return elsewhere

@@ -34,6 +34,10 @@ class Ranks:
     assumed: Accelerator | None = None
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        return everyone()
+
+    @property
     def mesh_device(self) -> str:
         """The device type of this rank's meshes."""
         return "cpu" if self.assumed is not None else self.device.type
@@ -121,6 +125,19 @@ def pretend(world: int, device: Device = "cpu", assumed: Accelerator | None = No
     dist.init_process_group("fake", rank=0, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
     return Ranks(0, world, 0, chosen, assumed=assumed)
+
+
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks, for what concerns processes: files, failures, stops. What concerns documents or weights
+    names its part of the mesh."""
+    group = dist.group.WORLD
+    assert group is not None, "there is no process group"
+    return group
+
+
+def place_among_all() -> tuple[int, int]:
+    """(rank, how many); (0, 1) where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def leave() -> None:

@@ -27,7 +27,7 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.actor_watchdog import ActorWatchdog, watching_actors
-from weft.cluster.failures import by_kernel, explain, explain_hang, keep_evidence
+from weft.cluster.failures import explain, explain_hang, keep_evidence, oom_kill_text
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
@@ -234,7 +234,7 @@ class ActorGroup:
         if found:  # it ended itself, and said why
             return ActorError(explain(found[0], f"{self.name} {number} failed: ", debug=False), found[0].kind, found[0])
         if (oom_kills() or 0) > self.oom_kills or "running low on memory" in reason:  # the kernel, or Ray's monitor
-            return ActorError(by_kernel(f"{self.name} {number}", where), "memory", None)
+            return ActorError(oom_kill_text(f"{self.name} {number}", where), "memory", None)
         last = next((line.strip() for line in reason.splitlines() if "has died" in line), "").partition(". ")[0]
         return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), "killed", None)
 
@@ -377,10 +377,10 @@ class _Actor:
     """The process of an actor. The object is created at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
-        from weft.cluster.entrypoint import settle_actor
+        from weft.cluster.entrypoint import set_up_actor
 
         self._number = number
-        self._scratch = settle_actor(number)
+        self._scratch = set_up_actor(number)
         self._make: Callable[[int], Any] | None = make
         self._object: Any = None
 

@@ -55,7 +55,7 @@ class Handlers:
             signal.signal(number, handler)
 
 
-def say_what_ends() -> None:
+def announce_ending_signal() -> None:
     """Install handlers that print which signal ended the process; for a process that has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -15,7 +15,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
-from weft.cluster.watchdog import STACKS, looking, main_stack
+from weft.cluster.watchdog import STACKS, main_stack, periodically
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -154,5 +154,5 @@ class Watch:
 def watching(scratch: Path) -> Iterator[Watch]:
     """Observe the ranks in a thread until they have ended."""
     watch = Watch(scratch)
-    with looking(watch.look, _TICK, "weft watch"):
+    with periodically(watch.look, _TICK, "weft watch"):
         yield watch

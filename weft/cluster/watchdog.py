@@ -42,7 +42,7 @@ class Frozen:
 
 
 @contextmanager
-def looking(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
+def periodically(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
     """A thread that calls look(frozen seconds so far) every `every` seconds."""
     over, frozen = threading.Event(), Frozen(every)
 
@@ -120,6 +120,6 @@ def main_stack(text: str) -> list[str]:
     return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
 
 
-def waits(stack: list[str]) -> bool:
+def in_collective(stack: list[str]) -> bool:
     """Whether the main thread is inside a collective."""
     return bool(stack) and "/torch/distributed/" in stack[0]

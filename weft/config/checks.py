@@ -188,6 +188,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
     "data.workers": AT_LEAST_1,
     "data.max_row_bytes": (lambda v: 1 <= v <= 1 << 40, "1 to 1099511627776 (a TiB)"),
+    "data.max_image_pixels": (lambda v: 1 <= v <= 178_956_970, "1 to 178956970, which is all that Pillow opens"),
+    "data.image_pixels": (
+        lambda v: set(v) <= {"min", "max"} and all(pixels >= 1 for pixels in v.values()) and _in_order(v),
+        "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
+    ),
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
@@ -227,6 +232,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
     "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }
+
+
+def _in_order(limits: Mapping[str, int]) -> bool:
+    return len(limits) < 2 or limits["min"] <= limits["max"]
 
 
 def _held_out(config: Any) -> bool:

@@ -59,7 +59,7 @@ def _reads_base(config: RlConfig) -> bool:
     return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
 
 
-def _apart(config: RlConfig) -> bool:
+def _is_disaggregated(config: RlConfig) -> bool:
     """Whether it is certain that engines and trainers share no devices."""
     cluster = config.cluster
     return config.rollout.engine != "embedded" and (cluster.placement == "disaggregated" or cluster.max_staleness > 0)
@@ -105,6 +105,10 @@ INERT = (
     Inert("data.max_length", _always, _LIMITS),
     Inert("data.workers", _always, "prompts are tokenised as they are read"),
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
+    *(
+        Inert(f"data.{leaf}", _always, "prompts with images are not in this version")
+        for leaf in ("image_pixels", "check_images", "max_image_pixels", "fetch_images")
+    ),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
@@ -167,7 +171,7 @@ INERT = (
         lambda c: c.rollout.engine == "embedded",
         "rollout.engine=embedded is in the trainers' ranks",
     ),
-    Inert("cluster.sleep", _apart, "engines have devices of their own: trainers stay awake"),
+    Inert("cluster.sleep", _is_disaggregated, "engines have devices of their own: trainers stay awake"),
     Inert("rollout.unfinished", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")

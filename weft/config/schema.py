@@ -62,7 +62,8 @@ class ModelConfig:
     )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
-        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state.",
+        "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state. Of vision-language "
+        "models, `vision` (the tower), `projector` and `language` name parts, as in [vision, projector].",
         (),
     )
 
@@ -229,6 +230,22 @@ class DataConfig:
         "What to do with a row that cannot be read, rendered or trained on: `error`, or `drop`, which leaves it out, "
         "counts it, and writes it to RUN/bad_rows.jsonl with what is wrong. Of eval.path and eval.sources, too.",
         "error",
+    )
+    image_pixels: dict[str, int] = key(  # noqa: RUF009 - dataclasses.field()
+        "Limits of a vision model's own processor for the pixels of an image, as in {min: 3136, max: 1003520}; either "
+        "may be left out. Larger images are made smaller, and take fewer tokens. Refused where the processor has no "
+        "such limit.",
+        default_factory=dict,
+    )
+    check_images: bool = key(
+        "Decode every image before training, so that a damaged one is found then; false reads only the size of each.",
+        True,
+    )
+    max_image_pixels: int = key(
+        "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.", 89_478_485
+    )
+    fetch_images: bool = key(
+        "Fetch images of http and https URLs, once, while the data are read; they are kept with the tokens.", False
     )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "

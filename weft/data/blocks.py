@@ -12,7 +12,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
@@ -30,12 +31,14 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """number: of its line, or its index. where: for messages. escaped: the text may hold half of a surrogate pair."""
+    """number: of its line, or its index. where: for messages. escaped: the text may hold half of a surrogate pair.
+    position: as in Record."""
 
     number: int
     where: str
     values: Mapping[str, Any]
     escaped: bool = False
+    position: int | None = None
 
 
 OnBad = Callable[[int, UserError], None]  # is given the number of a row, and what is wrong with it
@@ -76,6 +79,15 @@ class _Rows(ABC, Generic[_Item]):
     @abstractmethod
     def _row(self, number: int, name: str, item: _Item) -> Row: ...
 
+    @abstractmethod
+    def _origin(self) -> str:
+        """The file or table of the rows."""
+
+    def _folder(self) -> str:
+        """What paths in its rows are relative to."""
+        origin = self._origin()
+        return origin if os.path.isdir(origin) else os.path.dirname(origin)
+
     def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
         for number, name, item in self._items():
             try:
@@ -86,9 +98,12 @@ class _Rows(ABC, Generic[_Item]):
                 yield row
 
     def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
+        folder = self._folder()
         for row in self.rows(bad):
             try:
-                record = parse_row(row.where, row.values, reading)
+                record = parse_row(row.where, row.values, reading, folder)
+                if record.images:
+                    record = replace(record, position=row.position)
                 if row.escaped:
                     check_unicode(record.where, record.value)
             except UserError as error:
@@ -98,10 +113,10 @@ class _Rows(ABC, Generic[_Item]):
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlock(_Rows[bytes]):
-    """The lines of a JSONL file that begin in its bytes start..stop. newlines: in the bytes before `start`; None if not
-    counted: then a line's number is its first byte. most: bytes of a line. stamp: the state of the file when it was
-    opened, for the check that it did not change."""
+class FileBlock(_Rows[tuple[int, bytes]]):
+    """The lines of a JSONL file that begin in its bytes start..stop, each with its first byte. newlines: in the bytes
+    before `start`; None if not counted: then a line's number is its first byte. most: bytes of a line. stamp: the state
+    of the file when it was opened, for the check that it did not change."""
 
     path: str
     start: int
@@ -114,23 +129,29 @@ class FileBlock(_Rows[bytes]):
     def size(self) -> int:
         return self.stop - self.start
 
-    def _items(self) -> Iterator[tuple[int, str, bytes]]:
+    def _items(self) -> Iterator[tuple[int, str, tuple[int, bytes]]]:
         data, begin, skipped = self._read()
+        # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
+        lines = data.split(b"\n")
+        starts = accumulate((len(line) + 1 for line in lines), initial=begin)
         if self.newlines is not None:
-            # Split at "\n" only: str.splitlines would also cut at U+2028, which JSON strings may hold.
-            lines = data.split(b"\n")
-            for number, line in not_blank(enumerate(lines, start=self.newlines + skipped + 1)):
-                yield number, where(self.path, number, by_line=True), line
+            first = self.newlines + skipped + 1
+            places = dict(zip(range(first, first + len(lines)), starts, strict=False))
+            for number, line in not_blank(enumerate(lines, start=first)):
+                yield number, where(self.path, number, by_line=True), (places[number], line)
             return
-        for line in data.split(b"\n"):
+        for start, line in zip(starts, lines, strict=False):
             if line.strip():
-                yield begin, f"{self.path}, byte {begin}", line
-            begin += len(line) + 1
+                yield start, f"{self.path}, byte {start}", (start, line)
 
-    def _row(self, number: int, name: str, item: bytes) -> Row:
-        if len(item) > self.most:
+    def _origin(self) -> str:
+        return self.path
+
+    def _row(self, number: int, name: str, item: tuple[int, bytes]) -> Row:
+        start, line = item
+        if len(line) > self.most:
             raise too_large(name, self.most)
-        return _row_of_line(number, name, item)
+        return replace(_row_of_line(number, name, line), position=start)
 
     def _read(self) -> tuple[bytes, int, int]:
         """Whole lines, where the first begins, and 1 where a line that began earlier was skipped.
@@ -167,6 +188,9 @@ class LineBlock(_Rows[bytes]):
         for number, line in self.lines:
             yield number, where(self.path, number, by_line=True), line
 
+    def _origin(self) -> str:
+        return self.path
+
     def _row(self, number: int, name: str, item: bytes) -> Row:
         return _row_of_line(number, name, item)
 
@@ -174,7 +198,7 @@ class LineBlock(_Rows[bytes]):
 @dataclass(frozen=True, slots=True)
 class RowBlock(_Rows[Any]):
     """Rows as Python values, with an error in place of an unreadable one. numbers: of their lines (by_line), or
-    indices. escaped: as in Row."""
+    indices. escaped: as in Row. again: whether a number is enough to read its row again."""
 
     origin: str
     values: Sequence[Any]
@@ -182,6 +206,10 @@ class RowBlock(_Rows[Any]):
     by_line: bool
     size: int
     escaped: bool = False
+    again: bool = False
+
+    def _origin(self) -> str:
+        return self.origin
 
     def _items(self) -> Iterator[tuple[int, str, Any]]:
         for number, values in zip(self.numbers, self.values, strict=True):
@@ -190,18 +218,23 @@ class RowBlock(_Rows[Any]):
     def _row(self, number: int, name: str, item: Any) -> Row:
         if isinstance(item, UserError):
             raise item
-        return Row(number, name, item, self.escaped)
+        return Row(number, name, item, self.escaped, number if self.again else None)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowBlock(_Rows[Any]):
-    """Rows of a pyarrow.Table. first: the index of its first row in the whole table. most: bytes of a row."""
+    """Rows of a pyarrow.Table. first: the index of its first row in the whole table. most: bytes of a row. again: as in
+    RowBlock."""
 
     origin: str
     table: Any
     first: int
     size: int
     most: int = MAX_ROW_BYTES
+    again: bool = False
+
+    def _origin(self) -> str:
+        return self.origin
 
     def _items(self) -> Iterator[tuple[int, str, Any]]:
         large = self.table.nbytes > self.most
@@ -214,7 +247,7 @@ class ArrowBlock(_Rows[Any]):
             if item.nbytes > self.most:
                 raise too_large(name, self.most)
             item = item.to_pylist()[0]
-        return Row(number, name, without_nulls(item))
+        return Row(number, name, without_nulls(item), position=number if self.again else None)
 
 
 # ---------------------------------------------------------------- files

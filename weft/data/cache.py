@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.data import table as tables
+from weft.data.image_files import Place
 from weft.data.sources import Part
 from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from weft.data.tokenise import Work
 
 _SECONDS = 0.2  # between two looks at a lock
+_LOOKING = 16  # threads that look at files of images
 
 
 def key(part: Part, work: Work) -> str | None:
@@ -38,9 +41,17 @@ def key(part: Part, work: Work) -> str | None:
         part.digest(), str(part.by_line), repr(work.reading),
         type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
         str(sorted(tokenizer.special_tokens_map.items())), repr(work.encoding),
-        version("tokenizers"), version("transformers"), __version__, _code(),
+        version("tokenizers"), version("transformers"), __version__, _code(), *_of_images(part, work),
     ]  # fmt: skip
     return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
+
+
+def _of_images(part: Part, work: Work) -> list[str]:
+    """What tokens and places of images depend on, besides the rows. Paths in rows are relative to the data's."""
+    images = work.images
+    if images is None:
+        return []
+    return [images.settings, images.problem, str(images.template), repr(images.checks), os.path.abspath(part.origin)]
 
 
 def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:
@@ -66,11 +77,15 @@ def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chu
 
 
 def _whole(kept: Path, part: Part) -> Table | None:
-    """The table that is kept; None where there is none, or a damaged one."""
+    """The table that is kept; None where there is none, a damaged one, or one of images that have changed since."""
     try:
-        return tables.read(kept, part.origin, part.by_line) if kept.is_dir() else None
+        found = tables.read(kept, part.origin, part.by_line) if kept.is_dir() else None
     except DamagedTableError:
         return None
+    if found is None or not found.images.any():
+        return found
+    with ThreadPoolExecutor(_LOOKING) as pool:  # most of the time they wait for the file system
+        return found if all(pool.map(Place.is_as_it_was, found.image_files())) else None
 
 
 def _make(kept: Path, chunks: Callable[[], Generator[Chunk]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.encode import Encoding, has_template
+from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.open_sources import Data, Source, open_data
@@ -20,7 +22,10 @@ from weft.data.records import ALL_FORMATS, NEEDED
 from weft.data.table import Array, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document, MeasuredDocuments, Measures
+from weft.engine.media import Media
 from weft.errors import UserError
+
+_THREADS = 4  # that decode and process images
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,8 @@ class Documents(MeasuredDocuments):
         lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
         losses: Array = np.concatenate([piece.losses for piece in pieces])
         weights = losses.astype(np.float64)  # a trained token weighs 1
-        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool))
+        patches: Array = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -90,13 +96,33 @@ class Documents(MeasuredDocuments):
             weights=torch.from_numpy(trained.astype(np.float32)),
             source=piece.table.where(kept),
             dataset=piece.source,
+            media=_media(piece.table, kept),
         )
+
+    def take(self, indices: Sequence[int]) -> dict[int, Document]:
+        """Several at a time where they have images, which are decoded and processed here."""
+        if not self._measures.patches.any():
+            return super().take(indices)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+            return dict(zip(indices, pool.map(self.build, indices), strict=True))
 
     def _place(self, index: int) -> tuple[Piece, int]:
         """Its piece, and its row in that."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         piece = self._pieces[number]
         return piece, index - int(self._ends[number]) + len(piece.kept)
+
+
+def _media(table: Table, index: int) -> Media | None:
+    """The images of a document, decoded and processed. Raises UserError where one has changed since it was read."""
+    places = table.places(index)
+    if not places:
+        return None
+    assert table.inputs is not None
+    where, patches = table.where(index), int(table.patches[index])
+    inputs, found = table.inputs(where, places)
+    assert found == patches, f"{where}: {found} patches of images, and {patches} were expected"
+    return Media(inputs, patches)
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:
@@ -122,6 +148,7 @@ def load_documents(
     vocab_size: int | None = None,
     encoding: Encoding | None = None,
     bad_rows: Literal["error", "drop"] = "error",
+    images: Images | None = None,
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data; docs/reference/data.md says which forms it may have.
@@ -133,13 +160,13 @@ def load_documents(
     max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
     whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
     encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error, or
-    left out. how: processes and cache; by default neither.
+    left out. images: of a vision model. how: processes and cache; by default neither.
 
     Raises UserError with file and line for whatever the user has to mend in the data.
     """
     sources, drop = open_data(data), bad_rows == "drop"
     jobs = [
-        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop))
+        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop, images))
         for source in sources
         for part in source.parts
     ]

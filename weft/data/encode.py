@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from jinja2.exceptions import TemplateSyntaxError
 from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
+from weft.data.image_files import Measured, Place
+from weft.data.images import Images, Placed, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
@@ -40,18 +42,25 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and 1 for each that is trained as a target, else 0."""
+    """Token ids, and 1 for each that is trained as a target, else 0. places, patches: of its images, as in Placed.
+    reach: tokens up to the end of the last image, 0 without any."""
 
     ids: list[int]
     trained: list[int]
+    places: tuple[Place, ...] = ()
+    patches: int = 0
+    reach: int = 0
 
 
 class Encoder:
     """Encodes records with one tokenizer, whose own additions to a text are determined once. Threads may share an
     Encoder; they run in parallel only while chats are tokenised."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
+    ) -> None:
+        """images: of a vision model."""
+        self.tokenizer, self._images = tokenizer, images
         self.encoding = encoding or Encoding()
         self._prefix = self._find_prefix()
         self._backend: Any = None  # for chats, once there is one
@@ -66,9 +75,16 @@ class Encoder:
         for kind, encode in encoders.items():
             places = [i for i, found in enumerate(kinds) if found == kind]
             if places:
+                self._check_marks([records[i] for i in places])
                 for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
                     out[i] = encoded
         return [encoded for encoded in out if encoded is not None]
+
+    def _check_marks(self, records: Iterable[Record]) -> None:
+        if self._images is not None and self._images.marks:
+            for record in records:
+                if record.format != "input_ids":
+                    self._images.refuse_marks(record, texts_of(record.value))
 
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
         eos = self._eos(records[0])
@@ -103,12 +119,28 @@ class Encoder:
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
         """Each conversation is rendered and tokenised as a whole; a token that has a trained character is trained."""
+        records, sizes = self._with_sizes(records)
         with self._lock:
             if self._backend is None:
                 self._backend = _chat_backend(self.tokenizer, records[0].where)
             chats = [self._rendered(record) for record in records]
-        encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        return [Encoded(e.ids, _trained_tokens(e, chat)) for e, chat in zip(encodings, chats, strict=True)]
+        placed = [self._placed(*one) for one in zip(records, chats, sizes, strict=True)]
+        encodings = self._backend.encode_batch([one.chat.text for one in placed], add_special_tokens=False)
+        return [_encoded(encoding, one) for encoding, one in zip(encodings, placed, strict=True)]
+
+    def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[Measured]]]:
+        """The records and the sizes of their images, all of which are opened."""
+        if self._images is not None:
+            read = self._images.read(records)
+            return [record for record, _ in read], [sizes for _, sizes in read]
+        if found := next((record for record in records if record.images), None):
+            raise BadRowError(f"{found.where}: has images, and model.path is a model of text alone.")
+        return records, [[] for _ in records]
+
+    def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
+        if self._images is None:
+            return Placed(chat)
+        return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
         """Templates take the arguments of tool calls as objects, a few as JSON text."""
@@ -150,6 +182,8 @@ class Encoder:
     def masks_of(self, record: Record, chat: Conversation) -> AssistantMasks:
         """The loss masks for a conversation; with tools a tokenizer may have another template."""
         source = self.encoding.chat_template
+        if source is None and record.images and self._images is not None:
+            source = self._images.template
         if source is None:
             source = _own_template(self.tokenizer, record.where, chat)
         if source not in self._answers:
@@ -314,6 +348,17 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
             "cannot be told from others. Write `prompt` and `completion`."
         )
     return backend
+
+
+def _encoded(encoding: Any, placed: Placed) -> Encoded:
+    """encoding: tokenizers.Encoding of the text."""
+    trained, reach = _trained_tokens(encoding, placed.chat), 0
+    for start, end in placed.replaced:
+        first, last = _token_at(encoding, start, end), encoding.char_to_token(end - 1)
+        assert first is not None and last is not None
+        reach = last + 1
+        trained[first:reach] = [0] * (reach - first)
+    return Encoded(encoding.ids, trained, placed.places, placed.patches, reach)
 
 
 def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:

@@ -52,6 +52,7 @@ class Piece:
         digest = Digest()
         for index, length in zip(self.kept, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
+            digest.update_images(*self.table.media_of(int(index)))
         return digest.hexdigest()
 
 
@@ -111,6 +112,7 @@ class Limits:
         )
 
     def _check_truncated(self, tables: Sequence[Table]) -> None:
+        self._check_images(tables)
         empty = [
             (table, int(index))
             for table in tables
@@ -122,6 +124,17 @@ class Limits:
             raise UserError(
                 f"{table.where(index)}: no trained token is left after truncation to {self.max_length} tokens "
                 f"({len(empty):,} such documents). Raise {self.key}, or set data.long_documents: drop."
+            )
+
+    def _check_images(self, tables: Sequence[Table]) -> None:
+        """UserError where truncation would leave an image without a part of its tokens."""
+        cut = [(table, int(index)) for table in tables for index in np.flatnonzero(table.reaches > self.max_length)]
+        if cut:
+            table, index = cut[0]
+            raise UserError(
+                f"{table.where(index)}: truncation to {self.max_length} tokens ({self.key}) would cut its images, "
+                f"which end at token {int(table.reaches[index])} ({len(cut):,} such documents). Raise {self.key}, make "
+                "images smaller (data.image_pixels), or set data.long_documents: drop."
             )
 
 

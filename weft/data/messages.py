@@ -28,25 +28,32 @@ _LIKELY = {
 
 
 class Parts(str):
-    """The text of a message whose content is a list of text parts, joined. parts: the list, for templates that read
-    one."""
+    """The text of a message whose content is a list of parts, joined. parts: the list, for templates that read one."""
 
     parts: list[dict[str, str]]
 
     def __new__(cls, parts: Sequence[Any]) -> Parts:
-        texts = [part if isinstance(part, str) else part["text"] for part in parts]
-        made = super().__new__(cls, "".join(texts))
-        made.parts = [{"type": "text", "text": text} for text in texts]
+        listed = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        made = super().__new__(cls, "".join(part["text"] for part in listed if part["type"] == "text"))
+        made.parts = [
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
+            for part in listed
+        ]
         return made
+
+    @property
+    def texts(self) -> list[str]:
+        return [part["text"] for part in self.parts if part["type"] == "text"]
 
 
 MEDIA = ("images", "videos", "audios")
+IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 def read_messages(
-    where: str, column: str, value: Any, roles: Mapping[str, str] = MappingProxyType({})
+    where: str, column: str, value: Any, roles: Mapping[str, str] = MappingProxyType({}), images: bool = False
 ) -> list[Message]:
-    """The messages of a column, each a new dict without nulls. roles: as data.roles.
+    """The messages of a column, each a new dict without nulls. roles: as data.roles. images: whether parts may be some.
 
     `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts stay as they are.
     Raises UserError for what is no message.
@@ -58,7 +65,7 @@ def read_messages(
         raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
     found = [
-        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles)
+        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles, images)
         for number, message in enumerate(value, start=1)
     ]
     if roles:
@@ -116,7 +123,7 @@ def decoded(where: str, column: str, value: Any) -> Any:
         ) from None
 
 
-def _message(where: str, value: Any, roles: Mapping[str, str]) -> Message:
+def _message(where: str, value: Any, roles: Mapping[str, str], images: bool) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
     message = {name: item for name, item in value.items() if item is not None}
@@ -125,8 +132,10 @@ def _message(where: str, value: Any, roles: Mapping[str, str]) -> Message:
     if not isinstance(message.get("role"), str):
         raise UserError(f'{where}: `role` must be a string such as "user", not {kind(message.get("role"))}.')
     if unread := [name for name in MEDIA if message.get(name)]:
-        raise UserError(f"{where}: `{unread[0]}` is not in this version, which trains on text. Remove it.")
-    _check_content(where, message)
+        raise UserError(
+            f"{where}: `{unread[0]}` of a message is not read: images are parts of `content`, or a column of the row."
+        )
+    _check_content(where, message, images)
     _check_calls(where, message)
     return _with_train(where, message)
 
@@ -148,13 +157,13 @@ def _from_sharegpt(message: Message, where: str, roles: Mapping[str, str]) -> Me
     return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
-def _check_content(where: str, message: Message) -> None:
+def _check_content(where: str, message: Message, images: bool) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
     if isinstance(content, list):
         for number, part in enumerate(content, start=1):
-            _check_part(f"{where}: part {number} of `content`", part)
+            _check_part(f"{where}: part {number} of `content`", part, images)
         return
     # A message may only think, or only call tools; its template knows what to do.
     if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
@@ -162,13 +171,19 @@ def _check_content(where: str, message: Message) -> None:
     raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
 
 
-def _check_part(where: str, part: Any) -> None:
+def _check_part(where: str, part: Any, images: bool) -> None:
     if not isinstance(part, dict) or "type" not in part:
         raise UserError(f'{where} must be an object such as {{"type": "text", "text": "..."}}, not {kind(part)}.')
+    if part["type"] in IMAGE_PARTS and images:
+        return
     if part["type"] != "text":
-        raise UserError(f"{where} is of type {json.dumps(part['type'])}: this version trains on text. Remove it.")
+        raise UserError(f"{where} is of type {json.dumps(part['type'])}: {_reads(images)}. Remove it.")
     if not isinstance(part.get("text"), str):
         raise UserError(f"{where}: `text` must be a string, not {kind(part.get('text'))}.")
+
+
+def _reads(images: bool) -> str:
+    return "weft reads text and images" if images else "only text is read here"
 
 
 def _check_calls(where: str, message: Message) -> None:

@@ -6,18 +6,20 @@
 {"instruction": "...", "input": "...", "output": "..."}
 {"input_ids": [...], "labels": [...]}     tokens as they stand (weft/data/pretokenised.py)
 
-Beside them: `tools`, `system`, `chat_template_kwargs`, and `history` of an instruction.
+Beside them: `tools`, `system`, `chat_template_kwargs`, `history` of an instruction, and `images` of a chat
+(weft/data/image_columns.py).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
+from weft.data.image_columns import Image, take_images
 from weft.data.messages import Message, kind, read_messages, read_tools
 from weft.data.pretokenised import read_tokens
 from weft.errors import UserError
@@ -28,7 +30,7 @@ ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text", "input_ids")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
 # Columns that change what a document means: ignoring them would train on something else than the user wrote.
-UNREAD_COLUMNS = ("images", "videos", "audios", "documents")
+UNREAD_COLUMNS = ("videos", "audios", "documents")
 
 # Columns that users bring from other libraries: of conversations, and of questions.
 CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
@@ -45,12 +47,16 @@ class Record:
 
     where: "file:line" or "file[row]", for messages. value, by format: `messages` (dicts with `role` and more), with
     `tools` and `chat_template_kwargs` where the document has them; `prompt` and `completion`, both strings, or both
-    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is.
+    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is. images: of a
+    chat, in the order of the parts of its messages that stand for them. position: of its row, for reading it again;
+    None where only reading everything before it would find it.
     """
 
     where: str
     format: Format
     value: dict[str, Any]
+    images: tuple[Image, ...] = ()
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +82,37 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
     return row
 
 
-def parse_row(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    """The document that a row of a table holds."""
+def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str = "") -> Record:
+    """The document that a row of a table holds. folder: paths of images are relative to it."""
     named = renamed(where, row, reading.columns) if reading.columns else row
     # Null counts as absent: exported tables hold every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
     refuse_media(where, present)
-    return _READERS[_format(where, row, present)](where, present, reading)
+    return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
 
 
-def refuse_media(where: str, row: Mapping[str, Any]) -> None:
-    """Raises UserError where a row has more than text."""
-    if unread := [name for name in UNREAD_COLUMNS if row.get(name)]:
+def refuse_media(where: str, row: Mapping[str, Any], images: bool = True) -> None:
+    """Raises UserError where a row has more than text. images: whether images are read."""
+    if unread := [name for name in (*UNREAD_COLUMNS, *(() if images else ("images",))) if row.get(name)]:
         raise UserError(
-            f"{where}: `{unread[0]}` is not in this version, which trains on text. Remove the column if the document "
-            "is right without it."
+            f"{where}: `{unread[0]}` is not in this version, which reads {'text and images' if images else 'text'} "
+            "here. Remove the column if the document is right without it."
         )
+
+
+def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
+    """The record with its images taken out of its messages, and out of the column `images`."""
+    names = [name for name in ("messages", "prompt", "completion") if isinstance(record.value.get(name), list)]
+    if not names:
+        _refuse(record.where, row, ("images",), f"`{record.format}` has no messages, to which images belong")
+        return record
+    messages = [message for name in names for message in record.value[name]]
+    taken, images = take_images(record.where, messages, row, folder)
+    if not images:
+        return record
+    first = len(record.value[names[0]])
+    pieces = dict(zip(names, (taken[:first], taken[first:]), strict=False))
+    return replace(record, value={**record.value, **pieces}, images=images)
 
 
 def check_unicode(where: str, value: Any) -> None:
@@ -148,7 +169,7 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
 
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = with_system(where, row, read_messages(where, "messages", row["messages"], reading.roles))
+    messages = with_system(where, row, read_messages(where, "messages", row["messages"], reading.roles, True))
     return Record(where, "messages", {"messages": messages, **template_inputs(where, row)})
 
 
@@ -184,8 +205,8 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
     elif isinstance(completion, dict):
         completion = [completion]
     value = {
-        "prompt": with_system(where, row, read_messages(where, "prompt", prompt, reading.roles)),
-        "completion": read_messages(where, "completion", completion, reading.roles),
+        "prompt": with_system(where, row, read_messages(where, "prompt", prompt, reading.roles, True)),
+        "completion": read_messages(where, "completion", completion, reading.roles, True),
     }
     return Record(where, "prompt", {**value, **template_inputs(where, row)})
 

@@ -9,13 +9,15 @@ import io
 import json
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, TypeVar
 
 from weft.config.paths import data_problem, is_saved_dataset
@@ -49,13 +51,15 @@ _HELD_BYTES = 8 << 20  # of rows that are read one after another: a block ends t
 _UNPACKED_BYTES = 1 << 30  # of a zipped JSON list, which is read whole
 _COUNTED = 256  # blocks whose lines are counted at a time
 _SAMPLED = 16  # places of a large file that a sample is read from
+_GROUP_BYTES = 32 << 20  # of a group of Parquet's rows that is read for one of them
 
 
 @dataclass(frozen=True)
 class Part:
     """One file or table of a source. origin: its name in messages. size: approximate bytes. by_line: documents are
     numbered by line; else by row, from 0. blocks: yields its blocks in order. digest: of its content; None for data in
-    memory. sample: blocks spread over it."""
+    memory. sample: blocks spread over it. row: a block of the one row at a position, as in Record; None where rows
+    cannot be read again."""
 
     origin: str
     size: int
@@ -63,6 +67,7 @@ class Part:
     blocks: Callable[[], Iterator[Block]]
     digest: Callable[[], str] | None = None
     sample: Callable[[], Iterator[Block]] | None = None
+    row: Callable[[int], Block] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,14 @@ def in_memory(rows: Any, name: str = "data") -> Part:
     listed = list(rows)
     if wrong := [row for row in listed if not isinstance(row, Mapping)]:
         raise UserError(f"{name}: each document must be a dict of columns, and one is a {type(wrong[0]).__name__}.")
-    return Part(
-        name, 0, False, lambda: _row_blocks(name, ((number, row, 0) for number, row in enumerate(listed)), False)
-    )
+
+    def row(position: int) -> Block:
+        return RowBlock(name, [listed[position]], [position], False, 0)
+
+    def blocks() -> Iterator[Block]:
+        return _row_blocks(name, ((number, row, 0) for number, row in enumerate(listed)), False, again=True)
+
+    return Part(name, 0, False, blocks, row=row)
 
 
 # ---------------------------------------------------------------- JSONL
@@ -160,7 +170,10 @@ def _lines(file: _File) -> Part:
             if start >= number * piece:
                 yield FileBlock(path, start, min(start + piece, size), None, file.most, file.stamp)
 
-    return Part(path, size, True, blocks, file.digest, sample)
+    def row(position: int) -> Block:
+        return FileBlock(path, position, position + 1, None, file.most, file.stamp)
+
+    return Part(path, size, True, blocks, file.digest, sample, row)
 
 
 def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
@@ -205,10 +218,10 @@ def _rows(file: _File, split: Split, read: Callable[[], Iterator[_Row]], by_line
     return Part(file.path, file.size, by_line, lambda: _row_blocks(file.path, _chosen(read, split), by_line), digest)
 
 
-def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool) -> Iterator[Block]:
+def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool, again: bool = False) -> Iterator[Block]:
     for chosen in _held(rows, lambda row: row[2]):
         numbers, values, sizes = zip(*chosen, strict=True)
-        yield RowBlock(origin, values, numbers, by_line, sum(sizes), escaped=True)
+        yield RowBlock(origin, values, numbers, by_line, sum(sizes), escaped=True, again=again)
 
 
 def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -338,6 +351,7 @@ def _parquet(file: _File, split: Split) -> Part:
     with whole():
         opened = parquet.ParquetFile(path)
         count, at_once = opened.metadata.num_rows, _rows_at_once(opened.metadata, file)
+    groups = _Groups(opened)
 
     def blocks() -> Iterator[Block]:
         begin, picked = 0, split.rows(count)
@@ -346,10 +360,40 @@ def _parquet(file: _File, split: Split) -> Part:
                 first, last = max(begin, picked.start), min(begin + len(batch), picked.stop)
                 if first < last:
                     part = batch.slice(first - begin, last - first)
-                    yield ArrowBlock(path, part, first, file.size * (last - first) // max(1, count), file.most)
+                    size = file.size * (last - first) // max(1, count)
+                    yield ArrowBlock(path, part, first, size, file.most, groups.small)
                 begin += len(batch)
 
-    return Part(path, file.size, False, blocks, file.digest if split.is_whole else None)
+    def row(position: int) -> Block:
+        with whole():
+            return ArrowBlock(path, groups.row(position), position, 0, file.most)
+
+    digest = file.digest if split.is_whole else None
+    return Part(path, file.size, False, blocks, digest, row=row if groups.small else None)
+
+
+class _Groups:
+    """Reads single rows of a Parquet file, by the groups that they are stored in; the last group is kept.
+
+    small: whether no group is so large that a row is better copied than read again.
+    """
+
+    def __init__(self, opened: Any) -> None:
+        metadata = opened.metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        self._opened, self._lock = opened, Lock()
+        self._ends = list(accumulate(group.num_rows for group in groups))
+        self.small = all(group.total_byte_size <= _GROUP_BYTES for group in groups)
+        self._kept: tuple[int, Any] = (-1, None)
+
+    def row(self, position: int) -> Any:
+        """A table of this row alone."""
+        number = bisect_right(self._ends, position)
+        with self._lock:  # a ParquetFile is no matter of several threads
+            if self._kept[0] != number:
+                self._kept = number, self._opened.read_row_group(number)
+            table = self._kept[1]
+        return table.slice(position - (self._ends[number] - len(table)), 1)
 
 
 def _rows_at_once(metadata: Any, file: _File) -> int:
@@ -404,7 +448,7 @@ def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) ->
     def blocks() -> Iterator[Block]:
         for first in range(picked.start, picked.stop, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, picked.stop)
-            yield ArrowBlock(name, table[first:last], first, size * (last - first) // max(1, len(table)), most)
+            yield ArrowBlock(name, table[first:last], first, size * (last - first) // max(1, len(table)), most, True)
 
     def digest() -> str:
         hashed = hashlib.blake2b(str(table.features).encode(), digest_size=16)
@@ -414,7 +458,10 @@ def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) ->
                 hashed.update(batch.serialize())
         return hashed.hexdigest()
 
-    return Part(name, size, False, blocks, digest)
+    def row(position: int) -> Block:
+        return ArrowBlock(name, table[position : position + 1], position, 0, most)
+
+    return Part(name, size, False, blocks, digest, row=row)
 
 
 def _datasets(path: str) -> Any:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from weft.data.blocks import where
 from weft.data.encode import Encoded
+from weft.data.image_files import HEAD_BYTES, PATH, Place, identity
 from weft.data.records import ALL_FORMATS, Format, Record
 
 Array = NDArray[Any]
@@ -25,7 +27,14 @@ BadRow = tuple[int, str]  # its number, and what is wrong with it, which begins 
 
 # One value for each token, or for each document.
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
-_DOCUMENTS = {"lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8}
+_DOCUMENTS = {
+    "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
+    "patches": np.int64, "reaches": np.int32, "images": np.int32,
+}  # fmt: skip
+# Where the images of all documents are found: packed places end to end, and where each ends in its chunk.
+_PLACES = {"places": np.uint8}
+_IMAGES = {"sizes": np.int64}
+_ALL = _TOKENS | _DOCUMENTS | _PLACES | _IMAGES
 _META = "table.json"
 
 
@@ -33,7 +42,8 @@ _META = "table.json"
 class Chunk:
     """Some tokenised documents. ids, trained: of all tokens. lengths: tokens of each. losses: trained tokens of each,
     without the first, which nothing predicts. numbers: of their lines or rows. formats: indices into ALL_FORMATS. bad:
-    rows that were left out."""
+    rows that were left out. patches, reaches: of each, as in Encoded. images: how many each has. places: of all images,
+    packed end to end; sizes: bytes of each of these."""
 
     ids: Array
     trained: Array
@@ -41,6 +51,11 @@ class Chunk:
     losses: Array
     numbers: Array
     formats: Array
+    patches: Array
+    reaches: Array
+    images: Array
+    places: Array
+    sizes: Array
     bad: Sequence[BadRow] = ()
 
     @classmethod
@@ -53,6 +68,7 @@ class Chunk:
     ) -> Chunk:
         """The chunk of these records, as an Encoder encoded them."""
         total = sum(len(item.ids) for item in encoded)
+        packed = [place.packed() for item in encoded for place in item.places]
         return cls(
             ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
             trained=np.fromiter(chain.from_iterable(item.trained for item in encoded), np.uint8, total),
@@ -60,15 +76,22 @@ class Chunk:
             losses=np.array([sum(item.trained[1:]) for item in encoded], np.int32),
             numbers=np.array(numbers, np.int64),
             formats=np.array([ALL_FORMATS.index(record.format) for record in records], np.uint8),
+            patches=np.array([item.patches for item in encoded], np.int64),
+            reaches=np.array([item.reach for item in encoded], np.int32),
+            images=np.array([len(item.places) for item in encoded], np.int32),
+            places=np.frombuffer(b"".join(packed), np.uint8),
+            sizes=np.array([len(one) for one in packed], np.int64),
             bad=bad,
         )
 
 
 class Digest:
-    """Incremental hexadecimal digest of token ids, loss masks and lengths in order; independent of the chunks."""
+    """Incremental hexadecimal digest of token ids, loss masks, lengths and images in order; independent of the
+    chunks."""
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
+        self._images: Any = None  # of documents with images alone
 
     def update(self, ids: Array, trained: Array, lengths: Array) -> None:
         for part, values, dtype in zip(
@@ -76,13 +99,24 @@ class Digest:
         ):
             part.update(np.ascontiguousarray(values, dtype).data)
 
+    def update_images(self, images: Array, places: Array, sizes: Array) -> None:
+        """images: how many each document has. places, sizes: of them all, as in Chunk."""
+        if not len(sizes):
+            return
+        self._images = self._images or hashlib.blake2b(digest_size=16)
+        starts = np.cumsum(sizes) - sizes
+        for start in starts.tolist():
+            self._images.update(identity(places[start : start + HEAD_BYTES]))
+        self._images.update(np.ascontiguousarray(images[images > 0], np.int32).data)
+
     def hexdigest(self) -> str:
-        return hashlib.blake2b(b"".join(part.digest() for part in self._parts), digest_size=8).hexdigest()
+        parts = [*self._parts, *([] if self._images is None else [self._images])]
+        return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=8).hexdigest()
 
 
 class Table:
     """The documents of one file. origin, by_line: how messages name it and them. digest: of tokens and masks. bad: rows
-    that were left out."""
+    that were left out. inputs: makes the model's inputs of a document's images; set by whoever reads the data."""
 
     def __init__(
         self,
@@ -98,7 +132,10 @@ class Table:
         self.ids, self.trained = arrays["ids"], arrays["trained"]
         self.lengths, self.losses = arrays["lengths"], arrays["losses"]
         self.numbers, self.formats = arrays["numbers"], arrays["formats"]
+        self.patches, self.reaches, self.images = arrays["patches"], arrays["reaches"], arrays["images"]
+        self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
+        self.inputs: Callable[[str, Sequence[Place]], tuple[dict[str, Any], int]] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,6 +152,33 @@ class Table:
         begin = int(self.ends[index]) - int(self.lengths[index])
         return self.ids[begin : begin + length], self.trained[begin : begin + length]
 
+    @cached_property
+    def _image_ends(self) -> tuple[Array, Array]:
+        """(images up to the end of each document, bytes of places up to the end of each image)."""
+        return np.cumsum(self.images, dtype=np.int64), np.cumsum(self._sizes, dtype=np.int64)
+
+    def places(self, index: int) -> list[Place]:
+        """Where the images of a document are found, in order."""
+        if not self.images[index]:
+            return []
+        documents, images = self._image_ends
+        last = int(documents[index])
+        ends = images[last - int(self.images[index]) : last].tolist()
+        sizes = self._sizes[last - int(self.images[index]) : last].tolist()
+        return [Place.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
+
+    def image_files(self) -> Iterator[Place]:
+        """Those images of all documents that are files of their own."""
+        for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
+            if self._places[end - size] == PATH:
+                yield Place.of(self._places[end - size : end].tobytes())
+
+    def media_of(self, index: int) -> tuple[Array, Array, Array]:
+        """What Digest.update_images takes of one document."""
+        packed = [place.packed() for place in self.places(index)]
+        sizes = np.array([len(one) for one in packed], np.int64)
+        return self.images[index : index + 1], np.frombuffer(b"".join(packed), np.uint8), sizes
+
     def losses_of(self, index: int, length: int) -> int:
         """Trained tokens of a document that is cut to `length`."""
         return int(self.tokens(index, length)[1][1:].sum())
@@ -130,9 +194,10 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
     digest, kept = Digest(), list(chunks)
     for chunk in kept:
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
+        digest.update_images(chunk.images, chunk.places, chunk.sizes)
     arrays = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in kept)])
-        for name, dtype in (_TOKENS | _DOCUMENTS).items()
+        for name, dtype in _ALL.items()
     }
     ids = arrays["ids"]
     bad = [row for chunk in kept for row in chunk.bad]
@@ -141,11 +206,13 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
     """Write a table to files of an existing folder, one chunk in memory at a time."""
-    digest, largest, documents, bad = Digest(), 0, 0, list[BadRow]()
-    files = {name: (folder / name).open("wb") for name in _TOKENS | _DOCUMENTS}
+    digest, largest, documents, bad, found = Digest(), 0, 0, list[BadRow](), hashlib.blake2b(digest_size=16)
+    files = {name: (folder / name).open("wb") for name in _ALL}
     try:
         for chunk in chunks:
             digest.update(chunk.ids, chunk.trained, chunk.lengths)
+            digest.update_images(chunk.images, chunk.places, chunk.sizes)
+            found.update(np.ascontiguousarray(chunk.places).data)
             largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
             documents += len(chunk.lengths)
             bad += chunk.bad
@@ -155,6 +222,7 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
         for file in files.values():
             file.close()
     meta = {"documents": documents, "digest": digest.hexdigest(), "largest": largest, "bad": bad}
+    meta["places"] = found.hexdigest()
     (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -167,17 +235,22 @@ def read(folder: Path, origin: str, by_line: bool) -> Table:
     changed."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in _DOCUMENTS.items()}
-        arrays |= {name: _mapped(folder / name, dtype) for name, dtype in _TOKENS.items()}
+        held = _DOCUMENTS | _IMAGES
+        arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in held.items()}
+        arrays |= {name: _mapped(folder / name, dtype) for name, dtype in (_TOKENS | _PLACES).items()}
     except (FileNotFoundError, ValueError) as error:
         raise DamagedTableError(str(error)) from error
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
+    digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
+    found = hashlib.blake2b(np.ascontiguousarray(arrays["places"]).data, digest_size=16).hexdigest()
     counts = [
         *(len(arrays[name]) - tokens for name in _TOKENS),
         *(len(arrays[n]) - meta["documents"] for n in _DOCUMENTS),
+        int(arrays["images"].sum()) - len(arrays["sizes"]),
+        int(arrays["sizes"].sum()) - len(arrays["places"]),
     ]
-    if any(counts) or digest.hexdigest() != meta["digest"]:
+    if any(counts) or digest.hexdigest() != meta["digest"] or found != meta["places"]:
         raise DamagedTableError(f"{folder} is not what was written")
     bad = [(number, text) for number, text in meta["bad"]]
     return Table(origin, by_line, arrays, meta["digest"], meta["largest"], bad)

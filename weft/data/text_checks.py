@@ -13,6 +13,7 @@ from typing import Any
 from weft.data.chat_template import ChatTemplate, Lost, Rendering, Span, Unclear
 from weft.data.conversation import Conversation
 from weft.data.loss_mask_fallback import SENTINEL
+from weft.data.messages import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class TextChecks:
             elif role in ("system", "developer"):
                 if content.strip() not in self.rendering.text:
                     self._other(place, needed=True)
-            elif role == "user" and content.strip() not in self.rendering.of(place):
+            elif role == "user" and any(text.strip() not in self.rendering.of(place) for text in _texts(content)):
                 self._other(place, needed=True)
             elif role not in ("user", "assistant") and place not in self.rendering.regions:
                 self._other(place, needed=False)
@@ -95,3 +96,8 @@ class TextChecks:
     def _marked(self, place: int) -> Rendering:
         marked = self.chat.replaced(place, content=SENTINEL)
         return self.template.render(marked.messages, self.kwargs, tools=self.chat.tools)
+
+
+def _texts(content: str) -> list[str]:
+    """The texts of a content, between which images may stand."""
+    return content.texts if isinstance(content, Parts) else [content]

@@ -9,12 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
 from weft.data.blocks import Block, leave_out, refuse
 from weft.data.encode import Encoded, Encoder, Encoding
+from weft.data.image_columns import Image
+from weft.data.image_files import Place
+from weft.data.images import Images
 from weft.data.records import Reading, Record
 from weft.data.sources import Part
 from weft.data.table import BadRow, Chunk, Table
@@ -38,16 +41,33 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker needs in order to tokenise blocks. encoding: as in Encoder. drop: bad rows are skipped and
+    """What a worker needs in order to tokenise blocks. encoding, images: as in Encoder. drop: bad rows are skipped and
     recorded; else the first is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
     reading: Reading = field(default_factory=Reading)
     drop: bool = False
+    images: Images | None = None
 
     def make(self) -> Encoder:
-        return Encoder(self.tokenizer, self.encoding)
+        return Encoder(self.tokenizer, self.encoding, self.images)
+
+    def inputs(self, part: Part, where: str, places: Sequence[Place]) -> tuple[dict[str, Any], int]:
+        """(the model's inputs for the images of a document of this part, their patches). where: names the document."""
+        assert self.images is not None
+        rows: dict[int, tuple[Image, ...]] = {}
+        for position in {place.position for place in places if place.path is None and place.data is None}:
+            assert part.row is not None
+            ((_, record),) = part.row(position).records(self.reading)
+            rows[position] = record.images
+
+        def found(place: Place) -> Image:
+            if place.path is not None or place.data is not None:
+                return Image(path=place.path, data=place.data)
+            return rows[place.position][place.place]
+
+        return self.images.inputs(where, [(found(place), place) for place in places])
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block."""
@@ -101,7 +121,13 @@ def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
 
 
 def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
-    small = part.size < KEPT_BYTES
+    found = _tokens(part, work, how, shown)
+    found.inputs = partial(work.inputs, part)
+    return found
+
+
+def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
+    small = part.size < KEPT_BYTES and work.images is None  # images may be large beside rows that name them
     key = None if small or how.cache is None else cache.key(part, work)
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
     workers = 1 if part.size < CREW_BYTES else how.workers or _cores(alone)

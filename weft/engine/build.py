@@ -21,6 +21,7 @@ from weft.models.cost import flop_facts, with_adapters
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.train_module import TrainModule
+from weft.models.vision import Vision, find_vision
 from weft.sharding.adapter_files import plan_lora
 from weft.sharding.layout import Piece, layout_of
 from weft.sharding.load import LoadPlan, plan_load
@@ -33,7 +34,7 @@ class BuiltModel:
 
     path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
     None where there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
-    auxiliary loss, 0 for none.
+    auxiliary loss, 0 for none. vision: None where it takes no images.
     """
 
     path: str
@@ -48,6 +49,7 @@ class BuiltModel:
     load: LoadPlan | None
     lora: LoraPlan | None = None
     balance: float = 0.0
+    vision: Vision | None = None
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +91,7 @@ def build_model(
     folder = hf.source_folder(config.path)
     return BuiltModel(
         config.path, module, examined.config, examined.findings, flops, folder, planned.dtypes, buffers,
-        planned.pieces, planned.load, planned.lora,
+        planned.pieces, planned.load, planned.lora, vision=find_vision(module.base, module.facts),
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Before documents are cut over mesh.cp: those of a small random copy are, over threads of one process that stand for
-ranks, and readouts and the gradient of every parameter are compared with those of whole documents."""
+"""Checks context parallelism before documents are cut over mesh.cp: a small random copy is run on cut documents, in
+threads that stand for ranks, and readouts and all gradients must equal those of whole documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.division_check import compare, in_threads
 from weft.engine.document import Document
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row, build_row
-from weft.engine.startup import LENGTHS, Findings, documents_of, small_copy, text_vocabulary
+from weft.engine.startup import LENGTHS, documents_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule
@@ -28,11 +28,12 @@ _BUDGET = 20  # tokens of a rank: of the documents, all but that of one token ar
 
 
 def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int) -> int:
-    """How many ranks of cp exchange heads: what sends the fewest bytes, of what divides cp and the heads of a rank.
+    """The number of cp ranks that exchange heads, of those that divide cp and the rank's heads: the one that sends the
+    fewest bytes.
 
-    Elements per token of a cut document and layer that a rank receives, with u ranks of Ulysses and a ring of n =
-    cp / u, H heads of queries and K of keys, D wide: (2 H + 2 K r) D (u - 1) / (u cp) for heads, r the times that keys
-    are repeated for u, and 3/4 (n - 1) / n x 2 K r D / u for keys and values in the ring.
+    Elements received per token of a cut document and layer, with u ranks of Ulysses, a ring of n = cp / u, H query
+    heads and K key heads of width D: (2 H + 2 K r) D (u - 1) / (u cp) for heads, where keys are repeated r times for u;
+    and 3/4 (n - 1) / n x 2 K r D / u for keys and values in the ring.
     """
     heads, keys = _heads(flops, config, tp)
     fitting = [u for u in range(1, cp + 1) if cp % u == 0 and all(h % u == 0 for h in heads)]
@@ -61,11 +62,9 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
     return heads, keys
 
 
-def check_context(
-    config: PretrainedConfig, findings: Findings, flops: FlopFacts, cp: int, ulysses: int, tp: int
-) -> float:
-    """The largest difference of a gradient, relative to its parameter's largest. UserError, naming the family and what
-    differs, where one is too large, or the heads cannot be exchanged."""
+def check_context(config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int) -> float:
+    """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
+    family and what differs, where it is too large or the heads cannot be divided."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
@@ -96,7 +95,7 @@ def _documents(vocabulary: int, ranks: tuple[int, int]) -> tuple[StepPlan, dict[
     ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
     weights = torch.linspace(0.5, 1.5, max(LENGTHS))
     documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
-    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), unread=0) for d in documents.values()]
+    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), omitted=0) for d in documents.values()]
     return plan_step(metas, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses), documents
 
 

@@ -1,8 +1,5 @@
-"""This rank's tokens of a row, where mesh.cp cuts documents. Labels were shifted before, so that they are cut with the
-rest.
-
-M tokens of this rank, N predictions.
-"""
+"""This rank's tokens of a row whose documents mesh.cp cuts. Labels are shifted before, so that they are cut with the
+tokens. M tokens of this rank, N predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from weft.ops.context import ContextRow
 
 
 def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: ContextAxis) -> Row:
-    """This rank's part of a packed row that was built without padding, of its documents as wholes."""
+    """This rank's part of a packed row of whole documents, which was built without padding."""
     pieces = plan.pieces[micro_batch][rank]
     read = [plan.documents[index].read for index in row.documents]
     kept_M = _kept(pieces, read)
@@ -33,6 +30,8 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: Context
     firsts = [start for own in pieces for start, _ in own] + ([0] if tail else [])
     bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
     bounds.firsts = tuple(firsts)
+    if row.bounds.last_seen is not None:
+        bounds.last_seen = _last_seen(row.bounds.last_seen, kept_M, tail)
     shared = plan.shared(micro_batch, rank)
     if shared:
         held = plan.held(micro_batch, rank)
@@ -63,6 +62,14 @@ def _kept(pieces: Sequence[Sequence[Interval]], read: Sequence[int]) -> Tensor:
         parts += [torch.arange(at + start, at + stop) for start, stop in own]
         at += length
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def _last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
+    """Bounds.last_seen of this rank's tokens: documents with images are whole."""
+    place = torch.zeros(len(last_seen_T), dtype=torch.int32)
+    place[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
+    padding = torch.arange(len(kept_M), len(kept_M) + tail, dtype=torch.int32)
+    return torch.cat([place[last_seen_T[kept_M].long()], padding])
 
 
 def _predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

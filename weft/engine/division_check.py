@@ -1,5 +1,5 @@
-"""Before a model is divided over tp: a small random copy of its architecture is, over threads of one process that stand
-for ranks, and readouts and the gradient of every parameter are compared with those of the whole copy."""
+"""Checks tensor parallelism before a model is divided: a small random copy of its architecture is divided over threads
+that stand for ranks, and readouts and all gradients must equal those of the undivided copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import Communicator, InThreads, Meeting
+from weft.ops.communicator import Communicator, ThreadCommunicator, ThreadGroup
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import sum_partial_gradients, tensor_parallel
 
@@ -28,21 +28,22 @@ T = TypeVar("T")
 Groups = Callable[[tuple[int, ...], int], Communicator]  # members and own place -> what joins them
 # Relative to the largest. What is divided wrongly moves gradients by a share of themselves; rounding moves those of
 # small copies by 1e-6 to 2e-5.
+STAND_IN = "stands for a rank"  # how the names of such threads begin
 GRADIENT_TOLERANCE = 5e-4
 READOUT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Division:
-    """error: the largest difference of a gradient, relative to its parameter's largest. sequence: tokens can be divided
-    between blocks."""
+    """How the model can be divided. error: largest difference of a gradient, relative to the largest gradient of its
+    parameter. sequence: tokens can be divided between blocks."""
 
     error: float
     sequence: bool
 
 
 def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
-    """How the model can be divided. UserError, naming the family and what differs, where it cannot."""
+    """Check a division over `tp` ranks. UserError, naming the family and what differs, where it is not exact."""
     small = small_copy(config, "per_document")
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
     documents = documents_of(text_vocabulary(whole))
@@ -62,8 +63,8 @@ Ran = tuple[Tensor, dict[str, Tensor]]  # readouts, gradients
 
 
 def compare(divided: Callable[[], Ran], expected: Ran, refusal: Callable[[str], UserError], parts: str) -> float:
-    """The largest difference of a gradient, relative to its parameter's largest. Raises the refusal, with its reason,
-    where one is too large, or the copy does not run with parts of `parts`."""
+    """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises `refusal`, with
+    the reason, where one is too large or the divided copy fails."""
     try:
         found, joined = divided()
     except UserError:
@@ -129,18 +130,18 @@ def _divided(
 
 
 def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
-    """What `run` gives in threads that stand for ranks, called with each one's place and what makes groups of them.
-
-    An error of one ends the others; it is raised.
-    """
-    meetings: dict[tuple[int, ...], Meeting] = {}
+    """Run `run(place, groups)` in one thread per rank; returns the results. An error of one thread ends the others and
+    is raised."""
+    thread_groups: dict[tuple[int, ...], ThreadGroup] = {}
     lock = threading.Lock()
 
-    def groups(members: tuple[int, ...], place: int) -> InThreads:
+    def groups(members: tuple[int, ...], place: int) -> ThreadCommunicator:
         with lock:
             if failed:
                 raise BrokenBarrierError
-            return InThreads(meetings.setdefault(members, Meeting(len(members))), members.index(place))
+            return ThreadCommunicator(
+                thread_groups.setdefault(members, ThreadGroup(len(members))), members.index(place)
+            )
 
     failed: list[BaseException] = []
 
@@ -150,11 +151,11 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
         except BaseException as error:
             with lock:
                 failed.append(error)
-                for meeting in meetings.values():
-                    meeting.barrier.abort()
+                for group in thread_groups.values():
+                    group.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with ThreadPoolExecutor(ranks, STAND_IN) as pool:
         results = [pool.submit(one, place) for place in range(ranks)]
     errors = [error for result in results if (error := result.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):

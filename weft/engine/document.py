@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta
 
 
@@ -24,8 +25,8 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
     nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
     such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
-    chooses (replay.py). source: the document's origin, for messages ("chat.jsonl:12"). dataset: the name of its source,
-    where there are several.
+    chooses (replay.py). media: its images and videos. source: the document's origin, for messages ("chat.jsonl:12").
+    dataset: the name of its source, where there are several.
     """
 
     tokens: Tensor
@@ -33,6 +34,7 @@ class Document:
     positions: Tensor | None = None
     arrays: dict[str, Tensor] = field(default_factory=dict)
     routes: Tensor | None = None
+    media: Media | None = None
     group: int | None = None
     source: str = ""
     dataset: str = ""
@@ -40,8 +42,8 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def meta(self, cost: float = 0.0, unread: int = 0) -> DocumentMeta:
-        """cost, unread: as DocumentMeta has them."""
+    def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
+        """cost, omitted, tower_tokens: as DocumentMeta has them."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
@@ -50,7 +52,9 @@ class Document:
             group=self.group,
             cost=cost,
             routed=self.routes is not None,
-            unread=unread,
+            omitted=omitted,
+            patches=0 if self.media is None else self.media.patches,
+            tower_tokens=tower_tokens,
         )
 
 
@@ -61,6 +65,7 @@ class Measures(NamedTuple):
     weight: NDArray[np.float64]
     loss_tokens: NDArray[np.int64]
     routed: NDArray[np.bool_]
+    patches: NDArray[np.int64]
 
 
 class MeasuredDocuments(Sequence[Document]):
@@ -102,7 +107,10 @@ class Chosen(MeasuredDocuments):
 
     def measures(self) -> Measures:
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
-        return Measures(all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen])
+        return Measures(
+            all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
+            all_of.patches[chosen],
+        )  # fmt: skip
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
@@ -132,24 +140,36 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
     return [documents[index].source for index in indices[:most]]
 
 
-def metas(
-    documents: Sequence[Document], unread: Callable[[int], int], cost: Callable[[int], float]
-) -> list[DocumentMeta]:
-    """The metadata of each document. unread: length -> DocumentMeta.unread. cost: tokens that a forward reads ->
-    FLOPs."""
+@dataclass(frozen=True)
+class Costs:
+    """What documents cost in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads ->
+    FLOPs. patches: of images -> (FLOPs, DocumentMeta.tower_tokens)."""
+
+    omitted: Callable[[int], int]
+    tokens: Callable[[int], float]
+    patches: Callable[[int], tuple[float, int]]
+
+
+def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
+    """The metadata of each document."""
     if not isinstance(documents, MeasuredDocuments):
-        return [_meta(document, unread, cost) for document in documents]
+        return [_meta(document, costs) for document in documents]
     columns = documents.measures()
-    lengths = columns.length.tolist()
-    left = [unread(length) for length in lengths]
-    costs = [cost(length - own) for length, own in zip(lengths, left, strict=True)]
-    rest = (columns.weight.tolist(), columns.loss_tokens.tolist(), costs, columns.routed.tolist(), left)
+    lengths, patches = columns.length.tolist(), columns.patches.tolist()
+    left = [costs.omitted(length) for length in lengths]
+    towers = [costs.patches(count) if count else (0.0, 0) for count in patches]
+    whole = [costs.tokens(length - own) + tower for length, own, (tower, _) in zip(lengths, left, towers, strict=True)]
+    rest = (
+        columns.weight.tolist(), columns.loss_tokens.tolist(), whole, columns.routed.tolist(), left, patches,
+        [tokens for _, tokens in towers],
+    )  # fmt: skip
     return [
-        DocumentMeta(length, weight, loss_tokens, None, own_cost, routed, own)
-        for length, weight, loss_tokens, own_cost, routed, own in zip(lengths, *rest, strict=True)
+        DocumentMeta(length, weight, loss_tokens, None, *own)
+        for length, weight, loss_tokens, *own in zip(lengths, *rest, strict=True)
     ]
 
 
-def _meta(document: Document, unread: Callable[[int], int], cost: Callable[[int], float]) -> DocumentMeta:
-    own = unread(len(document))
-    return document.meta(cost(len(document) - own), own)
+def _meta(document: Document, costs: Costs) -> DocumentMeta:
+    omitted = costs.omitted(len(document))
+    tower, tokens = costs.patches(document.media.patches) if document.media is not None else (0.0, 0)
+    return document.meta(costs.tokens(len(document) - omitted) + tower, omitted, tokens)

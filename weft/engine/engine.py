@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.cluster.process import Ranks
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
@@ -18,15 +19,16 @@ from weft.engine.executor import WRONG, Executor, Factors
 from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
+from weft.engine.replicas import Replicas
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
-from weft.optim.optimizer import OverTp, clip_gradients, global_norm, set_learning_rate, unscale_gradients
+from weft.optim.optimizer import TpReplicas, clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.mesh import Mesh, whole
+from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.load import Progress
 from weft.telemetry import flight
@@ -69,26 +71,30 @@ class Engine:
         other = shares_with
         mesh = None if other is None else other.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
-        frame, built, cut = parts.frame, parts.built, parts.cut
+        setup, built, made = parts.setup, parts.built, parts.sharded
         self.config, self.ranks, self.device = config, ranks, ranks.device
-        self.mesh: Mesh = frame.mesh
-        self.precision, self.storage = frame.precision, frame.storage
-        self.moments, self.state_dtypes = frame.moments, frame.state_dtypes
+        self.mesh: Mesh = setup.mesh
+        self.precision, self.storage = setup.precision, setup.storage
+        self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
         self.built, self.module, self.lora, self.balance = built, built.module, built.lora, built.balance
-        self.units, self.memory, self.room, self.input_casts = cut.units, cut.memory, cut.room, cut.input_casts
-        self.divided = cut.divided
+        self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
+        self.divided = made.divided
         self.loaded = parts.loaded
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
-        self._over_tp = None if self.mesh.tp is None else OverTp(self.mesh.tp_group, self.divided.cuts)
-        self.context, self.budget = cut.context, config.step.max_tokens_per_device
-        multiple = self.mesh.tp.size if self.mesh.tp is not None and cut.divided.sequence else 1
-        self._planner = StepPlanner(config.step, self.mesh, built, cut.context, multiple)
+        self._over_tp = None if self.mesh.tp is None else TpReplicas(self.mesh.tp_group, self.divided.cuts)
+        self.context, self.budget = made.context, config.step.max_tokens_per_device
+        multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
+        self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
         self._executor = Executor(config, built, self.mesh, self.device)
         on_device, replay = self.device.type == "cuda", self._executor.replay
-        self._rows = RowBuilder(self.mesh.loss_rank, cut.context, built.layout, bool(self.balance), on_device, replay)
+        self._rows = RowBuilder(
+            self.mesh.loss_rank, self.mesh.tp, made.context, built.layout, bool(self.balance), on_device, replay,
+            built.vision, self.module.base,
+        )  # fmt: skip
+        self._replicas = Replicas(self.module, self.divided.cuts)
 
     # ------------------------------------------------------------ plan
 
@@ -99,6 +105,10 @@ class Engine:
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
         """The metadata of each; measured documents are not built for it."""
         return self._planner.metas(documents)
+
+    def check_images(self, documents: Sequence[Document]) -> None:
+        """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
+        self._planner.check_images(documents)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
@@ -148,7 +158,7 @@ class Engine:
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
-        sums, losses = Sums(), []
+        sums, losses, alike = Sums(), [], list[Alike]()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
@@ -158,9 +168,10 @@ class Engine:
         for micro in range(plan.micro_batches):
             flight.at("rows", micro + 1, rows.sources[micro])
             row, last = rows[micro].to(self.device), micro == plan.micro_batches - 1
+            alike += row.alike
             loss = self._executor.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
             losses.append(loss)
-        metrics = self._reduce(plan, rows.sources, sums, losses)
+        metrics = self._reduce(plan, rows.sources, sums, losses, alike)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
                 f"train.objective: upstream() of {type(objective).__name__} is not the gradient of its loss by the "
@@ -169,16 +180,18 @@ class Engine:
         return metrics
 
     def _reduce(
-        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor]
+        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
     ) -> dict[str, float | None]:
-        """All metrics, in one reduction. It also carries whether any loss was not finite, and compares the ranks'
-        plans."""
+        """All metrics, in one reduction. It also carries whether any loss was not finite, and compares plans, and what
+        ranks hold alike."""
         flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
+        self._replicas.add_to(sums, alike, self.device)
         metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
+        self._replicas.check(metrics, alike, self.mesh)
         if metrics.pop("_random", None):
             raise RanksDisagreeError(
                 "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"
@@ -334,7 +347,7 @@ class Engine:
         """
         self.require_awake("parameters")
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield name, whole(tensor, self.divided.cuts.get(name))
+            yield name, full_tensor(tensor, self.divided.cuts.get(name))
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
@@ -359,4 +372,4 @@ class Engine:
         self._complete_gradients()
         for name, parameter in self.module.named_parameters():
             gradient, cut = parameter.grad, self.divided.cuts.get(name)
-            yield name, None if gradient is None else whole(gradient, cut) / self._scale
+            yield name, None if gradient is None else full_tensor(gradient, cut) / self._scale

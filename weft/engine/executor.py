@@ -23,7 +23,7 @@ from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
-from weft.parallel.fsdp import fsdp_modules, reduction
+from weft.parallel.fsdp import reduction, reshard
 from weft.parallel.mesh import Mesh
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
@@ -63,7 +63,7 @@ class Executor:
         bounds = row.bounds if self.uses_bounds else None
         return self.module(
             row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-            chosen_NC,
+            chosen_NC, row.media, row.borrowed,
         )  # fmt: skip
 
     def forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:
@@ -98,7 +98,10 @@ class Executor:
                 factor = factors.balance / self.mesh.tp_size
                 loss, seen = loss + terms.balance_sum * factor, seen + terms.balance_sum.detach()
                 sums.add("aux_loss", terms.balance_sum, row.real_tokens)
-            (loss * factors.scale).backward()
+            if loss.requires_grad:
+                (loss * factors.scale).backward()
+            else:  # only the vision tower is trained, and no rank has images here
+                reshard(self.module)
         for flag in () if direction is None else direction.wrong:
             sums.add(WRONG, flag, 1.0)
         if routed:
@@ -117,8 +120,7 @@ class Executor:
                 yield
         finally:
             self.module.train(was_training)
-            for unit in fsdp_modules(self.module):
-                unit.reshard()  # no backward will: the optimizer would step shards behind gathered weights' back
+            reshard(self.module)
 
     def expert_shares(self, rows: Rows, tokens: int) -> Tensor | None:
         """[E]: how many of a token's choices fall on each expert, averaged over the step's tokens; collective.

@@ -51,14 +51,15 @@ class Sums:
     ) -> dict[str, float | None]:
         """sum / weight of every name over all ranks of `group`, in order of names; None where the weight is zero.
 
-        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. equal: strings
+        One all-reduce of one fp64 vector; None: of this rank alone, without any. Every rank must have added to the same
+        names, in any order. equal: strings
         that must be equal on all ranks; their digests are reduced too. RanksDisagreeError names those that differ.
         """
         names = sorted(self._sums)
         same = {**(equal or {}), "metrics of the step": ", ".join(names)}
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
         ranks = 1
-        if dist.is_initialized():
+        if group is not None:
             with waiting():
                 dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
@@ -95,6 +96,7 @@ def _check_equal(
     """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""
     total, squares = fingerprint
     if ranks * int(squares) != int(total) ** 2:
+        assert group is not None
         require_agreement(same, group)
         raise RuntimeError(
             "the fingerprints of a reduction differ, though nothing in it does: memory or network is at fault"

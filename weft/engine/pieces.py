@@ -1,9 +1,8 @@
-"""Context parallelism in the step plan: which rank of a group has which tokens of the documents that are too long for
-one.
+"""Context parallelism in the step plan: which rank holds which tokens of the documents that are too long for one rank.
 
-A document that fits on one rank is not cut. One that is cut goes to `n` members of the ring, in 2 n chunks of which
-member i has chunks i and 2 n - 1 - i (zig-zag: causal attention costs each the same), and each member's tokens are
-spread evenly over its ranks of Ulysses. Plain integers in and out, the same on every rank.
+Shorter documents are not cut. A long one is cut into 2 n chunks for n members of the ring: member i holds chunks i and
+2 n - 1 - i (zig-zag), so that causal attention costs each the same. A member's tokens are spread evenly over its ranks
+of Ulysses. Plain integers in and out, equal on every rank.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ Placed = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens
 
 
 def place(lengths: Sequence[int], costs: Sequence[int], group: Group) -> tuple[Placed, list[int]]:
-    """Deal the documents of one row to the ranks of its group: (of each rank what it has, documents without room).
+    """Distribute one row's documents over the ranks of its group: (tokens of each rank by document, documents without
+    room).
 
-    Documents that are longer than a rank holds are cut, over as few members of the ring as hold them; whole ones go to
-    the cheapest rank with room, or, where that leaves more out, the longest first.
+    Documents longer than a rank's capacity are cut, over as few members of the ring as can hold them. Whole documents
+    go to the cheapest rank with room; if that leaves documents out, the longest are placed first.
     """
     long = sorted((d for d in range(len(lengths)) if lengths[d] > group.capacity), key=lambda d: (-lengths[d], d))
     cut, left = _cut(lengths, costs, long, group)
@@ -102,7 +102,7 @@ def _tokens(placed: Placed) -> list[int]:
 
 
 def zigzag(length: int, members: int) -> list[list[Interval]]:
-    """The tokens of each member of the ring."""
+    """The token intervals of each member of the ring."""
     chunks = 2 * members
     ends = [length * n // chunks for n in range(chunks + 1)]
     return [
@@ -112,7 +112,7 @@ def zigzag(length: int, members: int) -> list[list[Interval]]:
 
 
 def spread(intervals: Sequence[Interval], ranks: int) -> list[list[Interval]]:
-    """Even parts of these tokens, in their order."""
+    """These tokens in even parts, in order: one part per rank."""
     total = _count(intervals)
     ends = [total * n // ranks for n in range(ranks + 1)]
     starts = list(accumulate((stop - start for start, stop in intervals), initial=0))
@@ -128,7 +128,7 @@ def spread(intervals: Sequence[Interval], ranks: int) -> list[list[Interval]]:
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Rising intervals, those that touch joined, those without tokens left out."""
+    """The intervals with adjacent ones joined and empty ones removed."""
     out: list[Interval] = []
     for start, stop in sorted(i for i in intervals if i[0] < i[1]):
         if out and start <= out[-1][1]:

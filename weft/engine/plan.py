@@ -33,9 +33,10 @@ _COST_BITS = 32
 class DocumentMeta:
     """What the step plan needs to know of a document.
 
-    length: tokens. unread: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
+    length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
     be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
+    patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as those.
     """
 
     length: int
@@ -44,16 +45,23 @@ class DocumentMeta:
     group: int | None = None
     cost: float = 0.0
     routed: bool = False
-    unread: int = 0
+    omitted: int = 0
+    patches: int = 0
+    tower_tokens: int = 0
 
     @property
     def read(self) -> int:
         """Tokens that a forward reads, from the first."""
-        return self.length - self.unread
+        return self.length - self.omitted
+
+    @property
+    def room(self) -> int:
+        """Tokens of max_tokens_per_device that it takes."""
+        return self.read + self.tower_tokens
 
 
-def unread_tokens(length: int, *, whole: bool) -> int:
-    """Tokens at a document's end that no forward reads: the last one, which predicts nothing, unless `whole`."""
+def omitted_tokens(length: int, *, whole: bool) -> int:
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing, unless `whole`."""
     return int(length > 1 and not whole)
 
 
@@ -99,12 +107,19 @@ class StepPlan:
         """The rows of one rank, by micro-batch."""
         return [micro_batch[rank] for micro_batch in self.rows]
 
+    def has_images(self, micro_batch: int) -> bool:
+        """Whether every rank runs the vision tower in this micro-batch: where any has images, and in the last one if
+        the step has any, because that is where gradients may be reduced."""
+        last = micro_batch == self.micro_batches - 1
+        rows = self.rows if last else (self.rows[micro_batch],)
+        return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
+
     def row_length(self, micro_batch: int, rank: int) -> int:
         """T of a row, with padding."""
         return self.lengths[micro_batch][rank]
 
     def shared(self, micro_batch: int, rank: int) -> list[int]:
-        """Documents of this micro-batch that several ranks of this rank's group have parts of, rising."""
+        """Documents of this row that other ranks of its group have parts of, in rising order."""
         if not self.pieces:
             return []
         found: dict[int, int] = {}
@@ -113,8 +128,12 @@ class StepPlan:
                 found[document] = found.get(document, 0) + 1
         return sorted(document for document, ranks in found.items() if ranks > 1)
 
+    def having(self, micro_batch: int, rank: int, document: int) -> list[int]:
+        """The ranks of this rank's group that have this document of a micro-batch, or parts of it."""
+        return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
+
     def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
-        """Of each rank of this rank's group, in order: document -> its tokens there, in the order of the row."""
+        """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
         return [
             dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))
             for n in self._neighbours(rank)
@@ -154,9 +173,10 @@ class StepPlan:
 
         Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
         """
+        groups = (-1 if d.group is None else d.group for d in self.documents)
         made_of = tuple(
-            (d.length, d.unread, _hashable(d.weight), d.loss_tokens, d.cost, -1 if d.group is None else d.group)
-            for d in self.documents
+            (d.length, d.omitted, _hashable(d.weight), d.loss_tokens, d.cost, d.patches, group)
+            for d, group in zip(self.documents, groups, strict=True)
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
         return f"{hash(parts) & (2**64 - 1):016x}"
@@ -164,11 +184,6 @@ class StepPlan:
 
 def _hashable(weight: float) -> float:
     return -1.0 if math.isnan(weight) else weight
-
-
-def document_cost(length: int, *, linear: float, quadratic: float) -> float:
-    """Estimated FLOPs of a document: linear x T (weights) + quadratic x T^2 (attention)."""
-    return linear * length + quadratic * length * length
 
 
 def plan_step(
@@ -273,7 +288,7 @@ def _packed(
 ) -> list[list[list[int]]]:
     """[k][r] some of the documents, in rows of this capacity, in each the longest first."""
     limit = capacity if alone_above is None else alone_above
-    lengths = [documents[i].read if documents[i].read <= limit else capacity for i in chosen]
+    lengths = [documents[i].room if documents[i].read <= limit else capacity for i in chosen]
     rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
     by_length = [sorted((chosen[n] for n in row), key=lambda i: (-documents[i].read, i)) for row in rows]
     return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
@@ -303,6 +318,13 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ran
     for index, document in enumerate(documents):
         if document.length < 1:
             raise UserError(f"document {index} of the step has no tokens: leave it out")
+        if document.patches and document.room > sizes.capacity:
+            needed = -(-document.room // sizes.multiple) * sizes.multiple
+            raise UserError(
+                f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}, and documents with images are not "
+                f"cut: set step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
+            )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
             over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""

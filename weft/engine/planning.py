@@ -7,11 +7,11 @@ from functools import cache, partial
 
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
-from weft.engine.document import Document, metas
-from weft.engine.plan import DocumentMeta, StepPlan, plan_step, unread_tokens
+from weft.engine.document import Costs, Document, MeasuredDocuments, metas
+from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
-from weft.models.flops import document_flops
+from weft.models.flops import document_flops, tower_flops
 from weft.ops.communicator import ContextAxis
 from weft.parallel.mesh import Mesh
 
@@ -27,17 +27,42 @@ class StepPlanner:
         self._cuts = built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
+        self._no_images = built.findings.images
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
-        self.cost = cache(partial(document_flops, built.flops))  # of a length; a step has many of the same
+        # Of a length, and of a number of patches; a step has many of the same.
+        self.costs = Costs(
+            self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
+        )
 
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
         """The metadata of each; measured documents are not built for it."""
-        return metas(documents, self._unread, self.cost)
+        found = metas(documents, self.costs)
+        if self._no_images and any(meta.patches for meta in found):
+            raise UserError(f"this model cannot be trained on images: {self._no_images}.")
+        return found
 
-    def _unread(self, length: int) -> int:
+    def check_images(self, documents: Sequence[Document]) -> None:
+        """See Engine.check_images."""
+        if not isinstance(documents, MeasuredDocuments):
+            return
+        columns, capacity = documents.measures(), self.step.max_tokens_per_device // self.multiple * self.multiple
+        for index in columns.patches.nonzero()[0].tolist():
+            own, where = int(columns.patches[index]), documents.source(index)
+            if self._no_images:
+                raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
+            length, (_, extra) = int(columns.length[index]), self.costs.patches(own)
+            if length - self._omitted(length) + extra > capacity:
+                raise UserError(
+                    f"{where}: has {length} tokens, and its images, {own} patches, take as much memory as {extra}; "
+                    "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
+                    f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
+                    "data.image_pixels."
+                )
+
+    def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
         limit = self._position_limit
-        return unread_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
+        return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan."""

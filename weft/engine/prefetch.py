@@ -10,7 +10,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ahead(items: Iterable[T], make: Callable[[T], R]) -> Generator[tuple[T, Future[R]], None, None]:
+def prefetch(items: Iterable[T], make: Callable[[T], R]) -> Generator[tuple[T, Future[R]], None, None]:
     """Yield each item with the future of make(item), which a thread starts while the caller uses the previous item.
 
     The thread also draws the items, at most one ahead. Close the iterator to end it.

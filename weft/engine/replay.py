@@ -17,14 +17,14 @@ from torch import Tensor
 from weft.engine.document import Document
 from weft.engine.row import Row
 from weft.errors import UserError
-from weft.models.routing import differ, replaced, steering
+from weft.models.routing import differ, replace_choices, replaced
 from weft.models.train_module import TrainModule
 
 LIVE = -1  # in place of an expert: this token was not recorded, and is routed as ever
 
 
 @dataclass
-class Seen:
+class RouteCounts:
     """The choices of one forward, by decoder layer: (number that differ from the record, number on record)."""
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class Replay:
             raise ValueError(f"{who} name expert {wrong}, and there are {self.experts}, from 0")
 
     @contextmanager
-    def following(self, row: Row) -> Iterator[Seen]:
+    def following(self, row: Row) -> Iterator[RouteCounts]:
         """Make forwards of this row, and their recomputation in backward, follow its routes, if it has any."""
-        seen, routes_MLk = Seen(), row.routes
+        seen, routes_MLk = RouteCounts(), row.routes
         if routes_MLk is None:
             yield seen
             return
@@ -79,11 +79,11 @@ class Replay:
             return replaced(scores, out, torch.where(known_M[:, None], recorded_Mk, out[1]))
 
         layers = [layer for _, layer in self.module.layers]
-        with steering(layers, self.experts, self.chosen, choose):
+        with replace_choices(layers, self.experts, self.chosen, choose):
             yield seen
 
 
-def aligned(routes: Any, tokens: int) -> Tensor:
+def align_routes(routes: Any, tokens: int) -> Tensor:
     """[T, layers, k] int16 of an engine's record, which may lack the last token, because nothing was sampled after it.
 
     routes: [T - 1 or T, layers, k]. ValueError for another length.

@@ -15,7 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.engine.document import Document
+from weft.engine.media import joined
+from weft.models.vision import Vision
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
 
@@ -27,8 +30,10 @@ class Row:
     """documents: their indices in the step, in order. position_ids_BT: [3, B, T] where a document has three positions
     per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
     document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
-    routes: [tokens of the flattened row, layers, k], -1 for none; None where no document has any. real_tokens: tokens
-    without padding. shared: of a row with documents that other ranks have parts of."""
+    media: forward arguments of its images; None where no rank has any. borrowed: they are of an image that is in no
+    document, so that this rank computes what the others do. routes: [tokens of the flattened row, layers, k], -1 for
+    none; None where no document has any. real_tokens: tokens without padding. shared: of a row with documents that
+    other ranks have parts of. alike: what other ranks must have, too."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -44,6 +49,9 @@ class Row:
     routes: Tensor | None
     real_tokens: int
     shared: SharedDocuments | None = None
+    media: Mapping[str, Tensor] | None = None
+    borrowed: bool = False
+    alike: tuple[Alike, ...] = ()
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""
@@ -58,12 +66,16 @@ class Row:
             bounds = replace(
                 Bounds.packed(bounds.lengths, device), firsts=self.bounds.firsts, context=self.bounds.context
             )
+        if self.bounds.last_seen is not None:
+            bounds = replace(bounds, last_seen=self.bounds.last_seen.to(device, non_blocking=True))
         return replace(self._moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Row:
         tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         arrays = {name: move(values) for name, values in self.arrays.items()}
         changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}
+        if self.media is not None:
+            changed["media"] = {name: move(value) for name, value in self.media.items()}
         return replace(self, **changed, shared=None if self.shared is None else self.shared.moved(move))
 
 
@@ -76,11 +88,14 @@ def build_row(
     layout: Layout,
     every_token: bool,
     owners: bool = False,
+    vision: Vision | None = None,
+    images: bool = False,
 ) -> Row:
     """Lay out documents for one forward, on the host.
 
     read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
-    predict all tokens, not only those with a weight. owners: fill owner_M. A row without documents holds padding, so
+    predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, where it takes images.
+    images: some rank's row of this micro-batch has any. A row without documents holds padding, so
     that every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
@@ -93,6 +108,8 @@ def build_row(
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], padded=True)
+    if vision is not None and vision.both_ways and any(document.media for document in chosen):
+        bounds.last_seen = _last_seen(chosen, vision, read, length)
     places = _Places.of(starts, read)
     ids = torch.zeros(shape[0] * length, dtype=torch.int64)
     ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
@@ -104,6 +121,7 @@ def build_row(
         owner_M=_owners(places, ids.numel()) if owners else None,
         routes=_routes(chosen, starts, read, ids.numel()),
         real_tokens=sum(read),
+        **(_media(chosen, vision) if images and vision is not None else {}),
         **_predictions(chosen, starts, every_token),
     )
 
@@ -133,6 +151,21 @@ def _owners(places: _Places, tokens: int) -> Tensor:
     owner = torch.full((tokens,), -1)
     owner[places.row_K] = places.document_K
     return owner
+
+
+def _media(documents: Sequence[Document], vision: Vision) -> dict[str, Any]:
+    """The images of a row; where it has none, the smallest one."""
+    found = [document.media.inputs for document in documents if document.media is not None]
+    return {"media": joined(found or [dict(vision.smallest)]), "borrowed": not found}
+
+
+def _last_seen(documents: Sequence[Document], vision: Vision, read: Sequence[int], length: int) -> Tensor:
+    """Bounds.last_seen of a packed row."""
+    last = torch.arange(length, dtype=torch.int32)
+    for document, taken, start in zip(documents, read, accumulate(read, initial=0), strict=False):
+        if document.media is not None:
+            last[start : start + taken] = start + vision.last_seen(document.tokens[:taken])
+    return last
 
 
 def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int) -> Tensor | None:

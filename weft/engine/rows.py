@@ -7,12 +7,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from weft.engine.context_row import cut_row
 from weft.engine.document import Document
 from weft.engine.plan import Layout, StepPlan
 from weft.engine.replay import Replay
+from weft.engine.replicas import shared_documents
 from weft.engine.row import Row, build_row
+from weft.models.vision import Vision
 from weft.ops.communicator import ContextAxis
+from weft.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: among those with different documents. context: the ranks of cp, None for one. owners: fill
-    Row.owner_M. pinned: in page-locked memory."""
+    """Builds rows. rank: among those with different documents. tp, context: the ranks of tp and cp, None for one.
+    owners: fill Row.owner_M. pinned: in page-locked memory. vision, base: of the model; vision is None where it takes
+    no images."""
 
     rank: int
+    tp: Axis | None
     context: ContextAxis | None
     layout: Layout
     owners: bool
     pinned: bool
     replay: Replay
+    vision: Vision | None
+    base: nn.Module
 
     def rows(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool) -> Rows:
         """The rows of a plan. documents: at least this rank's, by index in the step. every_token: see build_row.
@@ -60,14 +69,24 @@ class RowBuilder:
         indices = plan.rows[micro_batch][self.rank]
         for index in indices if routed else ():
             self.replay.check(documents[index])
+        documents = {index: self._placed(documents[index]) for index in indices}
         read = [plan.documents[index].read for index in indices]
         length = sum(read) if plan.pieces else plan.row_length(micro_batch, self.rank)
         row = build_row(
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
-            owners=self.owners,
+            owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
         )  # fmt: skip
+        row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.tp))
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)
         row = row if routed else replace(row, routes=None)
         return row.pinned() if self.pinned else row
+
+    def _placed(self, document: Document) -> Document:
+        """With the positions that its images give it."""
+        if document.media is None:
+            return document
+        assert self.vision is not None, "planner refuses images otherwise"
+        positions = self.vision.positions(self.base, document.tokens, document.media.inputs)
+        return document if positions is None else replace(document, positions=positions)

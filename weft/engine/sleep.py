@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.host import HostPool, Loan
-from weft.optim.custom_optimizer import OnShards
+from weft.optim.custom_optimizer import ShardOptimizer
 from weft.optim.optimizer import Ema
 from weft.parallel.mesh import own_part
 
@@ -126,7 +126,7 @@ def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def tensors_of(
-    part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | OnShards | None, ema: Ema | None
+    part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | ShardOptimizer | None, ema: Ema | None
 ) -> Iterator[Tensor]:
     """The tensors of a part of an engine; of `optimizer` the state and the average of the weights."""
     if part == "parameters":

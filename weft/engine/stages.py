@@ -1,4 +1,4 @@
-"""An Engine's construction in stages: describe, build on meta, cut, fill, optimizer. `assemble` runs them all."""
+"""An Engine's construction in stages: describe, build on meta, shard, fill, optimizer. `assemble` runs them all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.models.lora import freeze_base
 from weft.models.tp_styles import check_states
 from weft.objectives.readouts import Wanted
 from weft.ops.communicator import ContextAxis
-from weft.optim.custom_optimizer import ForeignRule, OnShards, find_rule
+from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.optim.groups import check_groups
 from weft.optim.loss_scale import LossScale
 from weft.optim.optimizer import Ema, build_optimizer, moments
@@ -36,14 +36,14 @@ from weft.parallel.mesh import Mesh, build_mesh, context_axis
 from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
-from weft.planner.memory import Needs, Trained, capacity, check_draws, check_fits, local_ranks, memory_needs
+from weft.planner.memory import MemoryNeeds, TrainingState, capacity, check_draws, check_fits, local_ranks, memory_needs
 from weft.sharding.adapter_files import fill_adapters
-from weft.sharding.cuts import whole_shape
+from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
 
 @dataclass(frozen=True)
-class Frame:
+class Setup:
     """What is known before the model. storage: the device of shards between their uses.
 
     rule: the optimizer that the config names by import path, tried; None for weft's own. moments: dtypes of the
@@ -55,7 +55,7 @@ class Frame:
     mesh: Mesh
     storage: torch.device
     precision: Precision
-    rule: ForeignRule | None
+    rule: CustomOptimizerSpec | None
     moments: tuple[torch.dtype, ...]
     state_dtypes: frozenset[torch.dtype]
 
@@ -65,14 +65,14 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What sharding gives. divided: what tp has cut. context: the ranks over which documents are cut. memory: bytes
+class Sharded:
+    """What sharding gives. divided: what tp divides. context: the ranks over which documents are cut. memory: bytes
     that a rank needs. room: bytes that it has on the storage device."""
 
     units: list[Unit]
     divided: TensorParallel
     context: ContextAxis | None
-    memory: Needs
+    memory: MemoryNeeds
     room: int
     input_casts: InputCasts
 
@@ -82,12 +82,12 @@ class Parts:
     """What the stages return together. loaded: None where no file was read. optimizer: None where nothing is
     trained."""
 
-    frame: Frame
+    setup: Setup
     built: BuiltModel
-    cut: Cut
+    sharded: Sharded
     loss_scale: LossScale | None
     loaded: LoadReport | None = None
-    optimizer: torch.optim.Optimizer | OnShards | None = None
+    optimizer: torch.optim.Optimizer | ShardOptimizer | None = None
     ema: Ema | None = None
 
 
@@ -103,17 +103,17 @@ def assemble(
 ) -> Parts:
     """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
     set_deterministic(config.deterministic)
-    frame = describe(config, ranks, mesh)
-    built = build(frame, weights=weights, readouts=readouts)
-    made = cut(frame, built, readouts)
-    parts = Parts(frame, built, made, new_loss_scale(frame))
+    setup = describe(config, ranks, mesh)
+    built = build(setup, weights=weights, readouts=readouts)
+    made = shard_model(setup, built, readouts)
+    parts = Parts(setup, built, made, new_loss_scale(setup))
     if not weights:
         return parts
-    check_memory(frame, built, made, fill=fill)
-    parts = replace(parts, loaded=fill_weights(frame, built, made, progress, fill=fill))
-    if not frame.trained:
+    check_memory(setup, built, made, fill=fill)
+    parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
+    if not setup.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(frame, built.module)
+    optimizer, ema = build_optimizer_and_ema(setup, built.module)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
@@ -124,7 +124,7 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
-def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Frame:
+def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Setup:
     """Mesh, dtypes and devices. mesh: another engine's, which is used where it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes.all:
@@ -143,22 +143,22 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Fr
         )
     kept = moments(config.optimizer, precision.master, rule)
     state_dtypes = frozenset(kept) if rule is None else rule.dtypes
-    return Frame(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
+    return Setup(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
 
 
-def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
+def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
     """The model on the meta device, with untrained parameters frozen. weights: False opens no file of weights.
 
     UserError where the model lacks one of the readouts, or the config's auxiliary loss or parameter groups do not fit
     it.
     """
-    config = frame.config
+    config = setup.config
     built = build_model(
         config.model,
         config.lora,
-        dtype=frame.precision.master,
-        compute=frame.precision.compute,
-        device=frame.ranks.device,
+        dtype=setup.precision.master,
+        compute=setup.precision.compute,
+        device=setup.ranks.device,
         weights=weights,
         values=config.value_head is not None,
     )
@@ -166,8 +166,8 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
     module.head.temperature = config.temperature
     if config.exact:
         make_exact(module)
-    module.train(frame.trained).requires_grad_(frame.trained)
-    if frame.trained:
+    module.train(setup.trained).requires_grad_(setup.trained)
+    if setup.trained:
         if built.lora is None:
             freeze(module, config.model.freeze)
         else:
@@ -175,71 +175,79 @@ def build(frame: Frame, *, weights: bool = True, readouts: Collection[str] = ())
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
-    if frame.mesh.tp is not None:
+    if setup.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden)
-    return replace(built, balance=balance_coefficient(config.model, built.config, module))
+    flops = replace(built.flops, tower_frozen=not _trains_tower(built))
+    return replace(built, flops=flops, balance=balance_coefficient(config.model, built.config, module))
 
 
-def cut(frame: Frame, built: BuiltModel, readouts: Collection[str] = ()) -> Cut:
+def _trains_tower(built: BuiltModel) -> bool:
+    """Whether anything of the vision tower is trained, so that it needs a backward."""
+    parts = () if built.vision is None else built.vision.parts
+    return any(p.requires_grad for part in parts for p in built.module.get_submodule(part).parameters())
+
+
+def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ()) -> Sharded:
     """Shard the model over the mesh, in place; parameters stay on meta. readouts: as in Engine."""
-    config, module, ranks = frame.config, built.module, frame.ranks
+    config, module, ranks = setup.config, built.module, setup.ranks
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
     sequence = False
-    if frame.mesh.tp is not None:
-        division = check_division(checked, built.findings, frame.mesh.tp.size)
-        sequence = division.sequence and not Wanted.of(readouts).hidden  # states of modules are read of all tokens
-    context = context_of(frame, built, checked)
+    if setup.mesh.tp is not None:
+        division = check_division(checked, built.findings, setup.mesh.tp.size)
+        # States of modules are read of all tokens, and images are put among all embeddings of a row.
+        sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
+    context = context_of(setup, built, checked)
     units, divided = parallelize(
-        module, frame.mesh, built.config, config.model, config.fsdp, frame.precision, ranks.device,
+        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.device,
         sequence=sequence,
     )  # fmt: skip
-    state = Trained(frame.moments, config.optimizer.ema_decay is not None) if frame.trained else None
-    memory = memory_needs(module, units, frame.precision, state)
-    room = capacity(frame.storage, local_ranks(ranks.world), ranks.assumed)
-    return Cut(
+    state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
+    memory = memory_needs(module, units, setup.precision, state)
+    room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
+    return Sharded(
         units, divided, context, memory, room,
-        InputCasts(module, config.fsdp.cast_forward_inputs, frame.precision.compute),
+        InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
 
 
-def context_of(frame: Frame, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
+def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
     layers carry state or whose documents are padded: those are dealt whole to the ranks of cp, as to any others.
     config: of the class with logits."""
-    cp, tp, wanted = frame.mesh.cp_size, frame.mesh.tp_size, frame.config.mesh.ulysses
+    cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     if cp == 1 or not built.cuts_documents:
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.findings, built.flops, cp, ulysses, tp)
-    return context_axis(frame.mesh, ulysses)
+    check_context(config, built.flops, cp, ulysses, tp)
+    return context_axis(setup.mesh, ulysses)
 
 
-def check_memory(frame: Frame, built: BuiltModel, made: Cut, *, fill: bool) -> None:
+def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) -> None:
     """UserError where a rank has too little memory for its shards, or for drawing initial weights."""
-    check_fits(made.memory, made.room, frame.mesh, frame.config.fsdp, frame.config.optimizer)
+    check_fits(made.memory, made.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
     if built.load is None and fill:
-        shapes = (whole_shape(name, p, made.divided.cuts) for name, p in built.module.named_parameters())
-        check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(frame.ranks.world)))
+        shapes = (full_shape(name, p, made.divided.cuts) for name, p in built.module.named_parameters())
+        check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
 
 
 def fill_weights(
-    frame: Frame, built: BuiltModel, made: Cut, progress: Progress | None = None, *, fill: bool = True
+    setup: Setup, built: BuiltModel, made: Sharded, progress: Progress | None = None, *, fill: bool = True
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
     Buffers, new adapters and a new value head are filled all the same. None where nothing was read.
     """
-    config, module, plan, lora = frame.config, built.module, built.load, built.lora
+    config, module, plan, lora = setup.config, built.module, built.load, built.lora
     report, cuts = None, made.divided.cuts
-    materialize(module, frame.storage)
+    materialize(module, setup.storage)
     if plan is None and fill:
-        fill_random(module, cuts, built.config, frame.precision.master, config.seed)
+        fill_random(module, cuts, built.config, setup.precision.master, config.seed)
     elif plan is not None:
         # A frozen base is in no checkpoint: it is always read.
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         plan.source.close()
     hf.rebuild_buffers(module.hf_model)
-    move_buffers(module, frame.ranks.device)
+    move_buffers(module, setup.ranks.device)
     if lora is not None:
         fill_adapters(module, lora, cuts, config.seed)
     if config.value_head is not None:
@@ -247,17 +255,19 @@ def fill_weights(
     return report
 
 
-def build_optimizer_and_ema(frame: Frame, module: nn.Module) -> tuple[torch.optim.Optimizer | OnShards, Ema | None]:
+def build_optimizer_and_ema(
+    setup: Setup, module: nn.Module
+) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
-    config = frame.config.optimizer
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, frame.rule)
+    config = setup.config.optimizer
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
-    if frame.ranks.device.type == "cpu":
+    if setup.ranks.device.type == "cpu":
         keep_freed_memory()  # not before: what loading frees should go back
     return optimizer, ema
 
 
-def new_loss_scale(frame: Frame) -> LossScale | None:
+def new_loss_scale(setup: Setup) -> LossScale | None:
     """None but for training in fp16."""
-    fsdp, fp16 = frame.config.fsdp, frame.precision.compute == torch.float16
-    return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and frame.trained else None
+    fsdp, fp16 = setup.config.fsdp, setup.precision.compute == torch.float16
+    return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and setup.trained else None

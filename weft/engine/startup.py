@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.engine.image_check import check_images
 from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
@@ -40,22 +41,20 @@ KNOWN_LAYER_TYPES = {
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit.
-
-    attention_calls: calls per forward that received the bounds. attends: whether the model has attention. attention:
-    the kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
-    words. head: name of the head.
-    """
+    """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit. attends:
+    whether the model has attention. attention: the kinds of its calls. mixers: classes of the modules that carry
+    state along the sequence. copy: the small copy, in words. head: name of
+    the head. images: why documents with images are refused; empty where they are not."""
 
     layout: Layout
     uses_bounds: bool
     error: float
-    attention_calls: int
     attends: bool
     attention: tuple[Traits, ...]
     mixers: tuple[str, ...]
     copy: str
     head: str
+    images: str = ""
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
@@ -65,7 +64,7 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 
 def compute_exactly(model: PreTrainedModel) -> None:
     """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
-    model.set_attn_implementation(implementation(model.config, attention.EXACT))
+    model.set_attn_implementation(hf.attention_by_part(model.config, implementation(model.config, attention.EXACT)))
     hf.run_experts_one_by_one(model)
 
 
@@ -112,19 +111,18 @@ def examine(config: PretrainedConfig) -> Findings:
             continue
         try:
             with attention.watched(lambda call: kinds.add(call.traits)):
-                calls, worst = _check_layout(ours, documents, expected, layout, uses_bounds)
-        except Exception as error:  # bounds did not reach attention, or the family cannot run this layout
-            if layout != layouts[-1]:
-                continue
-            if isinstance(error, RuntimeError):
+                worst = _check_layout(ours, documents, expected, layout, uses_bounds)
+        except Exception as error:  # bounds did not reach attention, or the family's code cannot run this layout
+            if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
-            raise
+            continue
         if worst <= tolerance:
             attends = family.attention is not None or bool(kinds)
+            images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
             return Findings(
-                layout, uses_bounds and (attends or bool(ours.mixers)), worst, calls, attends, tuple(sorted(kinds)),
+                layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
                 tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
-                ours.facts.head,
+                ours.facts.head, images,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
@@ -208,7 +206,7 @@ def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     with torch.no_grad():  # weights that start at 0 or 1 would hide a mistake in what they multiply
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
-            if parameter.ndim < 2:
+            if parameter.ndim < 2 or not parameter.any():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return model
 
@@ -253,8 +251,8 @@ def bounds_of(layout: Layout, uses_bounds: bool) -> Bounds | None:
 
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
-) -> tuple[int, float]:
-    """(attention calls that saw the bounds, worst difference to HuggingFace or to the unperturbed neighbours)."""
+) -> float:
+    """The worst difference to HuggingFace or to the unperturbed neighbours, relative to the largest logit."""
     bounds = bounds_of(layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)
@@ -265,7 +263,7 @@ def _check_layout(
         moved = logits_of(module, changed, layout, bounds_of(layout, uses_bounds))
         others = [i for i in range(len(documents)) if i != place]
         worst.append(_largest([moved[i] - logits[i] for i in others]))
-    return (0 if bounds is None else bounds.seen), float(torch.stack(worst).max() / scale)
+    return float(torch.stack(worst).max() / scale)
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:

@@ -43,7 +43,7 @@ def check_readouts(
 
 
 @contextmanager
-def captured(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
+def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
     """Capture module outputs of forwards inside: name -> [tokens, width], with gradients, in fp32 or wider.
 
     tokens: of the flattened row. Recomputed forwards are not captured again.

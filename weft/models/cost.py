@@ -9,6 +9,7 @@ from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
 from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
+from weft.models.vision import blocks
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -25,7 +26,18 @@ def flop_facts(module: TrainModule) -> FlopFacts:
                 dense += 0 if routed else parameter.numel()
                 expert += parameter.numel() if routed else 0
     experts, chosen = experts_of(config)
-    return FlopFacts(dense, _attention(config), expert, experts, chosen)
+    tower, memory = _tower(module, config)
+    return FlopFacts(dense, _attention(config), expert, experts, chosen, tower=tower, tower_memory=memory)
+
+
+def _tower(module: TrainModule, text: Any) -> tuple[int, float]:
+    """(weights of the blocks of the vision tower, depth x width of them / of the decoder)."""
+    layers = [layer for _, layer in blocks(module.base, module.facts)]
+    if not layers:
+        return 0, 0.0
+    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim >= 2)
+    width = next((p.shape[0] for p in layers[0].parameters() if p.ndim == 1), 0)  # of the first norm
+    return weights, len(layers) * width / (text.num_hidden_layers * text.hidden_size)
 
 
 def experts_of(config: Any) -> tuple[int, int]:

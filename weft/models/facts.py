@@ -43,6 +43,8 @@ def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
     head_module = _value_head(model) if values else model.get_output_embeddings()
     if embedding is None or "." not in embedding or not isinstance(head_module, nn.Linear):
         raise _refusal(model, "it has no token embedding inside a base model, or no linear head")
+    if names[id(head_module)] in ("base", "head", "layers"):  # what TrainModule calls its own parts
+        raise _refusal(model, f"its head is named `{names[id(head_module)]}`")
     decoder = embedding.rsplit(".", 1)[0]
     module = model.get_submodule(decoder)
     count = config.num_hidden_layers

@@ -8,6 +8,7 @@ attention costs 12 x heads x width for each (query, key) pair that sees each oth
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,7 +60,8 @@ class FlopFacts:
 
     dense: used by every token, with the head, without the embedding. expert: of all routed experts; a token uses
     experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward costs them as
-    much as forward. trained: further weights that are trained (adapters).
+    much as forward. trained: further weights that are trained (adapters). tower: weights that multiply each patch of an
+    image. tower_frozen: nothing is trained up to and in the tower. tower_memory: activations of a patch / of a token.
     """
 
     dense: int
@@ -69,6 +71,9 @@ class FlopFacts:
     experts_per_token: int = 1
     frozen: bool = False
     trained: float = 0.0
+    tower: int = 0
+    tower_frozen: bool = False
+    tower_memory: float = 0.0
 
 
 def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
@@ -87,6 +92,11 @@ def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
     """Training FLOPs of one document of `length` tokens, with windows."""
     linear, _ = model_flops(facts)
     return linear * length + sum(_per_pair(a) * attention_pairs(length, a.window, causal) for a in facts.attention)
+
+
+def tower_flops(facts: FlopFacts, patches: int) -> tuple[float, int]:
+    """(training FLOPs of the vision tower for so many patches, without its attention; tokens of the same memory)."""
+    return (2.0 if facts.tower_frozen else 6.0) * facts.tower * patches, math.ceil(facts.tower_memory * patches)
 
 
 def attention_pairs(length: int, window: int | None = None, causal: bool = True) -> float:

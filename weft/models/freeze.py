@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from weft.errors import UserError
-from weft.models.patterns import names_it, nearest
+from weft.models.patterns import matches, similar_names
+from weft.models.train_module import TrainModule
+from weft.models.vision import projector_parts, vision_parts
+
+PRESETS = ("vision", "projector", "language")
 
 
-def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns name.
+def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that the patterns, or the presets among them, name.
 
     UserError where a pattern matches nothing, where only some names of a tied parameter match, or where nothing is left
     to train.
     """
+    patterns = resolved(module, patterns)
     names = dict(module.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        if not any(names_it(pattern, name) for name in names):
-            raise UserError(f"model.freeze: {pattern!r} matches no parameter{nearest(pattern, names)}")
-    frozen = {name for name in names if any(names_it(pattern, name) for pattern in patterns)}
+        if not any(matches(pattern, name) for name in names):
+            raise UserError(f"model.freeze: {pattern!r} matches no parameter{similar_names(pattern, names)}")
+    frozen = {name for name in names if any(matches(pattern, name) for pattern in patterns)}
     tied = {id(names[name]): name for name in frozen}
     for name, parameter in names.items():
         if id(parameter) in tied and name not in frozen:
@@ -31,3 +34,27 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError("model.freeze: every parameter is frozen, so there is nothing to train: leave some out.")
     for name in frozen:
         names[name].requires_grad_(False)
+
+
+def resolved(module: TrainModule, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The patterns, with names of modules or parameters for the presets: `vision` is the tower without its projector,
+    `projector` what is between tower and decoder, `language` the decoder and the head. UserError for models of text."""
+    out: list[str] = []
+    for pattern in patterns:
+        out += _parts(module, pattern) if pattern in PRESETS else [pattern]
+    return tuple(out)
+
+
+def _parts(module: TrainModule, preset: str) -> list[str]:
+    facts = module.facts
+    tower, projector = vision_parts(module.base, facts), projector_parts(module.base, facts)
+    if not tower:
+        raise UserError(
+            f"model.freeze: {preset!r} names a part of a vision-language model, and this model has no tower."
+        )
+    if preset == "language":
+        return [facts.decoder, facts.head]
+    if preset == "projector":
+        return list(projector)
+    found = [name for part in tower for name, _ in module.get_submodule(part).named_parameters(prefix=part)]
+    return [name for name in found if not any(matches(outer, name) for outer in projector)]

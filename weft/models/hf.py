@@ -12,6 +12,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
+- modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
+  or a sequence of them) and .get_rope_index(input_ids, mm_token_type_ids, ...), called in vision.py
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 - DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
   .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
@@ -43,6 +45,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -190,10 +193,18 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str |
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
-    model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    chosen = attention_by_part(config, attention)
+    model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=chosen)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
+    """attn_implementation for a model: one of weft's own is for its text, because images have no documents' bounds."""
+    if attention is None or not attention.startswith("weft_") or getattr(config, "vision_config", None) is None:
+        return attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
 def enable_recompute(model: PreTrainedModel) -> None:
@@ -254,7 +265,7 @@ def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> d
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
-def not_wanted(model: PreTrainedModel) -> list[str]:
+def unused_patterns(model: PreTrainedModel) -> list[str]:
     """Patterns of tensors that this family's checkpoints hold and its class does not (draft layers, old tables)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
 
@@ -291,6 +302,16 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     text = config.get_text_config()
     whole = [text] * int(text.num_hidden_layers)
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else whole
+
+
+def accepts_by_name(module: nn.Module, argument: str) -> bool:
+    """Whether the module's forward names this argument."""
+    return argument in inspect.signature(module.forward).parameters
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether the module is a layer that transformers can recompute in backward."""
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def accepts(module: nn.Module, argument: str) -> bool:

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.low_rank import LowRank, Switch, embedding_hook, experts_forward, linear_hook
-from weft.models.patterns import nearest
+from weft.models.low_rank import AdapterSwitch, LowRank, embedding_hook, experts_forward, linear_hook
+from weft.models.patterns import similar_names
 from weft.models.train_module import Head, TrainModule
 
 Kind = Literal["linear", "embedding", "experts"]
@@ -87,7 +87,7 @@ class LoraPlan:
     targets: tuple[Target, ...]
     trained: tuple[str, ...]
     path: Path | None = None
-    switch: Switch = field(default_factory=Switch)
+    switch: AdapterSwitch = field(default_factory=AdapterSwitch)
 
     @property
     def scale(self) -> float:
@@ -172,7 +172,7 @@ def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Seque
             head = model.get_output_embeddings()
             names = {n for n, t in candidates.items() if t.kind == "linear" and model.get_submodule(n) is not head}
         else:
-            names = {name for name in candidates if ends_like(name, pattern)}
+            names = {name for name in candidates if matches_end(name, pattern)}
         if not names:
             raise UserError(_nothing_named(model, pattern, candidates))
         chosen |= names
@@ -180,16 +180,16 @@ def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Seque
     return tuple(t for n, t in candidates.items() if n in chosen and not t.weight.startswith(whole))
 
 
-def ends_like(name: str, pattern: str) -> bool:
+def matches_end(name: str, pattern: str) -> bool:
     """Whether a glob matches the name, or its last parts: `q_proj`, `mlp.*`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str, Target]) -> str:
-    there = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if ends_like(name, pattern)]
+    there = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if matches_end(name, pattern)]
     if not there:
         near = candidates if "." in pattern else {name.rpartition(".")[2] for name in candidates}
-        return f"lora.targets: {pattern!r} matches nothing in this model{nearest(pattern, near)}"
+        return f"lora.targets: {pattern!r} matches nothing in this model{similar_names(pattern, near)}"
     inside = [name for name in candidates if name.startswith(f"{there[0]}.")]
     if inside:
         return f"lora.targets: {there[0]} is no layer but holds some: write {pattern}.*, or name them."
@@ -206,11 +206,13 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
         names = [
             name
             for name, module in model.named_modules()
-            if name and ends_like(name, end) and any(True for _ in module.parameters())
+            if name and matches_end(name, end) and any(True for _ in module.parameters())
         ]
         if not names:
             modules = [name for name, _ in model.named_modules() if name]
-            raise UserError(f"lora.modules_to_save: {end!r} matches no module with parameters{nearest(end, modules)}")
+            raise UserError(
+                f"lora.modules_to_save: {end!r} matches no module with parameters{similar_names(end, modules)}"
+            )
         found |= dict.fromkeys(names)
     return tuple(found)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from weft.models import hf
 
 
-class Switch:
+class AdapterSwitch:
     """Turns all adapters of a model on and off."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Switch:
 
 
 class LowRank(nn.Module):
-    """The matrices of an adapter, A [.., in] and B [out, ..], unfilled. like: the weight that it adapts."""
+    """An adapter: matrices A [.., in] and B [out, ..], unfilled. like: the weight that it adapts."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class LowRank(nn.Module):
         b_shape: tuple[int, int],
         scale: float,
         dropout: float,
-        switch: Switch,
+        switch: AdapterSwitch,
         like: Tensor,
     ) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LowRank(nn.Module):
         self._own_inputs: Callable[[Tensor], Tensor] | None = None
 
     def divide(self, own_inputs: Callable[[Tensor], Tensor]) -> None:
-        """A is of some of the layer's inputs. own_inputs: [..., all of them] -> [..., those]."""
+        """Make A work on a part of the layer's inputs. own_inputs: [..., all inputs] -> [..., this rank's]."""
         self._own_inputs = own_inputs
 
     def down(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they run nothing themselves
 
 
-def names_it(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches this name, or a module that holds it; `*` matches any text, with dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
@@ -29,7 +29,7 @@ def outermost(root: nn.Module, pattern: str) -> list[str]:
     return found
 
 
-def nearest(pattern: str, names: Iterable[str]) -> str:
+def similar_names(pattern: str, names: Iterable[str]) -> str:
     """The end of a message about a pattern without a match: similar names."""
     parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     close = get_close_matches(pattern, sorted(parts), n=2, cutoff=0.7)

@@ -21,7 +21,7 @@ Choose = Callable[[int, Tensor, Any], Any]
 
 
 @contextmanager
-def steering(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
+def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
     """Give every choice of `chosen` of `experts` in these decoder layers, recomputed ones too, to `choose`.
 
     Hooks of the layers' children are used. A mode around the forward would not reach recomputation, which backward
@@ -55,7 +55,7 @@ class RouteRecorder:
         self._layers, self._chosen = len(layers), chosen
         self._seen: dict[int, Tensor] = {}
         self._hooks = ExitStack()
-        self._hooks.enter_context(steering(layers, experts, chosen, self._keep))
+        self._hooks.enter_context(replace_choices(layers, experts, chosen, self._keep))
 
     def take(self) -> NDArray[np.int16]:
         """[M, decoder layers, k] for the M tokens of the last forward; -1 where a layer routes nothing."""

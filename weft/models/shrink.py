@@ -13,6 +13,7 @@ from weft.models.kinds import Kinds, meta_model
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
 _ORIGINAL_POSITIONS = 64
 _HEADS = 4
+_PATCHES = 8  # on a side of an image
 _HIDDEN = 256
 # At the usual 0.02 a narrow model is nearly linear: rotary tables rounded to bf16 move its logits by 1e-5 only; at 0.2
 # by 5e-3, while the rounding of fp32 stays where it was.
@@ -97,7 +98,51 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     _early_long_context(text)
     if hasattr(text, "initializer_range"):
         text.initializer_range = _INITIALIZER_RANGE
+    if getattr(small, "vision_config", None) is not None:
+        _smaller_images(small)
+        _narrow_tower(small.vision_config, text)
+        _keep_placeholders(small, text.vocab_size)
     return small
+
+
+def _keep_placeholders(config: Any, vocabulary: int) -> None:
+    """Placeholders of images and videos become the last ids where any is beyond the vocabulary."""
+    names = [name for name in ("image_token_id", "video_token_id") if isinstance(getattr(config, name, None), int)]
+    if any(getattr(config, name) >= vocabulary for name in names):
+        for place, name in enumerate(names, start=1):
+            setattr(config, name, vocabulary - place)
+
+
+def _smaller_images(config: Any) -> None:
+    """Images of at most 8 x 8 patches; where the config says how many tokens one becomes, fewer in the same ratio."""
+    vision = config.vision_config
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    side, patch = (x[0] if isinstance(x, list | tuple) else x for x in (size, patch))
+    if not (isinstance(side, int) and isinstance(patch, int)) or side // patch <= _PATCHES:
+        return
+    vision.image_size = [_PATCHES * patch] * 2 if isinstance(size, list | tuple) else _PATCHES * patch
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    if tokens is not None:
+        config.mm_tokens_per_image = max(1, tokens * _PATCHES**2 // (side // patch) ** 2)
+
+
+def _narrow_tower(vision: Any, text: Any) -> None:
+    """Two layers of two heads, the last with attention to the whole image."""
+    for name in ("depth", "num_hidden_layers"):
+        _lower(vision, name, 2)
+    for name, value in (("fullatt_block_indexes", [1]), ("deepstack_visual_indexes", [0])):
+        if getattr(vision, name, None):
+            setattr(vision, name, value)
+    heads = "num_heads" if hasattr(vision, "num_heads") else "num_attention_heads"
+    width = "embed_dim" if hasattr(vision, "embed_dim") and hasattr(vision, "num_heads") else "hidden_size"
+    out = "hidden_size" if width == "embed_dim" else "out_hidden_size"
+    count, total = getattr(vision, heads, None), getattr(vision, width, None)
+    if isinstance(count, int) and isinstance(total, int) and count > 2:
+        setattr(vision, heads, 2)
+        setattr(vision, width, total // count * 2)
+    _lower(vision, "intermediate_size", 64)
+    if hasattr(vision, out):
+        setattr(vision, out, text.hidden_size)
 
 
 def _lower(config: Any, name: str, ceiling: int) -> None:

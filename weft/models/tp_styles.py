@@ -1,7 +1,7 @@
-"""How each parameter of a model may be divided for tensor parallelism: a fact of the family, whatever the mesh.
+"""How tensor parallelism may divide each parameter: a fact of the family, for any mesh.
 
-A style is read off the module tree: the linear layers that enter attention or an MLP are divided by their outputs
-(heads, intermediate width), those that leave it by their inputs. A matrix that no rule knows is an error by its name.
+Styles follow from the module tree. Linear layers that enter attention or an MLP are divided by outputs (heads,
+intermediate width), those that leave it by inputs. A matrix that no rule knows is an error with its name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class Part:
-    """So many things, each `width` wide, one after the other along the divided dimension. heads: they cannot be dealt
-    unevenly; of those of keys and values (repeat), a rank may hold one that another holds, too."""
+    """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets equally
+    many. repeat: several ranks may hold the same item, where there are fewer items (heads of keys and values) than
+    ranks."""
 
     count: int
     width: int = 1
@@ -51,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Style:
-    """dim: along which the parameter is divided, part by part; None: every rank has it whole."""
+    """The division of one parameter. dim: divided part by part; None: every rank holds all of it."""
 
     dim: int | None = None
     parts: tuple[Part, ...] = ()
@@ -59,9 +60,9 @@ class Style:
 
 @dataclass(frozen=True)
 class Styles:
-    """of: parameter -> style. regions: modules that compute with divided weights, whose outputs are to be summed.
-    biased: modules whose biases would be summed with them. joined: norms over all heads together, with the style of
-    what they norm."""
+    """The styles of a model. of: parameter -> style. regions: modules that compute with divided weights, so that their
+    outputs are summed. biased: modules whose biases would be added once per rank. joined: norms over all heads together
+    -> the style of their input."""
 
     of: dict[str, Style] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Styles:
 
 
 def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
-    """Of every parameter. UserError, by name, where a family has matrices that no rule knows."""
+    """The styles of all parameters. UserError, naming the parameter, where no rule knows a matrix."""
     found = Styles()
     of = found.of
     embedding = module.get_submodule(module.facts.embedding)
@@ -93,7 +94,7 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
 
 
 def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str]) -> None:
-    """UserError where a rank has only a part of what one of these modules gives (`hidden/MODULE`)."""
+    """UserError where `hidden/MODULE` names a module whose output is divided over ranks."""
     for region in find_styles(module, config).regions if names else ():
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:

@@ -6,7 +6,8 @@ hidden width, V vocabulary, N predictions that are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
-from weft.models.captured import captured
+from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
 from weft.models.state_mixers import Boundary, keep_apart
+from weft.models.vision import without_features
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
@@ -41,7 +43,7 @@ class Head(nn.Module):
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
 
     def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
-        """Its weight is of part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        """Compute with a part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
         self.shard, self._enter = shard, enter
 
     def forward(
@@ -175,9 +177,15 @@ class TrainModule(nn.Module):
         """(name, decoder layer), in order."""
         return [(f"{self.facts.layers}.{n}", m) for n, m in self.get_submodule(self.facts.layers).named_children()]
 
-    def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None) -> Tensor:
-        """Last hidden states [B, T, H]."""
-        return self._base(input_ids_BT, position_ids_BT, bounds).last_hidden_state
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        bounds: Bounds | None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Last hidden states [B, T, H]. media: forward arguments of the row's images."""
+        return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
 
     def _base(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None, **extra: object) -> Any:
         if bounds is not None and not (bounds.padded and self.bounds_argument != BOUNDS_ARGUMENT):
@@ -204,16 +212,20 @@ class TrainModule(nn.Module):
         direction: Direction | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
+        media: Mapping[str, Tensor] | None = None,
+        borrowed: bool = False,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        chosen_NC: see Head. `hidden/MODULE`: [N, width], the output of a module at the position of the prediction.
-        balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or `choices` alone
-        (objectives/balance.py).
+        chosen_NC: see Head. media, borrowed: see Row. `hidden/MODULE`: [N, width], the output of a module at the
+        position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or
+        `choices` alone (objectives/balance.py).
         """
-        extra = {} if balance is None else {"output_router_logits": True}
+        extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
+        extra |= media or {}
         names = Wanted.of(readouts).hidden
-        with captured(self, names, input_ids_BT.numel()) as hidden:
+        features = without_features(self.base) if borrowed else nullcontext()
+        with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features:
             out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}

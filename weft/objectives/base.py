@@ -36,16 +36,16 @@ class Batch:
     shared: SharedDocuments | None = None
 
     def document_sum(self, values_N: Tensor) -> Tensor:
-        """Sum over each document's predictions, [documents]; differentiable, and complete on every mesh.
+        """Sum over each document's predictions, [documents]; differentiable, and equal on every mesh.
 
-        Each document of the step is one element on one rank, so that losses and metrics may add them up. With mesh.cp a
-        row may have parts of documents that another rank counts: per_token_document_sum has those, too.
+        Each document of the step is one element on one rank, so that losses and metrics may add the elements up. With
+        mesh.cp a row may have parts of documents that another rank counts; per_token_document_sum covers those too.
         """
         sums_D = self._document_sums(values_N)
         return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted)
 
     def per_token_document_sum(self, values_N: Tensor) -> Tensor:
-        """[N] the sum over the whole document that each prediction belongs to; differentiable, on every mesh."""
+        """[N] for each prediction, the sum over its whole document; differentiable, on every mesh."""
         return self._document_sums(values_N)[self.document_N]
 
     def _document_sums(self, values_N: Tensor) -> Tensor:

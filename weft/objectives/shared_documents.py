@@ -1,7 +1,5 @@
-"""Documents that several ranks of mesh.cp have parts of: sums over them are completed, and each is counted once.
-
-D documents of a row.
-"""
+"""Sums over documents that mesh.cp cuts over several ranks: completed over the ranks, and counted once. D documents of
+a row."""
 
 from __future__ import annotations
 
@@ -17,11 +15,9 @@ from weft.ops.communicator import Communicator, summed
 
 @dataclass(frozen=True, eq=False)
 class SharedDocuments:
-    """Documents of a row that other ranks have parts of.
-
-    places: of these in the row, int64. slots: their numbers among all shared ones of the group, which are `count`.
-    counted: places in the row of the documents that this rank counts; each is counted by one rank of the group.
-    """
+    """The documents of a row that other ranks share. places: their indices in the row, int64. slots: their numbers
+    among all `count` shared documents of the group. counted: indices in the row of the documents that this rank counts;
+    exactly one rank of the group counts each."""
 
     places: Tensor
     slots: Tensor
@@ -30,13 +26,13 @@ class SharedDocuments:
     ranks: Communicator
 
     def complete(self, values: Tensor) -> Tensor:
-        """[D, ...] sums over parts of documents -> over whole ones. Collective, with a gradient."""
+        """[D, ...] sums over this rank's tokens -> sums over whole documents; differentiable. Collective."""
         total = values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.slots, values[self.places])
         complete: Tensor = _SumBoth.apply(total, self.ranks)
         return values.index_put((self.places,), complete[self.slots])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SharedDocuments:
-        """The same, with its tensors elsewhere."""
+        """A copy whose tensors are passed through `move`."""
         return replace(self, places=move(self.places), slots=move(self.slots), counted=move(self.counted))
 
 

@@ -69,19 +69,20 @@ def flex(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the calls that it supports. widths: of queries, keys and values, per head."""
+    """A kernel and the calls that it supports. any_scores: also those that change scores, or see later tokens. widths:
+    of queries, keys and values, per head."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
     needs_16_bit: bool
-    softcap_and_sinks: bool
+    any_scores: bool
     widths: range = range(1, 2**16)
 
     def suits(self, device: torch.device, dtype: torch.dtype, traits: Traits) -> bool:
         return (
             (device.type == "cuda" or not self.cuda_only)
             and (dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
-            and (self.softcap_and_sinks or not (traits.softcap or traits.sinks))
+            and (self.any_scores or not (traits.softcap or traits.sinks or traits.images))
             and traits.width in self.widths
             and traits.value_width in self.widths
         )
@@ -91,9 +92,9 @@ class Kernel:
 # at 16; beyond 256 its tiles do not fit every GPU's shared memory, and torch's memory-efficient kernel, which
 # per_document runs there, takes any width.
 KERNELS: dict[str, Kernel] = {
-    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, softcap_and_sinks=False, widths=range(1, 257)),
-    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, softcap_and_sinks=True, widths=range(16, 257)),
-    "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, softcap_and_sinks=True),
+    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257)),
+    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, any_scores=True, widths=range(16, 257)),
+    "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, any_scores=True),
 }
 
 
@@ -146,7 +147,6 @@ def attend(
             f"{type(module).__name__}: document bounds did not reach attention, so documents would see each other. "
             "This family is not supported packed; please report it."
         )
-    bounds.seen += 1
     scaling = kwargs.get("scaling")
     call = Call(
         query, key, value, bounds,
@@ -162,6 +162,7 @@ def attend(
 
 def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
     if preference == EXACT:
+        assert call.bounds.last_seen is None, "rl.on_policy=exact has no attention for images that look ahead"
         return attend_exactly
     if call.bounds.past is not None:
         return one_token

@@ -24,12 +24,12 @@ class Bounds:
     """Where the documents of a row begin and end.
 
     lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
-    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: where in its document each
-    begins; None: at the first token. key_lengths, cu_keys: the same of keys, where a document's keys are more than its
-    queries, which are then the last of them. context: of a row with documents that other ranks share. seen: attention
-    calls that received these bounds, mixed: calls of modules that carry state, both counted for checks. cache: what a
-    kernel derives once per row. past: in generation, [B] tokens before each entry's new one; keys and values come from
-    a cache. even: all of `past` are equal.
+    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: each document's first
+    position here; None: 0. key_lengths, cu_keys: the same for keys, where a document has more keys than queries; its
+    queries are then the last of them. last_seen: [T] int32 of a packed row, the place of the last token that each sees,
+    where tokens of an image see later ones of it; None: itself. context: shared documents of the row (mesh.cp). cache:
+    what kernels derive once per row. mixed: calls of modules that carry state, counted for checks. past: in generation,
+    [B] tokens before each entry's new one; keys and values come from a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
@@ -38,8 +38,8 @@ class Bounds:
     firsts: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     cu_keys: Tensor | None = None
+    last_seen: Tensor | None = None
     context: ContextRow | None = None
-    seen: int = 0
     mixed: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
@@ -77,10 +77,11 @@ class Traits:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    images: bool = False  # whose tokens see later ones of the same image
 
     @property
     def names(self) -> list[str]:
-        return [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+        return [name for name in ("window", "softcap", "sinks", "images") if getattr(self, name)]
 
     def __str__(self) -> str:
         widths = f"{self.width}" if self.value_width == self.width else f"{self.width}/{self.value_width}"
@@ -110,6 +111,7 @@ class Call:
         return Traits(
             width, self.value_BKTE.shape[3], heads != self.key_BKTD.shape[1],
             self.window is not None, self.softcap is not None, self.sinks_H is not None,
+            self.bounds.last_seen is not None,
         )  # fmt: skip
 
     def windowed(self, length: int) -> bool:

@@ -1,6 +1,7 @@
-"""What the ranks of an axis of the mesh say to one another: sums, maxima, all parts, exchanges, over a process group.
+"""Collectives over the ranks of a mesh axis: sums, maxima, all-gather, reduce-scatter, all-to-all.
 
-Threads of one process can stand for the ranks, so that a division of a model can be tried where there are none.
+Besides process groups there is a version for threads of one process, with which a division of a model is tested where
+there is only one rank.
 """
 
 from __future__ import annotations
@@ -18,40 +19,41 @@ from weft.versions import reduce_scatter_single
 
 
 class Communicator(Protocol):
-    """Every method is called by all ranks together, with tensors of one shape and dtype."""
+    """Collectives: all ranks call each method together, with tensors of equal dtype and, but for all_to_all, equal
+    shape."""
 
     def sum_(self, x: Tensor) -> None:
-        """x becomes the sum over the ranks."""
+        """Replace x with the sum over the ranks."""
         ...
 
     def max_(self, x: Tensor) -> None:
-        """x becomes the maximum over the ranks."""
+        """Replace x with the maximum over the ranks."""
         ...
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in order."""
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' x, in order of ranks."""
         ...
 
-    def sum_part(self, x: Tensor) -> Tensor:
-        """This rank's part, of equal ones along the first dimension, of the sum over the ranks."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over the ranks, cut evenly along the first dimension."""
         ...
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[sum(received), ...]: what the ranks send to this one, in their order, out of x [sum(sent), ...], of which
-        the first sent[0] go to rank 0 and so on. Sizes may differ, and be 0; x has one shape but for its first."""
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[sum(received), ...] from x [sum(sent), ...]: rank r gets the next sent[r] rows, and received[r] rows come
+        from it. Sizes may differ, and be 0."""
         ...
 
 
 def summed(x: Tensor, ranks: Communicator) -> Tensor:
-    """The sum over the ranks, beside x."""
+    """The sum over the ranks; x is unchanged."""
     out = x.contiguous().clone()
     ranks.sum_(out)
     return out
 
 
 @dataclass(frozen=True)
-class OverGroup:
-    """Over a process group."""
+class GroupCommunicator:
+    """A process group."""
 
     group: dist.ProcessGroup
 
@@ -61,25 +63,25 @@ class OverGroup:
     def max_(self, x: Tensor) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x, group=self.group)
         return parts
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x) // dist.get_world_size(self.group), *x.shape[1:])
         reduce_scatter_single(out, x.contiguous(), group=self.group)
         return out
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
         return out
 
 
 @dataclass(frozen=True)
-class ShapesAlone:
-    """Of so many ranks that are not there, for tensors on meta: what comes back has its shape and no values."""
+class MetaCommunicator:
+    """`size` ranks that do not exist, for tensors on meta: results have shapes only."""
 
     size: int
 
@@ -89,22 +91,23 @@ class ShapesAlone:
     def max_(self, x: Tensor) -> None:
         pass
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         return [torch.empty_like(x) for _ in range(self.size)]
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x) // self.size, *x.shape[1:])
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return x.new_empty(sum(received), *x.shape[1:])
 
 
 @dataclass(frozen=True)
 class ContextAxis:
-    """A rank's place among those that share documents too long for one. Its ranks are ring x ulysses, ulysses inner.
+    """This rank's place among the ranks of cp, which share documents. They are ring x ulysses; ulysses is the inner
+    dimension.
 
-    ranks: all of them. ring: those with the same heads, of which each has other tokens. ulysses: those that exchange
-    heads for tokens. Either is None where it has one rank.
+    ranks: all of them. ring: those with the same heads and different tokens. ulysses: those that exchange heads for
+    tokens. ring and ulysses are None where they have one rank.
     """
 
     place: int
@@ -120,22 +123,23 @@ class ContextAxis:
 
 
 @dataclass(eq=False)
-class Meeting:
-    """Where `size` threads leave what they have. An error of one must abort the barrier, or the others wait."""
+class ThreadGroup:
+    """The tensors that `size` threads exchange. A thread that fails must abort the barrier, or the others wait for
+    ever."""
 
     size: int
-    left: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size)
-        self.left = [torch.empty(0)] * self.size
+        self.values = [torch.empty(0)] * self.size
 
 
 @dataclass(frozen=True, eq=False)
-class InThreads:
-    """One of the threads of a meeting."""
+class ThreadCommunicator:
+    """One thread of a group of threads that stand for ranks."""
 
-    meeting: Meeting
+    group: ThreadGroup
     place: int
 
     def sum_(self, x: Tensor) -> None:
@@ -144,20 +148,20 @@ class InThreads:
     def max_(self, x: Tensor) -> None:
         self._each(x, lambda parts: x.copy_(torch.stack(parts).amax(0)))
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
         self._each(x, found.extend)
         return found
 
-    def sum_part(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         self.sum_(total)
-        return total.chunk(self.meeting.size)[self.place]
+        return total.chunk(self.group.size)[self.place]
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         found: list[Tensor] = []
         ends = torch.tensor([0, *sent]).cumsum(0).tolist()
-        starts = self.gather(torch.tensor(ends))
+        starts = self.all_gather(torch.tensor(ends))
 
         def take(parts: list[Tensor]) -> None:
             for part, start in zip(parts, starts, strict=True):
@@ -168,8 +172,8 @@ class InThreads:
         return torch.cat(found)
 
     def _each(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
-        self.meeting.left[self.place] = x.clone()
-        self.meeting.barrier.wait()
-        parts = list(self.meeting.left)
-        self.meeting.barrier.wait()  # nobody leaves the next before all have these
+        self.group.values[self.place] = x.clone()
+        self.group.barrier.wait()
+        parts = list(self.group.values)
+        self.group.barrier.wait()  # nobody leaves the next before all have these
         take(parts)

@@ -48,8 +48,8 @@ class _Keys:
 class ContextRow:
     """The shared documents of one row, over the ranks of its group.
 
-    held: of each rank, the pieces that its row begins with, rising. whole: tokens of each document, or padding, that
-    follows on this rank.
+    held: for each rank, the pieces at the start of its row, in rising order. whole: tokens of each unshared document,
+    or padding, that follows on this rank.
     """
 
     axis: ContextAxis
@@ -66,11 +66,11 @@ class ContextRow:
         return self.axis.place // self.axis.ulysses_size
 
     def counts(self) -> list[int]:
-        """Tokens of each rank of this Ulysses group."""
+        """Tokens of shared documents on each rank of this Ulysses group."""
         return [len(numbers) for numbers in self._group(self.member)]
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[S] the group's tokens, rank by rank, sorted by number; and back."""
+        """[S] indices that sort the group's tokens (rank by rank) by number, and the inverse."""
         if "order" not in self.cache:
             order = np.argsort(np.concatenate(self._group(self.member)), kind="stable")
             self.cache["order"] = _on(order, device), _on(np.argsort(order, kind="stable"), device)
@@ -85,7 +85,7 @@ class ContextRow:
         return found
 
     def rest(self, device: torch.device) -> Bounds:
-        """Of the documents that are whole."""
+        """The bounds of the unshared documents."""
         if "rest" not in self.cache:
             self.cache["rest"] = Bounds.packed(self.whole, device)
         found: Bounds = self.cache["rest"]
@@ -145,7 +145,10 @@ def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
     own = context.tokens
     parts = [_shared(_cut(call, 0, own), context, run)]
     if context.whole:
-        rest = replace(_cut(call, own, None), bounds=context.rest(call.query_BHTD.device))
+        bounds = context.rest(call.query_BHTD.device)
+        if call.bounds.last_seen is not None:
+            bounds = replace(bounds, last_seen=call.bounds.last_seen[own:] - own)
+        rest = replace(_cut(call, own, None), bounds=bounds)
         parts.append(run(rest))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
@@ -169,7 +172,7 @@ def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
     keys = context.keys(call.window, key.device)
     if context.axis.ring is not None:
         own = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
-        got = exchange(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
+        got = all_to_all(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
         pool = torch.cat([own, got]).index_select(0, keys.run).transpose(0, 1)[None]
         key, value = pool.split([key.shape[-1], value.shape[-1]], -1)
     if not call.query_BHTD.shape[2]:  # nothing to compute, but the others wait for this rank in backward
@@ -196,7 +199,7 @@ def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> C
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     tokens, counts = query.shape[2], context.counts()
     sent = torch.cat([_by_rank(x[0], size) for x in (query, key, value)], -1).flatten(0, 1)
-    got = exchange(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
+    got = all_to_all(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
     widths = [x.shape[1] // size * x.shape[3] for x in (query, key, value)]
     own = [
         part.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
@@ -216,15 +219,15 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
     size, counts = context.axis.ulysses_size, context.counts()
     tokens = counts[context.axis.place % size]
     sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
-    got = exchange(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
+    got = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
     return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
 
 
 # ---------------------------------------------------------------- what travels
 
 
-def exchange(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.exchange, with a gradient, which travels the other way."""
+def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+    """Communicator.all_to_all with a gradient, which travels back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
     return out
 
@@ -233,9 +236,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
         ctx.rest = ranks, sent, received
-        return ranks.exchange(x, sent, received)
+        return ranks.all_to_all(x, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, sent, received = ctx.rest
-        return ranks.exchange(grad, received, sent), None, None, None
+        return ranks.all_to_all(grad, received, sent), None, None, None

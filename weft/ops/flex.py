@@ -1,8 +1,9 @@
 """Flex attention over packed documents (CUDA, compiled): windows, soft-caps and sinks in one kernel.
 
 B batch, H query heads, T tokens of a row, E value width, N blocks of 128 queries, M of keys. Token q sees the keys
-first_T[q] .. last_T[q], from the start of its document or its window, whichever is later, to itself. Neither ever
-falls, so the keys of a block of queries are one range of blocks, given by the block's first and last query.
+first_T[q] .. last_T[q], from the start of its document or its window, whichever is later, to itself. Tokens of an image
+may see later ones of it. Neither bound ever falls, so the keys of a block of queries are one range of blocks, given by
+the block's first and last query.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _mask(call: Call) -> BlockMask:
             last_T = token_T + (keys - bounds.cu_seqlens)[1:][document_T]  # queries are the last of a document's keys
         if window is not None:
             first_T = torch.maximum(first_T, last_T - (window - 1))
+        if bounds.last_seen is not None:
+            last_T = bounds.last_seen
         bounds.cache[("mask", window)] = block_mask(first_T, last_T, call.key_BKTD.shape[2])
     found: BlockMask = bounds.cache[("mask", window)]
     return found

@@ -77,7 +77,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of the weight are part of the vocabulary, from `first` on; other ranks have the others."""
+    """A part of the vocabulary: this rank's rows of the weight start at token `first`; other ranks have the rest."""
 
     first: int
     ranks: Communicator
@@ -222,7 +222,7 @@ class _Readouts(torch.autograd.Function):
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        needs = Needs(*ctx.needs_input_grad[:3])
+        needs = NeededGradients(*ctx.needs_input_grad[:3])
         logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
         running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
         if direction is not None and any(needs):
@@ -253,15 +253,15 @@ class _Readouts(torch.autograd.Function):
         else:
             logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
             upstream = _Upstream(grad_logprob, grad_entropy, lse, entropy)
-            gradients = _differentiate(logits, targets, upstream, Needs(*ctx.needs_input_grad[:3]), ctx.tile)
+            gradients = _differentiate(logits, targets, upstream, NeededGradients(*ctx.needs_input_grad[:3]), ctx.tile)
         narrow = (
             x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
         )
         return *narrow, *(None,) * 7
 
 
-class Needs(NamedTuple):
-    """The wanted gradients."""
+class NeededGradients(NamedTuple):
+    """Which inputs need gradients."""
 
     hidden: bool
     weight: bool
@@ -276,7 +276,7 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def start(cls, logits: Logits, needs: Needs, weight_dtype: torch.dtype) -> Gradients:
+    def start(cls, logits: Logits, needs: NeededGradients, weight_dtype: torch.dtype) -> Gradients:
         """Zeros, in a wide dtype for hidden states and bias, because they are sums over many tiles."""
         hidden, weight = logits.hidden, logits.weight
         return cls(
@@ -287,7 +287,7 @@ class Gradients(NamedTuple):
 
 
 def _differentiate(
-    logits: Logits, targets: Tensor, upstream: _Upstream, needs: Needs, tile: tuple[int, int] | None
+    logits: Logits, targets: Tensor, upstream: _Upstream, needs: NeededGradients, tile: tuple[int, int] | None
 ) -> Gradients:
     """Exact gradients for any upstream gradient, computing each tile of logits once more."""
     out = Gradients.start(logits, needs, logits.weight.dtype)
@@ -350,7 +350,7 @@ def _fold_and_differentiate(
     targets: Tensor,
     direction: Tensor,
     running: _Running,
-    needs: Needs,
+    needs: NeededGradients,
     tile: tuple[int, int] | None,
 ) -> Gradients:
     """Running values and, from the same logits, gradients for this upstream gradient [N] of logprob."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ def per_document(call: Call) -> Tensor:
 
     Neighbours of equal length are one batch; rows have many, because their documents are sorted (plan_step).
     """
+    if call.bounds.last_seen is not None:
+        return _with_images(call, call.bounds.last_seen)
     if call.bounds.padded:
         return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
     if call.bounds.key_lengths is not None:
@@ -46,6 +48,16 @@ def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, .
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
+def _with_images(call: Call, last_T: Tensor) -> Tensor:
+    """Of documents whose images see later tokens of their own, each by itself."""
+    lengths = list(call.bounds.lengths)
+    parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
+    starts = accumulate(lengths, initial=0)
+    lasts = [last - start for last, start in zip(last_T.split(lengths), starts, strict=False)]
+    found = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
+    return torch.cat(found, 2)
+
+
 def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if call.plain and not call.windowed(q.shape[2]):
         k, v = _repeated(q, k, v)
@@ -58,15 +70,17 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)) if groups > 1 else (k, v)
 
 
-def _hidden(call: Call, queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys]: what is not seen by queries that are the last of their keys."""
+def _hidden(call: Call, queries: int, keys: int, device: torch.device, last: Tensor | None = None) -> Tensor:
+    """[queries, keys]: what is not seen by queries that are the last of their keys. last: [queries], see Bounds."""
     place = torch.arange(keys, device=device)
     own = place[keys - queries :, None]
-    hidden = place > own  # no table of distances, which would be eight times as large
+    hidden = place > (own if last is None else last[:, None])  # no table of distances, which would be larger
     return hidden if call.window is None else hidden | (place <= own - call.window)
 
 
-def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None) -> Tensor:
+def _explicit(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, last: Tensor | None = None
+) -> Tensor:
     """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
     k, v = _repeated(q, k, v)
     length = q.shape[2]
@@ -74,7 +88,7 @@ def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | Non
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    scores = scores.masked_fill(_hidden(call, length, k.shape[2], q.device), float("-inf"))
+    scores = scores.masked_fill(_hidden(call, length, k.shape[2], q.device, last), float("-inf"))
     if sinks_H is not None:
         sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

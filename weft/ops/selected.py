@@ -16,7 +16,7 @@ from weft.ops.head import (
     Gradients,
     Logits,
     LogitTransform,
-    Needs,
+    NeededGradients,
     Scaling,
     VocabularyShard,
     WideSum,
@@ -94,7 +94,7 @@ class _Running(NamedTuple):
         chosen = torch.where(chosen.isneginf(), float("nan"), chosen)
         top, top_ids = self.top, self.top_ids
         if count:
-            values, ids = torch.cat(ranks.gather(top), 1), torch.cat(ranks.gather(top_ids + shard.first), 1)
+            values, ids = torch.cat(ranks.all_gather(top), 1), torch.cat(ranks.all_gather(top_ids + shard.first), 1)
             top, order = values.topk(count, 1)
             top_ids = ids.gather(1, order)
         return _Running(chosen, top, top_ids, largest + mass.log_())
@@ -143,7 +143,7 @@ class _Selected(torch.autograd.Function):
         if top is not None:
             upstream[:, ctx.chosen :] = top
         logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
-        out = Gradients.start(logits, Needs(*ctx.needs_input_grad[:3]), weight.dtype)
+        out = Gradients.start(logits, NeededGradients(*ctx.needs_input_grad[:3]), weight.dtype)
         for columns, all_rows in logits.tiles(ctx.tile):
             total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
             for rows in all_rows:

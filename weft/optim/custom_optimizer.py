@@ -32,7 +32,7 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of how far an element 
 
 
 @dataclass(frozen=True)
-class ForeignRule:
+class CustomOptimizerSpec:
     """An optimizer by import path that passed the trial. make: builds it from parameter groups.
 
     moments: dtypes of its state tensors for a matrix. dtypes: of its state tensors for any parameter. counters: numbers
@@ -46,13 +46,13 @@ class ForeignRule:
     counters: tuple[str, ...]
 
 
-class OnShards:
+class ShardOptimizer:
     """An optimizer over this rank's shards as plain tensors.
 
     Groups are those of the optimizer; `state` is keyed by the model's parameters, with tensors of the shard's shape.
     """
 
-    def __init__(self, groups: Groups, rule: ForeignRule) -> None:
+    def __init__(self, groups: Groups, rule: CustomOptimizerSpec) -> None:
         """groups: of the model's parameters, with their settings."""
         self.counters = rule.counters
         self._shards: dict[nn.Parameter, nn.Parameter] = {
@@ -95,7 +95,9 @@ class OnShards:
 # ---------------------------------------------------------------- before anything is loaded
 
 
-def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, device: torch.device) -> ForeignRule:
+def find_rule(
+    config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, device: torch.device
+) -> CustomOptimizerSpec:
     """The optimizer at the import path optimizer.name, after the trial.
 
     sharded: whether ranks hold parts of parameters. dtype, device: of the masters. UserError where it does not exist,
@@ -113,7 +115,7 @@ def find_rule(config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, dev
         tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
         for shape, state in zip(_SHAPES, found.state, strict=True)
     ]
-    return ForeignRule(
+    return CustomOptimizerSpec(
         config.name, make, kept[0], frozenset(dtype for part in kept for dtype in part), tuple(found.counters)
     )
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
-from weft.models.patterns import names_it, nearest
-from weft.sharding.cuts import Cut, whole_shape
+from weft.models.patterns import matches, similar_names
+from weft.sharding.cuts import Cut, full_shape
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -80,7 +80,7 @@ def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
 def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> Treatment:
     usual = config.weight_decay if decays(names[0], ndim) else 0.0
     for number, group in enumerate(config.groups):
-        if any(names_it(pattern, name) for pattern in group.match for name in names):
+        if any(matches(pattern, name) for pattern in group.match for name in names):
             return Treatment(
                 number, _lr_scale(group, config.lr), usual if group.weight_decay is None else group.weight_decay
             )
@@ -98,10 +98,10 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
     named = list(module.named_parameters(remove_duplicate=False))
     for number, group in enumerate(config.groups):
         for pattern in group.match:
-            if not any(names_it(pattern, name) for name, _ in named):
+            if not any(matches(pattern, name) for name, _ in named):
                 raise UserError(
                     f"optimizer.groups[{number}]: {pattern!r} matches no parameter"
-                    f"{nearest(pattern, [name for name, _ in named])}"
+                    f"{similar_names(pattern, [name for name, _ in named])}"
                 )
     taken = {treatment.group for treatment in treatments(named, config).values()}
     for number, group in enumerate(config.groups):
@@ -130,7 +130,7 @@ def describe_groups(
             name=row[1],
             weight_decay=row[2],
             parameters=len(rows[row]),
-            elements=sum(math.prod(whole_shape(names[p][0], p, cuts or {})) for p in rows[row]),
+            elements=sum(math.prod(full_shape(names[p][0], p, cuts or {})) for p in rows[row]),
             examples=_kinds(names[p][0] for p in rows[row]),
             lr=row[3],
         )

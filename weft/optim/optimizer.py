@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
-from weft.optim.custom_optimizer import ForeignRule, OnShards
+from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
 from weft.optim.rounded import RoundedAdamW, RoundedSGD
 from weft.parallel.fsdp import DTYPES
@@ -30,8 +30,8 @@ _CPU_CHUNK = 1 << 16
 
 
 def build_optimizer(
-    named_parameters: NamedParameters, config: OptimizerConfig, rule: ForeignRule | None = None
-) -> torch.optim.Optimizer | OnShards:
+    named_parameters: NamedParameters, config: OptimizerConfig, rule: CustomOptimizerSpec | None = None
+) -> torch.optim.Optimizer | ShardOptimizer:
     """The optimizer over the parameters that require a gradient. rule: that of config.name, if it is an import path.
 
     Otherwise AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD. Parameters with different treatment or
@@ -48,7 +48,7 @@ def build_optimizer(
         for (treatment, _), parameters in groups.items()
     ]
     if rule is not None:
-        return OnShards(settings, rule)
+        return ShardOptimizer(settings, rule)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
     state = {state_dtype(config, master) for master in masters}
     has_state = config.name == "adamw" or config.momentum > 0
@@ -69,7 +69,7 @@ def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
     return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
 
 
-def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | None) -> tuple[torch.dtype, ...]:
+def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> tuple[torch.dtype, ...]:
     """Dtypes of the optimizer's tensors of a parameter's shape, one for each."""
     if rule is not None:
         return rule.moments
@@ -77,24 +77,24 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: ForeignRule | No
     return (state_dtype(config, master),) * count
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer | OnShards, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer | ShardOptimizer, lr: float) -> None:
     """Set the rate of the next step: `lr` times each group's share."""
     set_rates(optimizer.param_groups, lr)
 
 
 def stepped_by(
-    optimizer: torch.optim.Optimizer | OnShards, parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
     """(optimizer of torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
-    return optimizer.stepped(parameter) if isinstance(optimizer, OnShards) else (optimizer, parameter)
+    return optimizer.stepped(parameter) if isinstance(optimizer, ShardOptimizer) else (optimizer, parameter)
 
 
-def counters(optimizer: torch.optim.Optimizer | OnShards) -> tuple[str, ...]:
+def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> tuple[str, ...]:
     """Names of the entries in parameter groups that belong to the state."""
-    return optimizer.counters if isinstance(optimizer, OnShards) else ()
+    return optimizer.counters if isinstance(optimizer, ShardOptimizer) else ()
 
 
-def stepped_on_device(optimizer: torch.optim.Optimizer | OnShards) -> set[nn.Parameter]:
+def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:
     """Parameters whose numbers in the state must be on their device instead of the host."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {parameter for group in groups for parameter in group["params"]}
@@ -109,15 +109,15 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 
 @dataclass(frozen=True)
-class OverTp:
-    """The ranks of the tensor-parallel axis, and of every parameter how many of them have the same."""
+class TpReplicas:
+    """The ranks of tp; for each parameter, how many of them hold the same elements."""
 
     group: dist.ProcessGroup
     cuts: Cuts
 
 
 @torch.no_grad()
-def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp: OverTp | None = None) -> float:
+def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp: TpReplicas | None = None) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
 
     The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
@@ -134,12 +134,9 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, tp
 
 
 @torch.no_grad()
-def global_norm(named_parameters: NamedParameters, tp: OverTp | None = None) -> float:
-    """L2 norm of all gradients together, equal on every rank; each element of a sharded gradient counts once, and so
-    does what several ranks of tp have alike.
-
-    Sums of squares are all-reduced once for each mesh axis on which some gradient is sharded.
-    """
+def global_norm(named_parameters: NamedParameters, tp: TpReplicas | None = None) -> float:
+    """L2 norm of all gradients together, equal on every rank. Sharded elements and elements that ranks of tp replicate
+    count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded."""
     # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
     shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
     device = torch.device("cpu")
@@ -198,16 +195,14 @@ def _pieces(tensor: Tensor) -> Iterable[Tensor]:
 
 
 class Ema:
-    """An exponential moving average of the weights (Polyak & Juditsky 1992 average evenly; torch.optim.swa_utils as
-    here):
+    """Exponential moving average of the trained weights: e_0 = w_0, and e_t = d e_(t-1) + (1 - d) w_t after update t,
+    with d = optimizer.ema_decay (as torch.optim.swa_utils).
 
-        e_0 = w_0,    e_t = d e_(t-1) + (1 - d) w_t        after every update t, d = optimizer.ema_decay
-
-    This rank's shards of it, in fp32, where the masters are. What is not trained has none: it stays.
+    Each rank keeps the average of its shards in fp32, beside the masters.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """The average of one set of weights is those weights."""
+        """Start with these weights."""
         self.decay = decay
         self.shards: dict[nn.Parameter, Tensor] = {
             parameter: own_part(parameter.detach()).to(torch.float32, copy=True)
@@ -217,6 +212,6 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment in."""
+        """Include the present weights."""
         weights = [own_part(parameter).float() for parameter in self.shards]
         torch._foreach_lerp_(list(self.shards.values()), weights, 1.0 - self.decay)

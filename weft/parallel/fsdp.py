@@ -91,6 +91,13 @@ def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (child for child in module.modules() if isinstance(child, FSDPModule))
 
 
+def reshard(module: nn.Module) -> None:
+    """Free the gathered weights of all units after a forward without a backward; else the optimizer would step shards
+    behind their back."""
+    for unit in fsdp_modules(module):
+        unit.reshard()
+
+
 def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:
     """(compute, reduce) dtype of every FSDP unit with parameters, as FSDP resolved them."""
     found = set()

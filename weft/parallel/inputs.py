@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.models.patterns import nearest, outermost
+from weft.models.patterns import outermost, similar_names
 
 
 class InputCasts:
@@ -26,7 +26,9 @@ class InputCasts:
             found = outermost(root, pattern)
             if not found:
                 names = [name for name, _ in root.named_modules() if name]
-                raise UserError(f"fsdp.cast_forward_inputs: {pattern!r} matches no module{nearest(pattern, names)}")
+                raise UserError(
+                    f"fsdp.cast_forward_inputs: {pattern!r} matches no module{similar_names(pattern, names)}"
+                )
             self.seen |= {name: set() for name in found}
         for name in self.seen:
             root.get_submodule(name).register_forward_pre_hook(self._hook(name), with_kwargs=True)

@@ -1,12 +1,13 @@
 """The device mesh: which ranks share what.
 
-One root mesh has the axes dp_replicate, dp_shard x cp and tp, outermost first. Every group is a named part of it, or of
-the same ranks arranged as data x ring x ulysses x tp.
+One root mesh has the axes dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part of
+it: some of its axes, several of them as one, or one as several. DeviceMesh has `_flatten`, `_unflatten` and
+`_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not public yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from weft.config.mesh import MeshSizes
-from weft.ops.communicator import Communicator, ContextAxis, OverGroup
+from weft.cluster.process import everyone
+from weft.config.mesh import AXES, MeshSizes
+from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import Cut
 
 
@@ -31,16 +33,18 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp) or the latter. tp: None for one rank; its ranks
-    have the same documents. loss_group: all ranks with different documents, or parts of them."""
+    """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
+    or the latter. loss: all ranks with different documents, or parts of them. tp: None for one rank; its ranks have
+    the same documents."""
 
     dp_replicate: int
     dp_shard: int
     root: DeviceMesh
     dp: DeviceMesh
+    loss: DeviceMesh
+    world: DeviceMesh
     cp_size: int
     tp: Axis | None
-    loss_group: dist.ProcessGroup
 
     @property
     def shards(self) -> int:
@@ -49,8 +53,10 @@ class Mesh:
 
     @property
     def shard_axis(self) -> str:
-        """The name of the axis that these ranks are in the root mesh."""
-        return _shard_axis(self.cp_size)
+        """The name of the axis that these ranks are in `dp`."""
+        names = self.dp.mesh_dim_names
+        assert names is not None
+        return names[-1]
 
     @property
     def loss_ranks(self) -> int:
@@ -60,21 +66,23 @@ class Mesh:
     @property
     def loss_rank(self) -> int:
         """This rank's index among them."""
-        return dist.get_rank(self.loss_group)
+        return self.loss.get_local_rank()
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        return self.loss.get_group()
 
     @property
     def world_group(self) -> dist.ProcessGroup:
         """All ranks of the mesh, for what concerns processes and not documents: failures, memory, stops."""
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
+        return self.world.get_group()
 
     def sharded_over(self, size: int) -> DeviceMesh:
         """The same ranks, sharded over groups of `size` (a divisor of `shards`) and replicated across them."""
         if size == self.shards:
             return self.dp
-        name = self.shard_axis
-        root = _root(self.dp.device_type, name, (self.loss_ranks // size, size, self.tp_size), copies=True)
-        return root["dp_replicate", name]
+        # Of two axes of one name, `get_group` would take the root's.
+        return self.loss._unflatten(0, (self.loss_ranks // size, size), ("copies", "shards"))
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -98,54 +106,49 @@ class Mesh:
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     """A mesh over all ranks, which must be as many as `sizes` has (config/mesh.py has checked that)."""
-    assert sizes.world == dist.get_world_size()
-    assert dist.group.WORLD is not None
-    copies = sizes.dp_replicate > 1
-    name = _shard_axis(sizes.cp)
-    root = _root(device_type, name, (sizes.dp_replicate, sizes.shards, sizes.tp), copies=copies)
-    if sizes.tp == 1:
-        return Mesh(sizes.dp_replicate, sizes.dp_shard, root, root, sizes.cp, None, dist.group.WORLD)
-    dp = root["dp_replicate", name] if copies else root[name]
-    loss = dp._flatten("loss") if copies else dp
+    assert sizes.world == dist.get_world_size(everyone())
+    # An axis of one rank would cost a group for nothing; FSDP2 needs one to shard over.
+    named = {axis: size for axis, size in zip(AXES, sizes.all, strict=True) if size > 1 or axis == "dp_shard"}
+    root = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
+    fsdp = _as_one(root, ("dp_shard", "cp"), "dp_shard x cp")
+    dp = DeviceMesh._concatenate([root["dp_replicate"], fsdp]) if sizes.dp_replicate > 1 else fsdp
+    loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
+    world = _as_one(root, AXES, "world")
+    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root))
 
-    def neighbours(size: int) -> OverGroup:
-        if size == sizes.tp:
-            return OverGroup(root.get_group("tp"))
-        shape = (sizes.dp_replicate * sizes.shards, sizes.tp // size, size)
-        return OverGroup(init_device_mesh(device_type, shape, mesh_dim_names=("loss", "tp", "same")).get_group("same"))
 
-    axis = Axis(root.get_local_rank("tp"), sizes.tp, neighbours(sizes.tp), neighbours)
-    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, sizes.cp, axis, loss.get_group())
+def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
+    """Those of `axes` that the root has, as one axis: the only one as it is, several under `name`."""
+    present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
+    return root[present] if len(present) == 1 else root[present]._flatten(name)
+
+
+def _tp_axis(root: DeviceMesh) -> Axis | None:
+    if "tp" not in (root.mesh_dim_names or ()):
+        return None
+    tp = root["tp"]
+
+    def neighbours(size: int) -> GroupCommunicator:
+        if size == tp.size():
+            return GroupCommunicator(tp.get_group())
+        return GroupCommunicator(tp._unflatten(0, (tp.size() // size, size), ("apart", "same")).get_group("same"))
+
+    return Axis(tp.get_local_rank(), tp.size(), neighbours(tp.size()), neighbours)
 
 
 def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
     """The ranks of cp; None for one. ulysses: how many exchange heads for tokens, a divisor of cp."""
     if mesh.cp_size == 1:
         return None
-    ring, data, kind = mesh.cp_size // ulysses, mesh.dp_replicate * mesh.dp_shard, mesh.dp.device_type
-    whole = init_device_mesh(kind, (data, mesh.cp_size, mesh.tp_size), mesh_dim_names=("data", "cp", "tp"))
-    ranks, place = OverGroup(whole.get_group("cp")), whole.get_local_rank("cp")
+    ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
+    ranks, place = GroupCommunicator(cp.get_group()), cp.get_local_rank()
     if ulysses == 1:
         return ContextAxis(place, ring, ulysses, ranks, ranks, None)
     if ring == 1:
         return ContextAxis(place, ring, ulysses, ranks, None, ranks)
-    shape, names = (data, ring, ulysses, mesh.tp_size), ("data", "ring", "ulysses", "tp")
-    parts = init_device_mesh(kind, shape, mesh_dim_names=names)
-    over_ring, over_ulysses = (OverGroup(parts.get_group(name)) for name in ("ring", "ulysses"))
+    parts = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
+    over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
     return ContextAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
-
-
-def _shard_axis(cp: int) -> str:
-    return "dp_shard" if cp == 1 else "dp_shard x cp"
-
-
-def _root(device_type: str, shard_axis: str, shape: tuple[int, int, int], *, copies: bool) -> DeviceMesh:
-    """shape: dp_replicate, shards, tp. copies: with an axis dp_replicate, whatever its size. An axis of size 1 would
-    cost a group for nothing."""
-    sizes = dict(zip(("dp_replicate", shard_axis, "tp"), shape, strict=True))
-    kept = {shard_axis, *(["dp_replicate"] if copies else [])}
-    named = {axis: size for axis, size in sizes.items() if size > 1 or axis in kept}
-    return init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor, cut: Cut | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, cut: Cut | None = None) -> Tensor:
     """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp divides it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -1,8 +1,8 @@
-"""Sequence parallelism: between blocks, each rank of tp has a part of the row's tokens, so that what norms and
-residuals keep is divided, too. A block gathers its input, and its output is summed and cut in one operation, which
-together send as much as the sum of the output would (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""Sequence parallelism: between blocks, the ranks of tp divide a row's tokens, and so the activations of norms and
+residuals.
 
-B batch, T tokens of a row, H hidden width.
+A block all-gathers its input and reduce-scatters its output, which together send as much as an all-reduce of the output
+(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). B batch, T tokens of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from weft.ops.communicator import Communicator
 
 
 class GatherTokens(torch.autograd.Function):
-    """[B, T / ranks, H] -> [B, T, H]. Each rank's gradient is of its part of a block: they are summed, and cut."""
+    """[B, T / ranks, H] -> [B, T, H]; backward reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return gathered(x, ranks)
+        return gather_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed_part(grad, ctx.ranks), None
+        return reduce_scatter_tokens(grad, ctx.ranks), None
 
 
-class SumTokens(torch.autograd.Function):
-    """The sum of the ranks' [B, T, H], of which each keeps its tokens, [B, T / ranks, H]."""
+class ReduceScatterTokens(torch.autograd.Function):
+    """[B, T, H] -> this rank's tokens of the sum, [B, T / ranks, H]; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return summed_part(x, ranks)
+        return reduce_scatter_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.ranks), None
+        return gather_tokens(grad, ctx.ranks), None
 
 
 class _Join(torch.autograd.Function):
@@ -47,25 +47,25 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, place: int) -> Tensor:
         ctx.place, ctx.tokens = place, x.shape[1]
-        return gathered(x, ranks)
+        return gather_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(1, ctx.place * ctx.tokens, ctx.tokens), None, None
 
 
-def gathered(x: Tensor, ranks: Communicator) -> Tensor:
-    """All ranks' tokens, in order."""
-    return torch.cat(ranks.gather(x.contiguous()), 1)
+def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:
+    """[B, T, H], all ranks' tokens in order."""
+    return torch.cat(ranks.all_gather(x.contiguous()), 1)
 
 
-def summed_part(x: Tensor, ranks: Communicator) -> Tensor:
-    """This rank's tokens of the sum."""
-    return ranks.sum_part(x.transpose(0, 1)).transpose(0, 1)
+def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
+    """[B, T / ranks, H], this rank's tokens of the sum."""
+    return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 
 def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:
-    """Make a base model give the last hidden states of all tokens."""
+    """Make a base model return the last hidden states of all tokens, instead of this rank's."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = _Join.apply(output.last_hidden_state, ranks, place)

@@ -1,9 +1,8 @@
 """Tensor parallelism: each rank of the axis computes with its part of heads, intermediate width and vocabulary.
 
-The parts are plain tensors, cut before FSDP2 shards them, so that layers run as they are written. Around a block that
-computes with parts stand two operations: its input's gradient is summed over the ranks, and so is its output. Gradients
-of weights that every rank has whole, but uses for its part alone (norms of heads, routers), are sums that the engine
-completes once per step, whatever has been accumulated by then.
+The parts are plain tensors, cut before FSDP2 shards them, so that layers run as written. A block that computes with
+parts has its output summed over the ranks, and its input's gradient too. Some weights are held whole by every rank but
+used only for its part (norms of heads, routers): their gradients are summed over the ranks once per step.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from weft.cluster.consistency import term
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.low_rank import LowRank
@@ -27,14 +27,14 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, summed
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
-from weft.parallel.sequence import GatherTokens, SumTokens, join_last_states
-from weft.sharding.cuts import Cut, Range, even, repeated, scaled, split
+from weft.parallel.sequence import GatherTokens, ReduceScatterTokens, join_last_states
+from weft.sharding.cuts import Cut, Range, even_ranges, repeated_ranges, scaled_ranges, split
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """cuts: of every parameter, by each of its names. partial: parameters whose gradients are sums of parts, with the
-    ranks that have these, by their number. sequence: between blocks a rank has a part of the row's tokens."""
+    """cuts: parameter -> its division, under each of its names. partial: parameter whose gradient is a sum over ranks
+    -> number of ranks -> communicator. sequence: between blocks, tokens are divided over the ranks."""
 
     cuts: dict[str, Cut]
     partial: dict[str, dict[int, Communicator]]
@@ -44,9 +44,11 @@ class TensorParallel:
 def tensor_parallel(
     module: TrainModule, axis: Axis | None, config: PretrainedConfig, *, sequence: bool = False
 ) -> TensorParallel:
-    """Cut a model, and make it compute with its parts, which have no values yet. UserError where sizes do not divide.
-    axis: None where there is nothing to do. sequence: divide tokens between blocks, whose rows are then multiples of
-    the axis."""
+    """Divide a model (on meta) and hook it to compute with its parts. UserError where sizes do not divide.
+
+    axis: None leaves the model unchanged. sequence: divide tokens between blocks; row lengths must be multiples of the
+    axis.
+    """
     if axis is None:
         return TensorParallel({}, {})
     styles = find_styles(module, config.get_text_config())
@@ -85,7 +87,7 @@ def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
     for part in style.parts:
         dealt, same = _dealt(name, part, axis.size)
         copies.append(same)
-        placed = scaled(dealt, part.width, offset)
+        placed = scaled_ranges(dealt, part.width, offset)
         ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
         offset += part.count * part.width
     return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
@@ -94,9 +96,9 @@ def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
 def _dealt(name: str, part: Part, ranks: int) -> tuple[list[Range], int]:
     """What each rank has of a part, and how many have the same."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
-        return repeated(part.count, ranks), ranks // part.count
+        return repeated_ranges(part.count, ranks), ranks // part.count
     if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
-        return even(part.count, ranks), 1
+        return even_ranges(part.count, ranks), 1
     what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
     sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
     raise UserError(
@@ -122,7 +124,7 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
 
 
 def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
-    enter, leave = (GatherTokens, SumTokens) if sequence else (_SumGradient, _Sum)
+    enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
     for name in styles.regions:
         region = module.get_submodule(name)
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
@@ -278,15 +280,14 @@ def _divide_vocabulary(
 
 
 def random_difference(axis: Axis, device: torch.device) -> float:
-    """This rank's term of a sum over the ranks of tp that is 0 where their random numbers are the same."""
+    """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    number = float(zlib.crc32(state.numpy().tobytes()) & 0xFFFF)
-    return number * (axis.size - 1) if axis.place == 0 else -number
+    return float(term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
 
 
 @torch.no_grad()
 def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
-    """Complete the gradients that are sums of the ranks' parts; once per step, collective over the axis."""
+    """Sum the gradients in `divided.partial` over the ranks, once per step. Collective over the axis."""
     cuts, partial = divided.cuts, divided.partial
     together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
     for name, parameter in module.named_parameters():

@@ -9,8 +9,9 @@ from typing import Literal
 from torch import nn
 
 from weft.errors import UserError
-from weft.models.patterns import CONTAINERS, nearest, outermost
+from weft.models.patterns import CONTAINERS, outermost, similar_names
 from weft.models.train_module import TrainModule
+from weft.models.vision import blocks
 
 Strategy = Literal["full", "replicate"] | int
 
@@ -39,10 +40,10 @@ def find_units(
 ) -> list[Unit]:
     """The units that `wrap` and `overrides` ask for, inner ones first; the root holds the rest.
 
-    wrap: `layers` (each decoder layer), `head` (with the final norm), `embedding`, and class names. Weights that two
-    units would share stay with the root, because FSDP2 cannot gather one tensor twice: a tied head, and layers tied to
-    one another (zamba2). UserError where an entry names such a unit, matches nothing, or matches modules that some rank
-    may not run.
+    wrap: `layers` (each decoder layer, and each of the vision tower), `head` (with the final norm), `embedding`, and
+    class names. Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a
+    tied head, and layers tied to one another (zamba2). UserError where an entry names such a unit, matches nothing, or
+    matches modules that some rank may not run.
 
     overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
     modules follow, unless another pattern matches them.
@@ -67,6 +68,10 @@ def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list
             Unit((name,), (layer,))
             for name, layer in module.layers
             if id(layer) not in taken and _split_tie(module, [name], places) is None
+        ]
+    if "layers" in entries:
+        units += [
+            Unit((name,), (block,)) for name, block in blocks(module.base, module.facts) if id(block) not in taken
         ]
     if "embedding" in entries:
         units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, places))
@@ -107,7 +112,7 @@ def _outermost(module: TrainModule, pattern: str) -> list[str]:
     found = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
     if not found:
         names = [name for name, _ in module.named_modules() if name]
-        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{nearest(pattern, names)}")
+        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, names)}")
     return found
 
 

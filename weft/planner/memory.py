@@ -27,11 +27,10 @@ SMALL = 0.4  # of a device: what a whole model may take beside its activations
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes of the rank that holds most, the same on every rank. gathered: copies in the compute dtype, the most that
-    are there at once. whole: all but those, of a rank that shards nothing. average: of the weights, if it is
-    kept (optimizer.ema_decay).
-    """
+class MemoryNeeds:
+    """Bytes per rank: the most of any rank, equal on all. gathered: the largest set of gathered parameters, in the
+    compute dtype. whole: what a rank would hold if nothing were sharded, without `gathered`. average: the average of
+    the weights (optimizer.ema_decay)."""
 
     weights: int
     gradients: int
@@ -42,7 +41,7 @@ class Needs:
 
     @property
     def resident(self) -> int:
-        """What is there between steps, and with the gradients, at a step's end."""
+        """Bytes between steps; gradients are included, because they exist at the end of a step."""
         return self.weights + self.gradients + self.optimizer + self.average
 
     def __str__(self) -> str:
@@ -57,24 +56,24 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What training keeps for every element that is trained, beside weight and gradient. moments: the optimizer's.
-
-    average: whether there is one of the weights, in fp32.
-    """
+class TrainingState:
+    """What training stores per trained element, beside weight and gradient. moments: dtypes of the optimizer's tensors.
+    average: whether an fp32 average of the weights is kept."""
 
     moments: Sequence[torch.dtype]
     average: bool = False
 
 
-def memory_needs(module: nn.Module, units: Sequence[Unit], precision: Precision, training: Trained | None) -> Needs:
-    """Of a module that has been cut, on meta or not."""
+def memory_needs(
+    module: nn.Module, units: Sequence[Unit], precision: Precision, training: TrainingState | None
+) -> MemoryNeeds:
+    """The needs of a sharded module, which may be on meta. training: None for inference."""
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad and training is not None]
     master = precision.master.itemsize
     moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
     average = torch.float32.itemsize if training is not None and training.average else 0
-    return Needs(
+    return MemoryNeeds(
         weights=_held_bytes(parameters),
         gradients=_held(trained) * master,
         optimizer=_held(trained) * moments,
@@ -86,15 +85,16 @@ def memory_needs(module: nn.Module, units: Sequence[Unit], precision: Precision,
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of one engine that a rank keeps on the host for a while: saved, until the disk has them; asleep, while
-    something else has the device. replicas: ranks that hold the same, and share the writing."""
+    """Bytes of one engine that a rank holds on the host for a while. saved: a checkpoint that is being written. asleep:
+    parts that sleep."""
 
     saved: int
     asleep: int
 
     @staticmethod
-    def of(needs: Needs, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
-        """adapters: only what is trained is saved. state: of the trainer, with the weights. parts: those that sleep."""
+    def of(needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
+        """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: ranks
+        that hold the same and share the writing. parts: those that sleep."""
         masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
         moments = needs.optimizer + needs.average
         slept = needs.weights * ("parameters" in parts) + moments * ("optimizer" in parts)
@@ -102,12 +102,12 @@ class HostNeeds:
 
 
 def host_bytes(engines: Sequence[HostNeeds]) -> int:
-    """Of the pool that the engines of a rank share (engine/host.py): what is saved and what sleeps take turns."""
+    """Size of the host pool that a rank's engines share (engine/host.py); saving and sleeping take turns."""
     return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
 
 
 def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | None = None) -> int:
-    """Bytes that a rank has where its shards lie: of its accelerator, or its part of the host's memory."""
+    """Bytes available to a rank for its shards: on its accelerator, or its part of the host's memory."""
     if storage.type == "cuda" and assumed is not None:
         return assumed.memory
     if storage.type == "cuda":
@@ -119,12 +119,12 @@ def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | Non
 
 
 def local_ranks(world: int) -> int:
-    """Ranks on this machine, which share its memory."""
+    """Number of ranks on this machine, which share its memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def check_fits(needs: Needs, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
-    """UserError, with three keys that help, where a rank could not hold its part even without activations."""
+def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
+    """UserError, with three keys that help, where a rank cannot hold its shards even without activations."""
     if needs.resident <= room:
         return
     raise UserError(
@@ -134,7 +134,7 @@ def check_fits(needs: Needs, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer:
 
 
 def check_draws(elements: int, room: int) -> None:
-    """UserError where a rank, which draws all initial weights in fp32 on the host, has too little memory there."""
+    """UserError where a rank has too little host memory to draw all initial weights in fp32."""
     drawn = elements * torch.float32.itemsize
     if drawn > room:
         raise UserError(
@@ -144,8 +144,8 @@ def check_draws(elements: int, room: int) -> None:
         )
 
 
-def hint(needs: Needs, room: int, mesh: Mesh) -> str | None:
-    """Advice on an accelerator whose memory would hold the whole model several times: sharding costs speed there."""
+def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
+    """Advice where one accelerator could hold the whole model several times, so that sharding only costs speed."""
     if mesh.shards == 1 or needs.whole > SMALL * room:
         return None
     return (
@@ -173,7 +173,7 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
 
 
 def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
-    """At most, of what a model remembers of one token when it generates: keys and values of every layer."""
+    """Upper bound of a KV cache's bytes per token: keys and values of all layers."""
     widths = 0.0
     for layer in hf.layer_configs(config):
         heads = layer.num_attention_heads

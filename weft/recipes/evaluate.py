@@ -117,7 +117,7 @@ def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> 
     """The key of `eval` that ended the run at a checkpoint with this state, if it would still end it as configured
     now."""
     best = Best(config.eval, held_out.digest)
-    best.go_on(state)
+    best.restore(state)
     return best.ends
 
 
@@ -138,7 +138,7 @@ class Evaluator:
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
         self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
         self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
-        self._news = self.best.go_on(state)
+        self._news = self.best.restore(state)
         self.sampler = None
         if held_out.questions is not None:
             self.sampler = Sampler(config, engine, held_out.questions, folder)
@@ -195,7 +195,7 @@ class Evaluator:
             if name.endswith("loss") and isinstance(self.objective, CrossEntropy):
                 figures[PREFIX + name.removesuffix("loss") + "perplexity"] = _exp(mean)
         figures[f"{PREFIX}seconds"] = time.perf_counter() - began
-        self.is_best = self.best.see(step, figures)
+        self.is_best = self.best.update(step, figures)
         self._news.append(self._line(step, figures))
         return figures
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.export import FullTensors, export_alone, plan_export
-from weft.checkpoint.resume import whole
+from weft.checkpoint.resume import read_verified
 from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
 from weft.checkpoint.snapshot import DTYPES, exported
 from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
@@ -70,7 +70,7 @@ def check(path: Path) -> str:
     if not (checkpoint / TRAINER_STATE).is_dir():
         return f"{checkpoint}: {compared:,} bytes of weights are as written"
     try:
-        whole(checkpoint, 0, 1, {}, weights=False)
+        read_verified(checkpoint, 0, 1, {}, weights=False)
     except DamagedError as error:
         raise UserError(f"{checkpoint} is damaged: {error}.") from error
     return f"{checkpoint}: {compared:,} bytes of weights and the trainer state are as written"

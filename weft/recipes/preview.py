@@ -76,13 +76,15 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
     from weft.data.tokenise import Tokenising, Work, tokenise
+    from weft.recipes.run_data import images_of
 
     tokenizer, read = load_tokenizer(config.model.path), []
+    images = images_of(config, config.data, tokenizer)
     encoding = read_encoding(config.data, tokenizer)
     with loading(what="tokenising") as shown:
         how = Tokenising(config.data.workers, config.data.cache, shown)
         for one in sampled:
-            work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)), drop=True)
+            work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)), True, images)
             if one.blocks is None:
                 (table,) = tokenise([(one.part, work)], how)
             else:
@@ -98,7 +100,7 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     # What training would refuse is left out of the plan, to show what the rest makes.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)
-    show_preview(Preview(config, limits, read, planned, bad), tokenizer, options.samples, full=options.full)
+    show_preview(Preview(config, limits, read, planned, bad, images), tokenizer, options.samples, full=options.full)
 
 
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
@@ -106,17 +108,20 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     import numpy as np
 
     from weft.data.order import Share, Steps
-    from weft.engine.plan import DocumentMeta, plan_step, unread_tokens
+    from weft.engine.plan import DocumentMeta, omitted_tokens, plan_step
 
     whole = config.model.router_aux_loss != "none"
     lengths = [int(length) for piece in pieces for length in piece.lengths]
     if not lengths:
         return None
     losses = np.concatenate([piece.losses for piece in pieces])
+    patches = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
 
     def meta(index: int) -> DocumentMeta:
         length, trained = lengths[index], int(losses[index])
-        return DocumentMeta(length, float(trained), trained, unread=unread_tokens(length, whole=whole))
+        return DocumentMeta(
+            length, float(trained), trained, omitted=omitted_tokens(length, whole=whole), patches=int(patches[index])
+        )
 
     steps = Steps(
         lengths,

@@ -33,25 +33,25 @@ from weft.report.progress import Progress
 from weft.report.trackers import check_installed
 from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
-from weft.rl.colocation import Turns, shares_devices, sleeping_parts
+from weft.rl.colocation import PhaseSwitch, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal
 from weft.rl.environments import environment_class
 from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
-from weft.rl.failure import told
+from weft.rl.failure import report_failures
 from weft.rl.meter import Meter, Show
-from weft.rl.placement import TIMED, settle
+from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import Producer
-from weft.rl.prompts import Prompts, PromptStream, load_rl_prompts, require_room
+from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts
 from weft.rl.recorder import RlRecorder, print_rl_opening
-from weft.rl.reference_critic import Who
-from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, take_up
+from weft.rl.reference_critic import Role
+from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, prepare_folder
 from weft.rl.rewards import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
-from weft.rl.trainer_group import Learners
+from weft.rl.trainer_group import TrainerGroup
 from weft.rollout.base import RolloutEngine, Sampling
 from weft.rollout.records import import_arrow, read_rollouts, recorded_files
 from weft.rollout.types import Group, Prompt, Sample, samples_of
@@ -89,22 +89,25 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
             return
         if resume:
-            start = take_up(config, held.folder, start)
+            start = prepare_folder(config, held.folder, start)
         seconds = partial(time_rollout_steps, options, hooks, held.folder)
-        settled = settle(config, options, plan.rollouts, seconds)
-        notes = (*exposure(config.cluster.address), *start.notes, *settled.notes, *notes_on_replay(config, replayed))
-        config, start = settled.config, replace(start, notes=notes)
-        write_config(settled.recorded, held.folder)
+        resolved = resolve_placement(config, options, plan.rollouts, seconds)
+        notes = (*exposure(config.cluster.address), *start.notes, *resolved.notes, *notes_on_replay(config, replayed))
+        config, start = resolved.config, replace(start, notes=notes)
+        write_config(resolved.recorded, held.folder)
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
-        go_on = again(held.folder, options)
-        with open_actors(config, options, fill=start.state is None) as actors, told(held.folder, actors.groups, go_on):
+        command = resume_command(held.folder, options)
+        with (
+            open_actors(config, options, fill=start.state is None) as actors,
+            report_failures(held.folder, actors.groups, command),
+        ):
             opened = Run(
-                config, held, task, actors, plan, start, replayed, hooks.on_step, go_on, options.device, resume
+                config, held, task, actors, plan, start, replayed, hooks.on_step, command, options.device, resume
             )
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
 
-def again(folder: Path, options: RlOptions) -> str:
+def resume_command(folder: Path, options: RlOptions) -> str:
     """The command line that resumes a run."""
     more = " --rollout-only" if options.rollout_only else f" --replay {options.replay}" if options.replay else ""
     return f"weft rl --resume {folder}{more}"
@@ -137,7 +140,7 @@ def check_task(config: RlConfig) -> PretrainedConfig:
     choose_policy_loss(config.rl.policy_loss)
     environment_class(config)
     shape = hf.read_config(config.model.path).get_text_config()
-    require_room(config, shape)
+    check_lengths(config, shape)
     return shape
 
 
@@ -176,7 +179,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """What the controller's loop works with. go_on: the command that resumes the run."""
+    """What the controller's loop works with. resume_command: the command that resumes the run."""
 
     config: RlConfig
     held: RunLock
@@ -186,18 +189,18 @@ class Run:
     start: RlStart
     replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
     on_step: OnStep | None = None
-    go_on: str = ""  # the command that goes on with a run that was stopped
+    resume_command: str = ""
     device: Device = "cpu"
     resume: bool = False
-    show: Show = lambda text: None  # is told how far rollouts are
+    show: Show = lambda text: None  # is report_failures how far rollouts are
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
     version: int = 0  # of the weights that the trainers have: rollout steps that are trained
     updates: int = 0  # optimizer steps that were not skipped: the learning rate counts them
-    learners: Learners = field(init=False)
+    trainer_group: TrainerGroup = field(init=False)
 
     def __post_init__(self) -> None:
-        self.learners = Learners(self.config, self.actors.trainers, self.actors.asides)
+        self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.actors.reference_critic)
 
 
 @dataclass
@@ -225,11 +228,11 @@ async def train(run: Run) -> None:
     run.show = progress.doing
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
-        opened.push_async_exit(run.learners.ending)  # first, so that what it still saves is uploaded
-        turns, sampling, evaluator = await prepare(run, opened)
+        opened.push_async_exit(run.trainer_group.ending)  # first, so that what it still saves is uploaded
+        switch, sampling, evaluator = await prepare(run, opened)
         with recorder, StopSignals(_PROMISE) as signals, progress:
-            progress.notes(await begin(run, turns, sampling, evaluator, recorder))
-            make = replay(run) if run.replayed else partial(roll_out, run, turns.engine, sampling)
+            progress.notes(await begin(run, switch, sampling, evaluator, recorder))
+            make = replay(run) if run.replayed else partial(roll_out, run, switch.engine, sampling)
             producer = await opened.enter_async_context(
                 Producer(make, first, plan.rollouts, config.cluster.max_staleness)
             )
@@ -237,38 +240,38 @@ async def train(run: Run) -> None:
                 with run.phases("rollout"):
                     step = await producer.take()
                 with run.phases("train"):
-                    await turns.to_training()
-                    await judge(run, step)
+                    await switch.to_training()
+                    await compute_advantages(run, step)
                     lines = await update(run, step)
                 with run.phases("sync"):
-                    synced = await turns.to_rollouts(number)
-                step.phases.go_on(turns.take_seconds())
+                    synced = await switch.to_rollouts(number)
+                step.phases.add(switch.take_seconds())
                 run.version = number
                 found = await evaluate(evaluator, number, plan)
                 progress.notes(step.failures.take_news())
                 for line in recorder.record(step, lines, synced, found):
                     progress.step(line)
                 progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
-                progress.notes(recorder.stop_if_hopeless(step, lines))
+                progress.notes(recorder.stop_if_unproductive(step, lines))
                 done = bool(signals.number) or number == plan.rollouts
                 if done or recorder.due(number, plan):
-                    async with turns.trainers_awake(back=not done):
+                    async with switch.trainers_awake(back=not done):
                         with run.phases("save"):
                             progress.notes(await save(run, recorder, step))
                 progress.notes(uploads.take_news())
                 if done:
                     break
                 await producer.trained(number)
-            saved, news = await run.learners.finish()
+            saved, news = await run.trainer_group.finish()
             progress.notes(news)
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
-        await run.learners.close()
+        await run.trainer_group.close()
         say_all(await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat))
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
-        say_stopped(signal.Signals(stopped).name, number * plan.per_rollout, run.go_on)
+        say_stopped(signal.Signals(stopped).name, number * plan.per_rollout, run.resume_command)
         raise StoppedError(stopped)
 
 
@@ -295,17 +298,17 @@ async def timed(run: Run) -> float:
     """The mean seconds of a plan's rollout steps except the first, which includes start-up costs."""
     ends = []
     async with AsyncExitStack() as opened:
-        turns, sampling, _ = await prepare(run, opened)
-        await turns.to_rollouts(0)
+        switch, sampling, _ = await prepare(run, opened)
+        await switch.to_rollouts(0)
         for number in range(1, run.plan.rollouts + 1):
-            step = await roll_out(run, turns.engine, sampling, number)
-            await turns.to_training()
-            await judge(run, step)
+            step = await roll_out(run, switch.engine, sampling, number)
+            await switch.to_training()
+            await compute_advantages(run, step)
             await update(run, step)
-            await turns.to_rollouts(number)
+            await switch.to_rollouts(number)
             run.version = number
             ends.append(time.perf_counter())
-        await run.learners.close()
+        await run.trainer_group.close()
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
@@ -313,68 +316,70 @@ async def collect(run: Run) -> None:
     """Rollouts with the current weights, without training (`--rollout-only`)."""
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
-        turns, sampling, _ = await prepare(run, opened)
+        switch, sampling, _ = await prepare(run, opened)
         uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
         run.show = progress.doing
         with recorder, StopSignals(_PROMISE) as signals, progress:
-            await turns.to_rollouts(0)
+            await switch.to_rollouts(0)
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
-                step = await roll_out(run, turns.engine, sampling, number)
+                step = await roll_out(run, switch.engine, sampling, number)
                 step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
                 progress.notes(step.failures.take_news())
                 progress.step(recorder.record_rollout(step))
                 if signals.number:
                     break
-        await run.learners.close()
+        await run.trainer_group.close()
         say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.own.beat))
     if signals.number and number < run.plan.rollouts:
-        say_stopped(signal.Signals(signals.number).name, number, run.go_on)
+        say_stopped(signal.Signals(signals.number).name, number, run.resume_command)
         raise StoppedError(signals.number)
 
 
-async def prepare(run: Run, opened: AsyncExitStack) -> tuple[Turns, Sampling, RlEvaluator]:
+async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampling, RlEvaluator]:
     """Open the engines, the sampling and the evaluation that the first rollout needs. opened: closes them at the
     end."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
     if task.episodes is not None:
         opened.push_async_callback(task.episodes.pool.close)
-    run.phases.go_on(start.seconds)
+    run.phases.add(start.seconds)
     task.stream.take(start.taken)
     run.version, run.updates = start.rollout, start.updates
     with run.phases("load"):
         await check_hosts(config, run.actors.engines)
         await task.rewards.start([*task.prompts, *task.held_out.all()])
-        opening = await run.learners.describe()
+        opening = await run.trainer_group.describe()
         ends = await trainers.one(0, "ends")
         run.compute = await trainers.one(0, "compute_dtype")
-        notes = await run.learners.open_run(str(run.held.folder), run.held.token, constants(run), start.step)
+        notes = await run.trainer_group.open_run(str(run.held.folder), run.held.token, constants(run), start.step)
         parts = sleeping_parts(config, run.device)
         engine = await open_engines(config, trainers, run.actors.engines, run.held.folder, run.compute, parts)
         opened.push_async_callback(engine.close)
-        turns = Turns(engine, trainers, shared=shares_devices(config), parts=parts)
-        await turns.to_training()
+        switch = PhaseSwitch(engine, trainers, shared=shares_devices(config), parts=parts)
+        await switch.to_training()
     print_rl_opening(run, opening, notes)
     evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends, run.show)
-    return turns, sampling_of(config, ends), evaluator
+    return switch, sampling_of(config, ends), evaluator
 
 
-async def begin(run: Run, turns: Turns, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder) -> list[str]:
+async def begin(
+    run: Run, switch: PhaseSwitch, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder
+) -> list[str]:
     """The first sync, its verification, and the evaluation before the first step; the messages for the user."""
-    await turns.to_rollouts(run.start.rollout)
+    await switch.to_rollouts(run.start.rollout)
     notes: list[str] = []
 
     async def reader(samples: Sequence[Sample]) -> None:
-        async with turns.trainers_awake(back=True):
-            await run.learners.read(["policy"], samples)
+        async with switch.trainers_awake(back=True):
+            await run.trainer_group.read(["policy"], samples)
 
     if run.config.rl.on_policy == "exact":
         if run.config.rollout.engine == "embedded":
             notes += (await run.actors.trainers.all("prove_exact"))[:1]
         else:
-            notes.append(await try_engine(run.config, turns.engine, reader, run.task.prompts, sampling))
-    turns.take_seconds()  # of what goes before the first step
+            notes.append(await try_engine(run.config, switch.engine, reader, run.task.prompts, sampling))
+    switch.take_seconds()  # of what goes before the first step
     if not run.start.rollout:
         notes += recorder.record_evaluation(0, await evaluate(evaluator, 0, run.plan))
     return notes
@@ -382,7 +387,7 @@ async def begin(run: Run, turns: Turns, sampling: Sampling, evaluator: RlEvaluat
 
 def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
     """Make rollout steps from files of RUN/rollouts: samples and rewards are read, everything else is computed
-    again."""
+    resume_command."""
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
@@ -406,7 +411,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
 
     async def reward(group: Group) -> None:
         decode(group.samples, run.task.tokenizer)
-        with meter.judging(len(group.samples)):
+        with meter.scoring(len(group.samples)):
             await run.task.rewards.score(group.samples, step.failures)
 
     async def answer(prompts: Sequence[Prompt]) -> list[Group]:
@@ -424,7 +429,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     return step
 
 
-async def judge(run: Run, step: RolloutStep) -> None:
+async def compute_advantages(run: Run, step: RolloutStep) -> None:
     """Read logprobs of old and reference policy and values of a critic for the samples, then compute corrections and
     advantages."""
     rl, samples = run.config.rl, step.samples
@@ -432,7 +437,7 @@ async def judge(run: Run, step: RolloutStep) -> None:
     fused = old_is_current(run.config)
     with step.phases("logprobs"):
         old = rl.old_logprobs == "recompute" and (checks or not fused)
-        await run.learners.read(whose(rl, old=old), samples)
+        await run.trainer_group.read(read_before_training(rl, old=old), samples)
     if rl.on_policy == "exact":
         require_exact(samples)
     if checks:
@@ -448,10 +453,10 @@ async def judge(run: Run, step: RolloutStep) -> None:
     step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
 
 
-def whose(rl: RlAlgorithm, *, old: bool) -> list[Who]:
+def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     """The models that read the samples before training."""
-    wanted: dict[Who, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
-    return [who for who, is_wanted in wanted.items() if is_wanted]
+    wanted: dict[Role, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
+    return [role for role, is_wanted in wanted.items() if is_wanted]
 
 
 async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
@@ -463,7 +468,7 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
             for part in deal(step.groups, config.rl.updates, seed=config.train.seed + step.number * 1000 + epoch):
                 number += 1
                 lr = learning_rate(run.updates + 1, plan.steps, config.optimizer.lr, config.schedule)
-                lines.append(await run.learners.update(samples_of(part), number, plan.steps, epoch + 1, lr))
+                lines.append(await run.trainer_group.update(samples_of(part), number, plan.steps, epoch + 1, lr))
                 run.updates += not lines[-1].get("skipped")
     if old_is_current(config):
         step.metrics |= correct([sample for sample in step.samples if sample.old is not None], config.rl)
@@ -478,7 +483,7 @@ async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
 async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
     """Save a checkpoint after this rollout step."""
     progress = recorder.progress(step, run.updates, run.phases)
-    return await run.learners.save(step.number * run.plan.per_rollout, progress)
+    return await run.trainer_group.save(step.number * run.plan.per_rollout, progress)
 
 
 def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict[str, float]:

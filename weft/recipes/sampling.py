@@ -61,7 +61,7 @@ class Sampler:
         answered = self._answer(mine, step) if mine else {}
         self.embedded.sleep()
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.ranks.world)]
-        dist.all_gather_object(parts, answered)
+        dist.all_gather_object(parts, answered, group=self.ranks.group)
         lines = [line for _, line in sorted(item for part in parts for item in part.items())]
         if self.ranks.is_first:
             with self.path.open("a", encoding="utf-8") as stream:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
-from weft.cluster.consistency import done_by_first, largest, require_agreement
+from weft.cluster.consistency import max_over_ranks, on_first_rank, require_agreement
 from weft.cluster.machine import accelerator
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join, pretend
@@ -27,7 +27,7 @@ from weft.engine.contract import check_contract
 from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
-from weft.engine.prefetch import ahead
+from weft.engine.prefetch import prefetch
 from weft.engine.rows import Rows
 from weft.errors import StoppedError
 from weft.objectives.base import Objective
@@ -45,7 +45,7 @@ from weft.run.folder import open_folder, write_bad_rows
 from weft.run.hooks import NO_HOOKS, Hooks
 from weft.run.identity import identity
 from weft.run.recorder import Recorder
-from weft.run.resume import Start, after_the_last, constants, find_start, take_up
+from weft.run.resume import Start, after_the_last, constants, find_start, restore
 from weft.telemetry import flight
 from weft.telemetry.profiling import check_profile, own_peak_memory_gib, profiled
 from weft.telemetry.summary import Phases, RunSummary
@@ -74,11 +74,11 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         if config.optimizer.name not in BUILT_IN:
             find_class(config.optimizer)  # an error need not wait for the data
         if config.checkpoint.push is not None:
-            done_by_first(partial(prepare, config), ranks)
+            on_first_rank(partial(prepare, config), ranks)
         flight.at("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             data = read_run_data(config, shown)
-        require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest})
+        require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
             steps = len(deal(config, data.documents))
             check_profile(config.profile, steps=steps)
@@ -96,7 +96,9 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 with loading(ranks.is_first) as shown:
                     fill = start.state is None
                     engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
-                notes = take_up(config, engine, start, folder)
+                for documents in (data.documents, *data.held_out.documents.values()):
+                    engine.check_images(documents)
+                notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
@@ -115,14 +117,14 @@ def train(
     resume: bool = False,
 ) -> None:
     """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
-    phases.go_on(start.seconds)
+    phases.add(start.seconds)
     steps, updates, stop = deal(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data.report, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
-    upcoming = closing(ahead(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
+    upcoming = closing(prefetch(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (
         uploads,
@@ -215,5 +217,5 @@ def agree(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, in
     """All-reduce what the ranks must agree on after a step: (peak memory in GiB, signal to stop or 0, whether a save by
     the clock is due, whether a checkpoint writer failed)."""
     own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
-    memory, stop, overdue, failed = largest(own, engine.mesh.world_group, engine.device)
+    memory, stop, overdue, failed = max_over_ranks(own, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

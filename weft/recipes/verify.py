@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from weft.planner.memory import local_ranks
 from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify
+from weft.verification.image_documents import steps_for
+from weft.verification.observed import Step
 from weft.verification.plants import planted
 from weft.verification.rl_harness import verify_rl
 from weft.verification.rl_rollouts import recorded_rollouts
@@ -42,6 +45,7 @@ Config = TypeVar("Config", SftConfig, RlConfig)
 # optimizer has two states, and a copy of its gradients, beside the engine.
 COPIES = 24
 COPIES_OF_A_RANK = 5
+COPIES_IN_DOUBLE = 4  # more, where the reference trains in fp64, too
 COPIES_ON_DEVICE = 7
 RL_COPIES = 30  # with a reference, a critic, and the plain side twice
 
@@ -71,7 +75,7 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
         answer = [verdict is None or verdict.passed]
         if verdict is not None:
             print_verdict(verdict, config, ranks, subject.words, plant)
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=ranks.group)
         return answer[0]
 
 
@@ -89,7 +93,7 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     """The verdict in fp32, with figures of the configured dtype as remarks; on the first rank."""
     steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
     exact = verified_config(config, subject.path)
-    verdict = verify(Engine(EngineConfig.of(exact), ranks), subject.path, steps, [LEARNING_RATE] * len(steps))
+    verdict = _verdict(Engine(EngineConfig.of(exact), ranks), subject.path, steps)
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
@@ -99,6 +103,12 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     if verdict is None:
         return None
     return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
+
+
+def _verdict(engine: Engine, path: str, steps: Sequence[Step]) -> Verdict | None:
+    """On the first rank. Models that take images are given some."""
+    shown, images = steps_for(engine, path, steps)
+    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images)
 
 
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -136,7 +146,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     layers."""
     layers = options.layers
     fits = [_fits(config, ranks)]
-    dist.broadcast_object_list(fits, src=0)  # free memory changes from one look to the next
+    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
         layers = 2
     if layers is None and config.model.init == "pretrained":
@@ -148,7 +158,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
         why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
         words += f", cut to {shape.get_text_config().num_hidden_layers} layers ({why})"
     shared = [str(Path(folder) / "model")]
-    dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(shared, src=0, group=ranks.group)
     if ranks.local_rank == 0:
         shape.architectures = [hf.model_class(shape).__name__]
         hf.build_random(shape, dtype=torch.float32, attention="eager", seed=config.train.seed).save_pretrained(
@@ -156,7 +166,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
         )
         if isinstance(config, RlConfig):
             load_tokenizer(config.model.path).save_pretrained(shared[0])
-    dist.barrier()
+    dist.barrier(ranks.group)
     return Subject(shared[0], words, cut=layers is not None)
 
 
@@ -174,9 +184,10 @@ def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
     weights = sum(p.numel() for p in model.parameters()) * 4
     rl = isinstance(config, RlConfig)
     others = COPIES_OF_A_RANK * (local_ranks(ranks.world) - 1)
-    if weights * (RL_COPIES if rl else COPIES + others) > 0.8 * psutil.virtual_memory().available:
+    in_double = COPIES_IN_DOUBLE if config.mesh.tp > 1 else 0
+    if weights * (RL_COPIES if rl else COPIES + others + in_double) > 0.8 * psutil.virtual_memory().available:
         return False
     if ranks.device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(ranks.device)
-    return weights * (RL_COPIES if rl else COPIES_ON_DEVICE) < 0.8 * free
+    return weights * (RL_COPIES if rl else COPIES_ON_DEVICE + in_double) < 0.8 * free

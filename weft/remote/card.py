@@ -80,7 +80,7 @@ def model_card(checkpoint: Path, name: str) -> str:
             "",
             _summary(origin, base, adapter),
             *_results(origin),
-            *_usage(name, base, adapter),
+            *_usage(name, adapter),
             *_configuration(origin),
             "",
         ]
@@ -137,7 +137,7 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _usage(name: str, base: str | None, adapter: bool) -> Iterator[str]:
+def _usage(name: str, adapter: bool) -> Iterator[str]:
     auto = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     yield from ("", "## Use", "", "```python")
     yield f"from {'peft' if adapter else 'transformers'} import {auto}"

@@ -59,7 +59,7 @@ def fetched_config(url: str) -> Iterator[Path]:
         yield folder
 
 
-def go_on_with(url: str, staging: Path) -> LocalCopy:
+def resume_run(url: str, staging: Path) -> LocalCopy:
     """The local folder of a resumed run, complete; fetches nothing where this machine has it already."""
     folder = run_folder(url, staging)
     with _told("--resume", url), locked(staging, Path(folder).name):

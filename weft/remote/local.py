@@ -13,7 +13,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url, map_paths
 from weft.errors import UserError
-from weft.remote.enter import begin_run, go_on_with
+from weft.remote.enter import begin_run, resume_run
 from weft.remote.staging import fetch, staging_folder
 
 Config = TypeVar("Config", SftConfig, RlConfig)
@@ -45,7 +45,7 @@ def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) 
         return changed
     url, command = str(config.run.dir), "rl" if isinstance(config, RlConfig) else "sft"
     if run == "resumed":
-        folder = go_on_with(url, staging)
+        folder = resume_run(url, staging)
     else:
         folder = begin_run(url, staging, overwrite=config.run.overwrite, command=command)
     return replace(changed, run=replace(config.run, dir=folder))

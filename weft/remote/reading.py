@@ -12,10 +12,10 @@ from weft.remote.enter import fetch_run
 from weft.remote.layout import BEST, CHECKPOINTS, RemoteRun, name_of
 from weft.remote.staging import digest, fetch, locked, resolved, staging_folder
 from weft.remote.store import BRIEF, Store, StoreError
-from weft.terminal import call_by
+from weft.terminal import set_display_name
 
 
-def here(
+def local_path(
     command: str, path: str, *, step: int | None = None, best: bool = False, records: bool = False, output: bool = True
 ) -> str:
     """The path itself, or the local copy of a URL: of a run its records and its newest checkpoint.
@@ -58,7 +58,7 @@ def _run(remote: RemoteRun, url: str, staging: Path, records: bool) -> str:
     there = remote.store.list()
     marks = (f"{name} {entry.size} {entry.mark}" for name, entry in there.items())
     folder = staging / "copies" / digest(url, str(records), *marks) / url.rpartition("/")[2]
-    call_by(str(folder), url)
+    set_display_name(str(folder), url)
     with locked(staging, folder.parent.name):
         if not folder.is_dir():
             partial = folder.parent.with_name(f"{folder.parent.name}.partial")

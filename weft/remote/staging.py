@@ -27,7 +27,7 @@ from weft.config.urls import LocalCopy
 from weft.errors import UserError
 from weft.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, LATEST, RemoteRun, name_of
 from weft.remote.store import BRIEF, Entry, Store, StoreError
-from weft.terminal import byte_count, call_by, say
+from weft.terminal import byte_count, say, set_display_name
 
 DEFAULT = "~/.cache/weft/remote"
 # Of a checkpoint, what a model that is trained or run from it does not need.
@@ -44,7 +44,7 @@ def run_folder(url: str, staging: Path) -> LocalCopy:
     url = url.rstrip("/")
     name = Path(urlsplit(url).path).name or urlsplit(url).netloc
     folder = LocalCopy(str(staging / "runs" / f"{name}-{digest(url)}"), url)
-    call_by(str(folder), url)
+    set_display_name(str(folder), url)
     return folder
 
 
@@ -61,7 +61,7 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
     if not found:
         raise UserError(f"{key} {url} does not exist, or nothing that can be listed lies there.")
     folder = staging / "copies" / digest(base, *(f"{n} {e.size} {e.mark}" for n, e in found.items()))
-    call_by(str(folder), base.rpartition("/")[0] if not rest else base)
+    set_display_name(str(folder), base.rpartition("/")[0] if not rest else base)
     inner = folder if rest else folder / base.rpartition("/")[2]
     with locked(staging, folder.name):
         if not folder.is_dir():

@@ -28,7 +28,7 @@ from weft.models.lora import describe
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.activations import Shared, saved_bytes
+from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.report.progress import duration, number
 from weft.report.tables import (
@@ -44,9 +44,9 @@ from weft.report.tables import (
     show,
     unit_table,
 )
-from weft.sharding.cuts import Cut, whole_shape
+from weft.sharding.cuts import Cut, full_shape
 from weft.sharding.load import LoadReport
-from weft.terminal import byte_count, called, say
+from weft.terminal import byte_count, display_name, say
 from weft.versions import untested_versions
 
 _COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
@@ -113,11 +113,11 @@ def _activations(engine: Engine) -> str:
     )
 
 
-def _shared(engine: Engine) -> Shared:
+def _shared(engine: Engine) -> RowSharing:
     """The ranks that share the largest row, which is part of one document where that can be."""
     cut = engine.context
     ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
-    return Shared(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
+    return RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
 
 
 def _balancing(engine: Engine) -> str:
@@ -257,7 +257,7 @@ def _all_elements(engine: Engine) -> int:
 def _elements_of(engine: Engine) -> dict[str, int]:
     """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return {name: math.prod(whole_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
+    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
 
 
 def _elements(module: nn.Module) -> int:
@@ -343,7 +343,7 @@ def _sharding(unit: Unit) -> str:
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
     """Every parameter's full and local shape, and the axes it is sharded over."""
-    sizes = {**engine.mesh.axes, engine.mesh.shard_axis: engine.mesh.shards}
+    sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
         _parameter_row(name, parameter, sizes, cuts.get(name)) for name, parameter in engine.module.named_parameters()
@@ -354,8 +354,8 @@ def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int], 
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        placed = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        ours = parameter.device_mesh
+        placed = zip(list(mesh)[-ours.ndim :], ours.shape, parameter.placements, strict=True)
         axes = tuple(
             axis if size == mesh[axis] else f"{axis} in groups of {size}"
             for axis, size, placement in placed
@@ -405,7 +405,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")
-    remote = is_url(called(str(folder)))  # where nothing is written beside what is read
+    remote = is_url(display_name(str(folder)))  # where nothing is written beside what is read
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():

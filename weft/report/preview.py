@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,8 @@ from weft.terminal import Console, byte_count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from weft.data.image_files import Place
+    from weft.data.images import Images
     from weft.data.limits import Limits
     from weft.data.table import Array, Table
     from weft.engine.plan import StepPlan
@@ -70,13 +73,14 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Everything that is shown of tokens. planned: None where no document is left. bad: of each bad row what is wrong
-    with it."""
+    with it. images: of a vision model."""
 
     config: SftConfig
     limits: Limits
     read: Sequence[Read]
     planned: Planned | None
     bad: Sequence[str] = ()
+    images: Images | None = None
 
     @property
     def exact(self) -> bool:
@@ -148,9 +152,11 @@ def _show_samples(
         console.rule(
             f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
         )
+        for line in _image_lines(preview.images, tokenizer, table.places(row)):
+            console.print(line, style="dim", soft_wrap=True)
         ids, mask = table.tokens(row, length)
         shown = np.ones(length, bool) if full or length <= _MOST_TOKENS else _worth_showing(mask)
-        text = rendered(tokenizer, ids, mask, coloured, shown)
+        text = rendered(tokenizer, ids, mask, coloured, shown, () if preview.images is None else preview.images.marks)
         console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
     console.rule(style="dim")
 
@@ -168,10 +174,15 @@ def _worth_showing(trained: Array) -> Array:
 
 
 def rendered(
-    tokenizer: PreTrainedTokenizerBase, ids: Array, trained: Array, coloured: bool, shown: Array | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Array,
+    trained: Array,
+    coloured: bool,
+    shown: Array | None = None,
+    marks: Sequence[str] = (),
 ) -> Text:
     """A document's text with trained parts in green, or between marks. shown: indices of the tokens to print; others
-    are counted."""
+    are counted. marks: texts that stand for images, of which several in a row are counted, too."""
     text = Text()
     shown = np.ones(len(ids), bool) if shown is None else shown
     changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
@@ -182,7 +193,7 @@ def rendered(
                 f"\n[... {end - begin:,} {what}: --full shows them ...]\n", style="italic" if coloured else None
             )
             continue
-        piece = tokenizer.decode(ids[begin:end].tolist())
+        piece = _shortened(tokenizer.decode(ids[begin:end].tolist()), marks)
         if not trained[begin]:
             text.append(piece, style="dim" if coloured else None)
         elif coloured:
@@ -190,6 +201,29 @@ def rendered(
         else:
             text.append(f"{_MARKS[0]}{piece}{_MARKS[1]}")
     return text
+
+
+def _shortened(text: str, marks: Sequence[str]) -> str:
+    for mark in marks:
+        several = re.compile(f"(?:{re.escape(mark)}){{4,}}")
+        text = several.sub(lambda found, mark=mark: f"{mark}[x {len(found[0]) // len(mark):,}]", text)  # type: ignore[misc]
+    return text
+
+
+def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
+    """Of each image of a document its size, and how many tokens it takes."""
+    if images is None or not places:
+        return []
+    lines = []
+    for number, place in enumerate(places, start=1):
+        seen = place.measured
+        layout = images.processor().layout(((seen.height, seen.width),))
+        tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
+        lines.append(
+            f"image {number}: {seen.width} x {seen.height} pixels, {byte_count(seen.size)}, {tokens:,} tokens, "
+            f"{layout.patches:,} patches{f', {place.path}' if place.path else ''}"
+        )
+    return lines
 
 
 # ---------------------------------------------------------------- numbers
@@ -206,7 +240,20 @@ def _token_lines(preview: Preview) -> list[str]:
             lines.append(
                 f"weight   {one.source.weight:g} of {one.source.name}: an epoch takes {about}{count:,} documents"
             )
-    return lines
+    return [*lines, *_image_totals(preview)]
+
+
+def _image_totals(preview: Preview) -> list[str]:
+    images = sum(int(one.table.images.sum()) / one.taken for one in preview.read)
+    if not images:
+        return []
+    patches = np.concatenate([one.table.patches for one in preview.read])
+    documents = sum(int((one.table.images > 0).sum()) / one.taken for one in preview.read)
+    about = "" if preview.exact else "about "
+    return [
+        f"images   {about}{round(images):,} in {round(documents):,} documents, which give the vision tower "
+        f"{patches[patches > 0].mean():,.0f} patches each on average, and {patches.max():,} at most"
+    ]
 
 
 def _show_lengths(console: Console, preview: Preview) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run of `weft rl`: trainer ranks, and engines of their own, in their places of a Ray cluster."""
+"""The processes of a run of `weft rl`: trainer ranks, and engines of their own, placed in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.cluster.rays import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import load_tokenizer
 from weft.parallel.fsdp import DTYPES
-from weft.rl.reference_critic import Aside, Who, own_ranks
+from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
 from weft.rl.served_pool import SERVERS
 from weft.rl.trainer import Trainer
 from weft.rollout.servers import CALLS, HostedServer, server_variables
@@ -24,56 +24,59 @@ from weft.telemetry import flight
 
 
 @dataclass(frozen=True)
-class Places:
-    """What actors request from the cluster. rooms: resources reserved for each trainer rank, which uses `trainer` of
-    them. engines: resources of each engine. colocated_with: the trainer rank whose reservation each engine shares; None
-    where every engine has a reservation of its own. busy: actors that compute at the same time."""
+class ActorResources:
+    """What actors request. reservations: resources reserved for each trainer rank, which uses `trainer`
+    of them. engines: resources of each engine. colocated_with: the trainer rank whose reservation each engine shares;
+    None where every engine has a reservation of its own. busy: actors that compute at the same time."""
 
-    rooms: Sequence[Bundle]
+    reservations: Sequence[Bundle]
     trainer: Bundle
     engines: Sequence[Bundle]
     colocated_with: Sequence[int] | None
     busy: int
 
 
-def places_of(config: RlConfig, world: int, gpu: bool) -> Places:
-    """Resources for `world` trainer ranks and the engines of a config whose placement is settled."""
+def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
+    """What `world` trainer ranks and the engines request. cluster.placement must be resolved."""
     rollout = config.rollout
     count = 0 if rollout.engine == "embedded" else rollout.count
-    serves, room = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
+    serves, bundle = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     if count and config.cluster.placement == "colocated":
         # Ray gives one device to both by halves; a server is told its devices, which may be those of several ranks.
         half = Bundle(gpus=0.5) if gpu and not serves else None
         ranks = [number * rollout.tp if gpu else number % world for number in range(count)]
-        return Places([room] * world, half or room, [half or Bundle()] * count, ranks, max(world, count))
-    own = Bundle(gpus=float(rollout.tp)) if serves and gpu else room
+        return ActorResources([bundle] * world, half or bundle, [half or Bundle()] * count, ranks, max(world, count))
+    own = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
     turns = not config.cluster.max_staleness  # then each has all cores
-    return Places([room] * world, room, [own] * count, None, max(world, count) if turns else world + count)
+    return ActorResources([bundle] * world, bundle, [own] * count, None, max(world, count) if turns else world + count)
 
 
 @dataclass(frozen=True)
 class Actors:
-    """trainers: the policy's ranks. asides: ranks of a reference or a critic. engines: generate, or run a server that
-    does; None with the embedded engine."""
+    """trainers: the policy's ranks. reference_critic: ranks of a reference or a critic. engines: generate, or run a
+    server that does; None with the embedded engine."""
 
     trainers: ActorGroup
-    asides: Mapping[Who, ActorGroup]
+    reference_critic: Mapping[Role, ActorGroup]
     engines: ActorGroup | None
 
     @property
     def groups(self) -> dict[str, ActorGroup]:
         """All groups, by the folder of RUN with their logs."""
-        found: dict[str, ActorGroup] = {"": self.trainers, **{str(who): own for who, own in self.asides.items()}}
+        found: dict[str, ActorGroup] = {
+            "": self.trainers,
+            **{str(role): own for role, own in self.reference_critic.items()},
+        }
         return found if self.engines is None else {**found, "engines": self.engines}
 
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
-    """Start a process for each trainer rank, each rank of a reference or critic, and each engine. fill: as in
+    """Start a process for each trainer rank, each separate reference or critic rank, and each engine. fill: as in
     Trainer."""
     alone, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
-    places, aside_ranks = places_of(config, options.world, gpu), own_ranks(config)
-    busy = places.busy + sum(aside_ranks.values())
+    resources, rank_counts = actor_resources(config, options.world, gpu), own_ranks(config)
+    busy = resources.busy + sum(rank_counts.values())
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
     common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if alone else {})}
 
@@ -86,32 +89,41 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     def group(name: str, make: Callable[[int], Any], *more: Any, **options: Any) -> ActorGroup:
         return opened.enter_context(actor_group(name, make, *more, **{"timeout": config.train.timeout, **options}))
 
-    own = places.engines if places.colocated_with is None else ()
-    room = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
+    own = resources.engines if resources.colocated_with is None else ()
+    bundle = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     with ExitStack() as opened:
-        others = [room] * sum(aside_ranks.values())
-        opened.enter_context(ray_session(config.cluster.address, [*places.rooms, *others, *own]))
+        others = [bundle] * sum(rank_counts.values())
+        opened.enter_context(ray_session(config.cluster.address, [*resources.reservations, *others, *own]))
         make_trainer = partial(_make_trainer, config, options, fill)
-        rooms = [places.trainer] * options.world
-        trainers = group("trainer rank", make_trainer, rooms, ranks(options.world), reserve=places.rooms)
-        asides = {
-            who: group(f"{who} rank", partial(_make_aside, config, options, who, fill), [room] * world, ranks(world))
-            for who, world in aside_ranks.items()
+        own_bundles = [resources.trainer] * options.world
+        trainers = group(
+            "trainer rank", make_trainer, own_bundles, ranks(options.world), reserve=resources.reservations
+        )
+        reference_critic = {
+            role: group(
+                f"{role} rank",
+                partial(_make_reference_critic, config, options, role, fill),
+                [bundle] * world,
+                ranks(world),
+            )
+            for role, world in rank_counts.items()
         }
-        if not places.engines:
-            yield Actors(trainers, asides, None)
+        if not resources.engines:
+            yield Actors(trainers, reference_critic, None)
             return
         make: Any = partial(HostedServer, config) if serves else partial(_make_engine, config, options)
-        env = [common | (server_variables() if serves else {})] * len(places.engines)
-        beside = None if places.colocated_with is None else (trainers, places.colocated_with)
+        env = [common | (server_variables() if serves else {})] * len(resources.engines)
+        beside = None if resources.colocated_with is None else (trainers, resources.colocated_with)
         calls = CALLS if serves else 1
         limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
-        engines = group("rollout engine", make, places.engines, env, share_with=beside, **limits)
-        yield Actors(trainers, asides, engines)
+        engines = group("rollout engine", make, resources.engines, env, share_with=beside, **limits)
+        yield Actors(trainers, reference_critic, engines)
 
 
-def _make_aside(config: RlConfig, options: RlOptions, who: Who, fill: bool, rank: int) -> Aside:
-    return Aside(config, who, options.device, fill=fill)
+def _make_reference_critic(
+    config: RlConfig, options: RlOptions, role: Role, fill: bool, rank: int
+) -> ReferenceCriticRank:
+    return ReferenceCriticRank(config, role, options.device, fill=fill)
 
 
 def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:

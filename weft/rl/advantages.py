@@ -1,7 +1,7 @@
-"""Advantages: how much better each sampled token was than expected, from the rewards of groups of samples.
+"""Advantages: how much better than expected each sampled token was, from the rewards of groups of samples.
 
-An estimator takes groups, in which only samples that count are left, and gives for each sample a number, or an array
-[G] of its G tokens that the policy drew, in order. Nothing depends on how samples are dealt to ranks or updates.
+An estimator takes groups that hold only samples that count. For each sample it returns a number, or an array [G] of its
+G sampled tokens, in order. Results do not depend on how samples are distributed over ranks or updates.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _BESIDE, _INSIDE = 1e-4, 1e-8
 
 
 def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]:
-    """Set the advantages of all samples, and returns where there is a critic; the metrics of their rewards.
+    """Set the advantages of all samples, and their returns if there is a critic; returns the metrics of their rewards.
 
-    Samples without a reward, or not to be trained, take no part: their advantages are zeros, and they count in no mean.
+    Samples without a reward, or that are not trained, get advantages of zero and count in no mean.
     """
     for group in groups:
         for sample in group.samples:
@@ -44,8 +44,8 @@ def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]
 
 
 def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens. 1: the critic knew the returns; 0: it
-    might as well have said one number. Nothing without a critic, or where all returns are equal."""
+    """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens. 1: the critic knew the returns. 0: a
+    constant would have done as well. Empty without a critic, or where all returns are equal."""
     known = [
         (sample.returns[sample.sampled], sample.values[sample.sampled])
         for group in groups
@@ -61,7 +61,7 @@ def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def choose_estimator(name: str) -> Estimator:
-    """One of weft's own, or the user's by its import path; UserError where that is no function."""
+    """One of weft's own estimators, or the user's at an import path. UserError where the path leads to no function."""
     if name in _ESTIMATORS:
         return _ESTIMATORS[name]
     found = import_named(name, "rl.advantage")
@@ -86,9 +86,10 @@ def _set(sample: Sample, estimate: Any, name: str) -> None:
 
 
 def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
-    """[G] the reward at the last token, less rl.kl times the KL from the reference at each, if rl.kl_in is reward.
+    """[G] rewards: the sample's reward at the last token and, if rl.kl_in is reward, -rl.kl x the KL from the reference
+    at each token.
 
-    That is Ouyang et al. 2022, arXiv:2203.02155, equation 2, token by token; old is the policy that is penalised.
+    Ouyang et al. 2022, arXiv:2203.02155, equation 2, token by token; the penalised policy is `old`.
     """
     rewards = np.zeros(sample.length)
     if config.kl > 0 and config.kl_in == "reward":
@@ -102,17 +103,17 @@ def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
 
 
 def scores(group: Group, config: RlAlgorithm) -> Exact:
-    """Of each sample, the sum of its tokens' rewards."""
+    """The sum of each sample's token rewards."""
     return np.array([token_rewards(sample, config).sum() for sample in group.samples])
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """0 up to longest - buffer tokens, then falling evenly to -1 at `longest` (DAPO, arXiv:2503.14476, equation 13)."""
+    """0 up to `longest - buffer` tokens, then linear down to -1 at `longest` (DAPO, arXiv:2503.14476, equation 13)."""
     return -min(max(0.0, (length - (longest - buffer)) / buffer), 1.0)
 
 
 def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
-    """Add the penalty of over-long samples to their rewards, under the name `overlong`; before advantages()."""
+    """Add the penalty of over-long samples to their rewards, under the name `overlong`. Call it before advantages()."""
     if config.rl.overlong_buffer is None:
         return
     for sample in samples_of(groups):
@@ -123,7 +124,7 @@ def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """TRL's: `reward` is the mean of all samples, `reward_std` the mean of the groups' standard deviations."""
+    """`reward`: mean over all samples. `reward_std`: mean of the groups' standard deviations. Names are TRL's."""
     rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
     found = {
         "reward": float(np.concatenate(rewards).mean()),
@@ -152,10 +153,10 @@ def _centred(values: Exact) -> Exact:
 
 
 def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """(r - mean) / (std + 1e-4) over the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), std with n - 1.
+    """(r - mean) / (std + 1e-4) over the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); std with n - 1.
 
-    scale: `batch` takes the standard deviation of all rewards of the step instead (Lite PPO, arXiv:2508.08221), and
-    `none` leaves it out (Dr. GRPO, arXiv:2503.20783, section 3.1).
+    rl.scale: `batch` divides by the standard deviation of all rewards of the step (Lite PPO, arXiv:2508.08221); `none`
+    does not divide (Dr. GRPO, arXiv:2503.20783, section 3.1).
     """
     found = [scores(group, config) for group in groups]
     divisors = [1.0] * len(found)
@@ -167,20 +168,20 @@ def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
 
 
 def rloo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """r less the mean of the group's others: n / (n - 1) times r less the mean of all n (Kool et al. 2019; Ahmadian et
+    """r - mean of the group's other rewards, which is n / (n - 1) x (r - mean of all n) (Kool et al. 2019; Ahmadian et
     al. 2024, arXiv:2402.14740, section 3.3)."""
     found = [scores(group, config) for group in groups]
     return [list(_centred(r) * (len(r) / max(1, len(r) - 1))) for r in found]
 
 
 def reinforce_plus_plus(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """The rewards from each token on, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262)."""
+    """Reward-to-go of each token, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262)."""
     returns = [[_to_go(token_rewards(sample, config), config.gamma) for sample in group.samples] for group in groups]
     return _whitened(returns)
 
 
 def reinforce_plus_plus_baseline(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """r less the mean of the group, whitened over all tokens of the step (the same, section 3.3)."""
+    """r - mean of the group, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262, section 3.3)."""
     centred = [_centred(scores(group, config)) for group in groups]
     return _whitened(
         [
@@ -191,11 +192,12 @@ def reinforce_plus_plus_baseline(groups: Sequence[Group], config: RlAlgorithm) -
 
 
 def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """Sum over k of (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t (Schulman et al. 2015,
-    arXiv:1506.02438, equation 16), V being 0 after the last token; whitened over the step with scale=batch.
+    """Sum over k of (gamma lambda)^k delta_(t+k), with delta_t = r_t + gamma V_(t+1) - V_t (Schulman et al. 2015,
+    arXiv:1506.02438, equation 16).
 
-    V_t is a critic's value before token t is drawn. Tokens that an environment wrote are passed over: the next value is
-    that of the next token that the policy drew. Sets sample.returns, advantage + V, before whitening.
+    V_t is the critic's value before token t is sampled, and 0 after the last token. Tokens that an environment wrote
+    are skipped: V_(t+1) is the value at the next sampled token. Sets sample.returns to advantage + V. With
+    rl.scale=batch, advantages are then whitened over the step.
     """
     found: list[list[Exact]] = []
     for group in groups:

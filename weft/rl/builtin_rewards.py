@@ -1,7 +1,8 @@
-"""The reward functions that come with weft, in TRL's signature. Imports nothing heavy: workers start with it.
+"""Reward functions that come with weft, with TRL's signature. Workers import this file first, so it imports nothing
+heavy.
 
-The reference answer is the column `answer`, or where there is none `solution`, `ground_truth`, or what is under
-`ground_truth` in `reward_model` (verl's files). Keyword arguments with defaults are set by rl.reward_options.
+The reference answer is the column `answer`, `solution` or `ground_truth`, the first that exists, or `ground_truth`
+inside `reward_model` (verl's files). rl.reward_options sets keyword arguments that have defaults.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ _SECONDS = 5  # that math-verify may think about one answer, which is wrong if i
 def exact_match(
     completions: Sequence[Completion], after: str | None = None, ignore_case: bool = False, **columns: Any
 ) -> list[float]:
-    """1 where the completion is the reference answer, white space around it apart.
+    """1 where the completion equals the reference answer, apart from surrounding white space.
 
-    after: what stands before the answer, as in `####`: only what follows its last occurrence counts.
+    after: marks the answer, as in `####`; only what follows its last occurrence is compared.
     """
     return [
         float(_plain(_behind(after, text), ignore_case) == _plain(reference, ignore_case))
-        for text, reference in zip(map(spoken, completions), references(len(completions), columns), strict=True)
+        for text, reference in zip(
+            map(completion_text, completions), references(len(completions), columns), strict=True
+        )
     ]
 
 
 def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> list[float]:
-    """1 where the pattern is found. With a group in it, what the group holds in the last match must be the reference
-    answer. pattern: a regular expression of Python's; `.` matches line breaks, too."""
+    """1 where the pattern (a Python regular expression, `.` also matches line breaks) is found.
+
+    If the pattern has a group, the group of the last match must equal the reference answer.
+    """
     compiled = re.compile(pattern, re.DOTALL)
-    texts = [spoken(completion) for completion in completions]
+    texts = [completion_text(completion) for completion in completions]
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in texts]
     found = [[match.group(1) or "" for match in compiled.finditer(text)][-1:] for text in texts]
@@ -48,27 +53,29 @@ def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> li
 
 
 def format(completions: Sequence[Completion], tags: Sequence[str] = ("think",), **_: Any) -> list[float]:
-    """1 where the completion is made of these tags, each once, in order, and not empty: `<think>...</think>`.
+    """1 where the completion consists of these tags, each once, in order and not empty: `<think>...</think>`.
 
-    Behind a single tag an answer has to follow; behind the last of several nothing may. The first opening tag may be
-    missing: some chat templates write it when they ask for an answer.
+    A single tag must be followed by an answer; the last of several must not be followed by anything. The first opening
+    tag may be missing, because some chat templates write it in the prompt.
     """
-    return [float(_has_format(spoken(completion), tags)) for completion in completions]
+    return [float(_has_format(completion_text(completion), tags)) for completion in completions]
 
 
 def length(completion_ids: Sequence[Sequence[int]], target: int = 100, **_: Any) -> list[float]:
-    """-|n - target| / target for a completion of n tokens: 0 at best."""
+    """-|n - target| / target for a completion of n tokens: at most 0."""
     return [-abs(len(ids) - target) / target for ids in completion_ids]
 
 
 def math(completions: Sequence[Completion], boxed: bool = False, **columns: Any) -> list[float]:
-    """1 where the completion's final answer equals the reference mathematically, by math-verify.
+    """1 where math-verify finds the final answer mathematically equal to the reference. Only the text after `</think>`
+    counts, if there is one.
 
-    What comes behind `</think>` counts, where there is one. boxed: only an answer in \\boxed{} counts.
+    boxed: only an answer in \\boxed{} counts.
     """
     expected = references(len(completions), columns)
     return [
-        _same(reference, spoken(completion), boxed) for reference, completion in zip(expected, completions, strict=True)
+        _same(reference, completion_text(completion), boxed)
+        for reference, completion in zip(expected, completions, strict=True)
     ]
 
 
@@ -85,8 +92,8 @@ INLINE = ("exact_match", "format", "length")
 COMPARING = ("math", "exact_match")
 
 
-def spoken(completion: Completion) -> str:
-    """The text of a completion; of several messages, what the assistant said last."""
+def completion_text(completion: Completion) -> str:
+    """The text of a completion; of several messages, the assistant's last."""
     if isinstance(completion, str):
         return completion
     said = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
@@ -94,7 +101,7 @@ def spoken(completion: Completion) -> str:
 
 
 def references(count: int, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The reference answer of each of so many samples. Raises ValueError where one has none."""
+    """The reference answers of `count` samples. ValueError where one is missing."""
     return [_reference({name: columns[name][i] for name in REFERENCES if name in columns}) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Conversations in token space: what a model is given to answer, and how a conversation goes on behind its answer."""
+"""Chats in token space: the tokens that ask for an answer, and the tokens between one answer and the next."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ANSWER = "answer"  # stands for what the policy has said: what the template wri
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What comes behind an answer. closing: ends the answer, where the policy did not; tokens: what comes then."""
+    """The tokens after an answer. closing: end the answer, where the policy did not end it. tokens: follow it."""
 
     closing: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
-class Chats:
-    """Renders conversations by the template that documents are rendered by, too."""
+class ChatRenderer:
+    """Renders chats with the chat template that training documents use."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
         self.tokenizer = tokenizer
@@ -41,9 +41,10 @@ class Chats:
         self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # behind a message of a role, whether it writes something
 
     def question(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[Conversation, str]:
-        """The conversation as templates want it, and its rendering up to where the answer begins.
+        """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
+        invalid row.
 
-        row: its columns, of which `tools` and `chat_template_kwargs` are read. Raises UserError.
+        row: its columns; `tools` and `chat_template_kwargs` are read.
         """
         chat = self._conversation(where, messages, row)
         answers, kwargs = self._answers(where, chat)
@@ -55,11 +56,12 @@ class Chats:
             raise UserError(unbounded(where, error)) from None
 
     def continuation(self, prompt: Prompt, then: Sequence[Message], calls: Sequence[Message] = ()) -> Continuation:
-        """The tokens between an answer and the next one, when `then` (tool results, a user's words) is said to it.
+        """The tokens between an answer and the next one, where the messages `then` (tool results, user turns) follow
+        it.
 
-        They are what the template writes behind an answer of its own, so nothing that was sampled is rendered, or
-        tokenised, again. calls: of tools, in the answer, where they have to be known to render their results.
-        Raises UserError where the template would write what came before otherwise than it stands there.
+        They are what the template writes after a stand-in answer, so that sampled text is never rendered or tokenised
+        again. calls: the answer's tool calls, if the template needs them to render their results. UserError where the
+        template would render the earlier messages differently.
         """
         where, asked = prompt.source, prompt.messages
         assert asked is not None, "a text is continued as text"
@@ -101,11 +103,11 @@ class Chats:
         return Continuation(tuple(token for token in closing if token in special), tuple(self.tokens([text[end:]])[0]))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts that go on behind others."""
+        """Token ids of texts that continue other texts."""
         return self._encoder.continuations(texts)
 
     def rendered(self, texts: list[str]) -> list[list[int]]:
-        """Ids of renderings, which hold their special tokens as text."""
+        """Token ids of rendered chats, which contain their special tokens as text."""
         return self._encoder.plain(texts)
 
     def _asked(self, template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:

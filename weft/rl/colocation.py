@@ -1,8 +1,8 @@
-"""Who has the memory of the devices: trainers and rollout engines that share them take turns.
+"""Device memory that trainers and rollout engines share: each sleeps while the other works.
 
-The weights go over while both are there, so as little as possible is awake then: of the trainers the policy's
-parameters, of an engine its weights. The trainers' other parts sleep before, and an engine's cache wakes after the
-parameters have gone to sleep, too.
+During a weight sync both are awake, so each wakes only what the sync needs: the policy's parameters, and the engine's
+weights. The trainers' other parts are moved out before the sync; the engine's cache is allocated after the parameters
+have been moved out too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from weft.telemetry.summary import Phases
 
 
 def shares_devices(config: RlConfig) -> bool:
-    """Whether engines and trainers have the same devices. cluster.placement is settled."""
+    """Whether engines and trainers use the same devices. cluster.placement must be resolved."""
     return config.rollout.engine == "embedded" or config.cluster.placement == "colocated"
 
 
 def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
-    """What of the trainers sleeps while engines generate: cluster.sleep, or all of it on accelerators that are shared.
-    On CPU the host's memory would be copied to the host's memory."""
+    """The parts of the trainers that sleep during rollouts: cluster.sleep; by default all on shared accelerators, and
+    none on CPU."""
     if not shares_devices(config):
         return ()
     if config.cluster.sleep is not None:
@@ -33,11 +33,12 @@ def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
     return PARTS if device == "cuda" else ()
 
 
-class Turns:
-    """`synced = await turns.to_rollouts(version)`, generate, `await turns.to_training()`, train; and again.
+class PhaseSwitch:
+    """Switches between rollouts and training: `await switch.to_rollouts(version)`, generate, `await
+    switch.to_training()`, train.
 
-    shared: whether trainers and engines have the same devices; otherwise both are always awake. parts: what of the
-    trainers sleeps. take_seconds: of `sync`, `sleep` and `wake`.
+    shared: whether trainers and engines use the same devices; if not, both stay awake. parts: of the trainers, that
+    sleep.
     """
 
     def __init__(self, engine: Any, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = ()) -> None:
@@ -47,7 +48,7 @@ class Turns:
         self._asleep = False  # the engines
 
     async def to_rollouts(self, version: int) -> Synced:
-        """The engines get the trainers' weights as they are now, and the devices."""
+        """Sync the trainers' present weights to the engines, and give them the devices."""
         if self._shared:
             await self._rest(sends=True)
             await self._wake_engine("weights")
@@ -60,7 +61,7 @@ class Turns:
         return synced
 
     async def to_training(self) -> None:
-        """The trainers get the devices. Nothing may be under way in the engines that share them."""
+        """Give the devices to the trainers. Engines that share them must be idle."""
         if not self._shared or self._asleep:
             return
         with self._phases("sleep"):
@@ -72,7 +73,7 @@ class Turns:
 
     @asynccontextmanager
     async def trainers_awake(self, *, back: bool) -> AsyncIterator[None]:
-        """For what trainers do while engines have the devices, such as saving. back: engines get them again."""
+        """Inside, the trainers have the devices, to save for example. back: afterwards the engines get them again."""
         version = self._version if self._parts else None
         if version is not None:
             await self.to_training()
@@ -81,7 +82,7 @@ class Turns:
             await self.to_rollouts(version)
 
     def take_seconds(self) -> dict[str, float]:
-        """Of each phase, since they were last taken."""
+        """Seconds of `sync`, `sleep` and `wake` since the last call."""
         taken, self._phases = self._phases, Phases()
         return taken.seconds
 

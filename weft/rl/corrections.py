@@ -1,16 +1,14 @@
-"""What becomes of the difference between the policy that an engine sampled from and the trainer with the same weights.
+"""Corrects for the difference between the policy that an engine sampled from (`rollout`) and the trainer's (`old`).
 
-The engine's kernels round otherwise than the trainer's, so that samples come from a policy (`rollout`) that is not
-quite the one that is trained (`old`). What a token's loss is multiplied by for that, weft/objectives/correction.py
-says; here it is set, and the difference measured.
+Both have the same weights, but the engine's kernels round differently. This file measures the difference and sets the
+factors on the tokens' losses; their formulas are in weft/objectives/correction.py.
 
-Which logprobs may be compared: an engine that leaves tokens out (top-p, top-k, min-p) says the logprob among those that
-it kept. Plus the log of what they have of the whole distribution (`kept_logmass`) that is the token's logprob in the
-whole distribution, which is what a trainer computes. So rho is 1 where the engine computes what the trainer does, and
-ratios of current and old policy are those of whole distributions, too: that the kept tokens' share changes in training
-is left out, as everywhere. Without kept_logmass nothing can be said, and truncated samples are refused.
+An engine that truncates sampling (top-p, top-k, min-p) reports logprobs among the kept tokens. Adding the log of their
+total probability (`kept_logmass`) gives the logprob among all tokens, which is what a trainer computes. So rho is 1
+where the engine computes what the trainer does. That the kept share changes in training is neglected, as everywhere.
+Without kept_logmass, truncated samples are refused.
 
-Whether an engine samples from the model that is trained at all is the last part of what is proven of a weight sync.
+require_parity also checks that engine and trainer have the same model; it completes the verification of a weight sync.
 """
 
 from __future__ import annotations
@@ -36,9 +34,12 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def old_is_current(config: RlConfig) -> bool:
-    """Whether the update reads the old policy itself: where a rollout step is one optimizer step, nothing has moved
-    before it, and a forward of its own would say the same. Not where something else asks for it first, or where
-    documents may be cut over ranks, none of which sees the whole ratio of a sample in its own forward."""
+    """Whether the update itself reads the old policy's logprobs, which saves a forward.
+
+    This is so where a rollout step is one optimizer step: nothing has changed before it. It is not so where something
+    needs `old` earlier, or where documents may be cut over ranks, because no rank then sees the whole ratio of a sample
+    in its own forward.
+    """
     rl = config.rl
     asked = (rl.kl > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
     once = rl.updates * rl.epochs == 1 and config.mesh.cp == 1
@@ -51,7 +52,7 @@ def comparable(sample: Sample) -> Floats:
 
 
 def require_comparable(samples: Sequence[Sample], sampling: Sampling) -> None:
-    """UserError where tokens were left out and an engine has not said how much they were."""
+    """UserError where sampling was truncated and the engine has not reported the kept probability mass."""
     if not sampling.truncated:
         return
     silent = next((sample for sample in samples if sample.kept_logmass is None), None)
@@ -64,10 +65,8 @@ def require_comparable(samples: Sequence[Sample], sampling: Sampling) -> None:
 
 
 def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
-    """Set the correction of samples that count, from `old` and `rollout`; the metrics of their difference.
-
-    With rl.old_logprobs=rollout it sets `old` instead, which leaves no difference.
-    """
+    """Set the correction of samples that count, from `old` and `rollout`; returns metrics of the difference. With
+    rl.old_logprobs=rollout it sets `old` to `rollout` instead, so that there is no difference."""
     chosen = [sample for sample in samples if sample.counts and sample.length]
     if config.old_logprobs == "rollout":
         for sample in chosen:
@@ -99,8 +98,11 @@ def _difference(sample: Sample) -> Exact:
 
 
 def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgorithm) -> dict[str, float]:
-    """TRL's names where it has them. k3: of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2),
-    the share of the samples (tokens, at level token) that rho leaves; clipped, masked: shares that limits changed."""
+    """Metrics of the difference, with TRL's names where it has them.
+
+    k3: of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2), the share of the samples (of the
+    tokens, at level token) that rho leaves. clipped, masked: shares that the limits changed.
+    """
     found = {
         "sampling/sampling_logp_difference/mean": float(np.abs(differences).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(differences).max()),
@@ -137,14 +139,14 @@ def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> E
 
 
 def parity_is_due(config: RlConfig, steps: int) -> bool:
-    """steps: rollout steps since the engines were started, this one with them."""
+    """Whether logprobs are compared after this step. steps: rollout steps since the engines started, with this one."""
     every = config.rollout.verify_every
     return config.rollout.engine != "embedded" and (steps == 1 or (every > 0 and steps % every == 0))
 
 
 def require_parity(samples: Sequence[Sample], version: int, engine: str, dtypes: Sequence[str]) -> None:
-    """ActorError where logprobs that were sampled under this version are not those that the trainer, which still has
-    its weights, reads (`old`). dtypes: of engine and trainer, as in "bf16"."""
+    """ActorError where the engine's logprobs of samples of this version differ from the trainer's (`old`) of the same
+    weights. dtypes: of engine and trainer, such as "bf16"."""
     read = [
         (comparable(sample)[sample.sampled], sample.old[sample.sampled])
         for sample in samples

@@ -1,7 +1,7 @@
-"""Samples as documents of optimizer steps, and groups dealt to them.
+"""Samples as training documents, and the groups of each optimizer step.
 
-How a step's loss is made of its tokens' (rl.aggregation) lies in the documents' weights and in the normaliser
-(weft/objectives/policy.py), which the whole step has in common, so that no cut of the step can change it.
+rl.aggregation is expressed by the documents' weights and by the normaliser of the whole step
+(weft/objectives/policy.py), so that no way of cutting a step can change its loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document, MeasuredDocuments, Measures
-from weft.engine.replay import aligned
+from weft.engine.replay import align_routes
 from weft.rl.corrections import comparable
 from weft.rollout.types import Flags, Floats, Group, Sample
 
@@ -40,6 +40,7 @@ class _Samples(MeasuredDocuments):
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
+            patches=np.zeros(len(self.samples), np.int64),
         )
 
     def source(self, index: int) -> str:
@@ -73,21 +74,21 @@ class _Samples(MeasuredDocuments):
         return {}
 
     def _routes(self, sample: Sample) -> Tensor | None:
-        return aligned(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
+        return align_routes(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
 
 
 class ReadSamples(_Samples):
-    """Samples to be read, not trained. routed: by the experts that they were drawn with."""
+    """Documents for readouts. routed: with the experts that the samples were drawn with."""
 
     def __init__(self, samples: Sequence[Sample], routed: bool) -> None:
         super().__init__(samples, [np.float32(1.0)] * len(samples), routed)
 
 
 class TrainedSamples(_Samples):
-    """A document of each sample that is trained, in their order: there may be none. places: of these samples.
+    """One document for each trained sample, in order; may be empty. places: index of each in `samples`.
 
-    Left out are samples that do not count, those without a token of the policy's, and with rl.mask_truncated those that
-    ended at their longest.
+    Samples that do not count and samples without sampled tokens are left out; with rl.mask_truncated also those of
+    finish `length`.
     """
 
     def __init__(self, samples: Sequence[Sample], config: RlConfig) -> None:
@@ -107,7 +108,7 @@ class TrainedSamples(_Samples):
         assert not trained or "advantages" in self._keys, "samples without advantages are not ready to be trained"
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
-        """Per-token arrays that the losses read, by their names there: those that every sample of the step has."""
+        """The per-token arrays that losses read, under the losses' names, if every trained sample has them."""
         found = {_READ[key]: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
             found["rollout_logprob"] = [comparable(sample) for sample in samples]
@@ -122,7 +123,7 @@ _READ = {
 
 
 def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
-    """All that TrainedSamples has of them."""
+    """All documents of TrainedSamples, built."""
     trained = TrainedSamples(samples, config)
     return list(trained.take(range(len(trained))).values())
 
@@ -153,8 +154,8 @@ def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:
 
 
 def deal(groups: Sequence[Group], updates: int, seed: int) -> list[list[Group]]:
-    """The groups of each optimizer step, shuffled by the seed: each whole and once, in steps that differ by one group
-    at most. Fewer groups than steps make fewer steps."""
+    """The groups of each optimizer step, shuffled by `seed`. Each group appears once; step sizes differ by at most one
+    group. With fewer groups than `updates` there are fewer steps."""
     order = list(groups)
     random.Random(seed).shuffle(order)
     updates = min(updates, len(order))

@@ -1,6 +1,6 @@
-"""The engines of a trainer group besides the policy's: the reference, which only reads, and the critic, which trains.
+"""The configs and engines of policy, reference (read only) and critic (trained).
 
-Each is an Engine like any other, in the same ranks, with its own mesh, dtype and token budget where the config says so.
+Each is an Engine in the same ranks, with its own mesh, dtype and token budget where the config sets them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerCon
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.rollout.choice import caches
+from weft.rollout.cache_support import caches
 from weft.sharding.load import Progress
 
 
 def policy_config(config: RlConfig) -> EngineConfig:
-    """The engine that `weft rl` trains."""
+    """The engine config of the policy."""
     exact = config.rl.on_policy == "exact"
     return replace(EngineConfig.of(config), temperature=config.rollout.temperature, exact=exact)
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:
-    """The engine that rl.kl is measured with; None where there is none, or where it is the policy without its adapters
+    """The engine config of the reference; None without rl.kl, or where the reference is the policy without its adapters
     (Engine.without_adapter)."""
     own = config.reference
     if config.rl.kl == 0 or (config.lora.on and own.path is None and not config.lora.modules_to_save):
@@ -39,7 +39,7 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
-    """The engine that learns values; None where nothing asks for them."""
+    """The engine config of the critic; None unless rl.advantage is gae."""
     if config.rl.advantage != "gae":
         return None
     own = config.critic
@@ -57,7 +57,8 @@ def reference_engine(
     shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
-    """That of reference_config, opened; collective. weights: False for its shape alone. shares_with: the policy's."""
+    """The engine of reference_config, or None; collective. weights: False builds shapes only. shares_with: the policy's
+    engine."""
     wanted = reference_config(config)
     if wanted is None:
         return None
@@ -74,8 +75,8 @@ def critic_engine(
     shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
-    """That of critic_config, opened; collective. weights: False for its shape alone. fill: False where a checkpoint is
-    going to fill it. shares_with: the policy's."""
+    """The engine of critic_config, or None; collective. weights: False builds shapes only. fill: False where a
+    checkpoint will fill it. shares_with: the policy's engine."""
     wanted = critic_config(config)
     if wanted is None:
         return None
@@ -84,7 +85,7 @@ def critic_engine(
 
 
 def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
-    """What a run's opening says of those that are in the same ranks."""
+    """Lines that describe the reference and the critic at start."""
     lines = []
     if reference is not None:
         kept = str(reference.precision.compute).removeprefix("torch.")
@@ -100,7 +101,7 @@ def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | N
 
 
 def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
-    """What there is to say of how weft's own engines generate: without a cache it costs many times as much."""
+    """A warning where weft's own engines must generate without a cache, which costs many times as much."""
     if config.rollout.engine not in ("embedded", "hf") or caches(shape):
         return []
     return [

@@ -1,4 +1,4 @@
-"""The processes of environments, one for each conversation, as the controller has them."""
+"""The controller's end of the environment processes: one process per conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_ONCE = 1024  # conversations; a held-out set may have more, and the others w
 
 
 class EnvironmentPool:
-    """Makes a process for each conversation with the environment at this import path."""
+    """Starts one process per conversation with the environment class at this import path."""
 
     def __init__(self, path: str, at_once: int = _AT_ONCE) -> None:
         self.path = path
@@ -26,8 +26,7 @@ class EnvironmentPool:
         self._starting = asyncio.Lock()
 
     async def open(self) -> Worker:
-        """The process of one conversation; it is ended by its user. Raises UserError where the class cannot be
-        imported."""
+        """A new process for one conversation; the caller ends it. UserError where the class cannot be imported."""
         await self._room.acquire()
         async with self._starting:
             if self._server is None or not self._server.alive:

@@ -1,8 +1,9 @@
-"""The process that environments are forked from: it imports the user's class once, and makes a process for each
-conversation, which costs milliseconds and about a megabyte. Nothing of the user's runs in it after the import.
+"""The process that environments are forked from. It imports the user's class once; a fork costs milliseconds and a
+megabyte.
 
-The controller sends the number of a conversation, with its end of a connection, or a negative number to end one; it is
-told (number, status) of those that have ended. When the controller ends, all end, with what they have started.
+The controller sends a conversation's number with its end of a connection, or a negative number to end that
+conversation. It receives (number, status) when one has ended. No user code runs in this process after the import. When
+the controller ends, all these processes and their children end.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from weft.cluster.machine import end_with_parent
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.rl.environments import Environment, Reply
-from weft.rl.user_process import IMPORT_SECONDS, be_ended_first, look_through, receive, send, take_over_streams
+from weft.rl.user_process import IMPORT_SECONDS, add_import_folders, prefer_oom_kill, receive, send, take_over_streams
 
 ORDER = struct.Struct(">q")  # the number of a conversation, negative where its process is to be killed
 ENDED = struct.Struct(">qi")  # number, status
 
 
 class LateError(Exception):
-    """A coroutine of an environment took too long."""
+    """A coroutine of an environment exceeded its time limit."""
 
 
 def main() -> None:
-    """argv[1]: descriptor of the connection that orders come by."""
+    """argv[1]: file descriptor of the connection to the controller."""
     signal.alarm(IMPORT_SECONDS)  # ends a process that hangs in the import and does not see the controller end
     requests, answers = take_over_streams()
     control = socket.socket(fileno=int(sys.argv[1]))
     path, name = receive(requests)
-    look_through(path)
+    add_import_folders(path)
     try:
         kind = import_named(name, "rl.environment")
     except UserError as error:
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 class ForkServer:
-    """Forks a process for each conversation, kills it when told to, and says how it ended."""
+    """Forks a process per conversation, kills it on request, and reports how it ended."""
 
     def __init__(self, kind: type[Environment], control: socket.socket) -> None:
         self._kind, self._control = kind, control
@@ -67,7 +68,7 @@ class ForkServer:
         self._woken, self._wakes = socket.socketpair()
 
     def serve(self) -> None:
-        """Until the controller has ended."""
+        """Run until the controller ends."""
         self._woken.setblocking(False)
         self._wakes.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -122,7 +123,7 @@ class ForkServer:
             for mine in (self._control, self._woken, self._wakes):
                 mine.close()
             end_with_parent(signal.SIGKILL)
-            be_ended_first()
+            prefer_oom_kill()
             np.random.seed()  # else all would draw the same numbers; Python's own generator does that itself
             converse(self._kind, socket.socket(fileno=descriptor))
             status = 0
@@ -133,7 +134,8 @@ class ForkServer:
 
 
 def converse(kind: type[Environment], connection: socket.socket) -> None:
-    """Answer calls of one environment: (method, arguments, seconds) -> (result, error), until there are no more."""
+    """Serve the calls of one environment, (method, arguments, timeout in seconds) -> (result, error), until the
+    connection closes."""
     stream = connection.makefile("rwb")
     environment: Environment | None = None
     while (request := receive(stream)) is not None:
@@ -155,7 +157,7 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
 
 
 def plain(reply: Any) -> Reply:
-    """The same in plain types. Raises TypeError, ValueError where it is no reply."""
+    """The reply with builtin types only. TypeError or ValueError where it is no valid reply."""
     if not isinstance(reply, Reply):
         raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments)")
     if not all(isinstance(one, Mapping) for one in (*reply.messages, *reply.calls)):

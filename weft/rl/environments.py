@@ -1,4 +1,4 @@
-"""What answers the policy in a conversation of several turns: the protocol, and how one is named. Imports no torch."""
+"""Environments: the protocol by which user code answers the policy over several turns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.rollout.types import Prompt
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment makes of an answer.
+    """An environment's reply to an answer.
 
-    messages: what is said to the policy next, tool results or a user's words, as the chat template renders them; or
-    text, or tokens, which go behind the answer as they stand. calls: the answer's calls of tools, as in `tool_calls` of
-    a message, for templates that render results beside their calls. done: the conversation ends here, and what else is
-    said is not read. reward: is added up over the turns. notes: are kept beside the sample.
+    messages: tool results or user turns, for the chat template; or text, or tokens, which follow the answer as they
+    are. calls: the answer's tool calls, as in a message's `tool_calls`, for templates that need them to render results.
+    done: the conversation ends, and nothing more is read of the reply. reward: summed over the turns. notes: recorded
+    with the sample.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -32,29 +32,29 @@ class Reply:
 
 
 class Environment:
-    """Answers the policy in one conversation: an object is made for each sample, without arguments, in a process of its
-    own.
+    """Answers the policy in one conversation. One object is created per sample, without arguments, in its own process.
+    Methods may be coroutines.
 
-    Methods may be coroutines. tools: JSON schemas of functions that the chat template offers the policy. gives_reward:
-    whether rewards of replies count, as reward `environment`.
+    tools: JSON schemas of functions that the chat template offers to the policy. gives_reward: whether the replies'
+    rewards count, as the reward `environment`.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     gives_reward: bool = False
 
     async def start(self, prompt: Prompt) -> None:
-        """Before the first answer. prompt: with all columns of its row."""
+        """Called before the first answer. prompt: with all columns of its row."""
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        """What is said to an answer. text: decoded, without the token that ends it; tokens: with it."""
+        """The reply to an answer. text: decoded, without the end token. tokens: with it."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """After the last answer, whatever became of it; not where the process is gone."""
+        """Called after the last answer, unless the process has died."""
 
 
 def environment_class(config: RlConfig) -> type[Environment] | None:
-    """The class that rl.environment names; None without one. Raises UserError where it is no environment."""
+    """The class at rl.environment, or None. UserError where it is not an environment."""
     path = config.rl.environment
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""Conversations with environments, as rollouts have them: calls of their processes, and tokens of their replies."""
+"""Conversations with environments, as rollouts use them: calls to their processes, and the tokens of replies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
 from weft.errors import UserError
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.environment_pool import EnvironmentPool
 from weft.rl.environments import Environment, Reply, environment_class
 from weft.rl.workers import Worker, WorkerError
@@ -22,26 +22,27 @@ _GRACE = 1.0  # seconds that a coroutine has to be cancelled, before its process
 
 
 class EnvironmentFailure(Exception):
-    """Code of the environment raised, ended its process or took too long: this costs one sample."""
+    """The environment's code raised, killed its process or exceeded the time limit. Only this sample is lost."""
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """How conversations with an environment go. most_tokens: of one, behind its prompt; timeout: seconds of a step."""
+    """Settings of all conversations. most_tokens: of one, after its prompt. timeout: seconds of one call."""
 
     kind: type[Environment]
     pool: EnvironmentPool
-    chats: Chats
+    chats: ChatRenderer
     max_turns: int
     most_tokens: int
     timeout: float
 
     async def open(self) -> Conversation:
-        """An environment in a process of its own. Raises UserError where it cannot be imported there."""
+        """A new environment in its own process. UserError where it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
-    def behind(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
-        """The tokens of a reply. ended: whether the policy has ended its answer by itself. Raises UserError."""
+    def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
+        """The tokens of a reply. ended: whether the answer has an end token. UserError where the chat template cannot
+        render it."""
         if reply.tokens is not None:
             return list(reply.tokens)
         if reply.text is not None:
@@ -61,7 +62,7 @@ class Episodes:
 
 
 class Conversation:
-    """One environment. Methods raise EnvironmentFailure."""
+    """One environment in its process. Methods raise EnvironmentFailure."""
 
     def __init__(self, name: str, worker: Worker, timeout: float) -> None:
         self._name, self._worker, self._timeout = name, worker, timeout
@@ -77,7 +78,7 @@ class Conversation:
         return reply
 
     async def close(self) -> None:
-        """Environment.close, where its process is still there; which is then ended, with all that it has started."""
+        """Environment.close, if its process still runs; then end the process and its children."""
         try:
             if not self._gone:
                 await self._call("close")
@@ -102,13 +103,10 @@ class Conversation:
 def load_environment(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
 ) -> Episodes | None:
-    """Conversations with the environment that a config names; None where there is none.
-
-    encoding: the chat template; by default the config's.
-    """
+    """The Episodes of a config, or None without rl.environment. encoding: the chat template; default: the config's."""
     kind, path = environment_class(config), config.rl.environment
     if kind is None or path is None:
         return None
-    chats = Chats(tokenizer, encoding or read_encoding(config.data, tokenizer))
+    chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer))
     longest = config.rollout.max_new_tokens
     return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)

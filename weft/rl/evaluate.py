@@ -30,7 +30,7 @@ _UNNAMED = ""
 
 @dataclass(frozen=True)
 class HeldOutPrompts:
-    """Prompts by the names of eval.sources; those of eval.path alone have none."""
+    """Held-out prompts by the source names of eval.sources; those of eval.path have the name ""."""
 
     named: Mapping[str, Prompts] = field(default_factory=dict)
 
@@ -39,17 +39,17 @@ class HeldOutPrompts:
 
     @property
     def bad(self) -> list[tuple[str, str]]:
-        """Prompts.bad of all."""
+        """The bad rows of all sources, as in Prompts.bad."""
         return [row for prompts in self.named.values() for row in prompts.bad]
 
     def all(self) -> list[Prompt]:
-        """All of them, for what is to be checked of each."""
+        """The prompts of all sources."""
         return [prompt for prompts in self.named.values() for prompt in prompts]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """metrics: `eval/...`; greedy, drawn: the samples, by the names of their prompts."""
+    """The outcome of an evaluation. greedy, drawn: groups of samples by source name."""
 
     metrics: dict[str, float]
     greedy: Mapping[str, Sequence[Group]]
@@ -67,7 +67,7 @@ class Evaluated:
 def read_held_out_prompts(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> HeldOutPrompts:
-    """The prompts of eval.path or eval.sources. Raises UserError as `load_rl_prompts` does."""
+    """The prompts of eval.path or eval.sources. UserError as in `load_rl_prompts`."""
     found = {}
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
@@ -79,7 +79,7 @@ def read_held_out_prompts(
 
 
 class RlEvaluator:
-    """Evaluates where it is due. ends: tokens that end an answer. show: is told how far the answers are."""
+    """Evaluates the policy. ends: tokens that end an answer. show: called with a progress text."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RlEvaluator:
         self.sampling = Sampling(longest, temperature=0.0, ends=tuple(ends), stop=config.rollout.stop)
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether step `step` of so many is evaluated; 0: before the first."""
+        """Whether to evaluate after `step` of `steps`; step 0: before the first."""
         if not self.held_out:
             return False
         if step == 0:
@@ -108,7 +108,7 @@ class RlEvaluator:
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
     async def __call__(self) -> Evaluated:
-        """Answers to all held-out prompts, each exactly once greedily and eval.samples times drawn, with rewards."""
+        """Answer every held-out prompt once greedily and eval.samples times by sampling, with rewards."""
         began = time.perf_counter()
         meter = Meter("evaluation", lambda: self.engine.drawn)
         meter.wanted = len(self.held_out.all()) * (1 + self.config.samples)
@@ -133,7 +133,7 @@ class RlEvaluator:
             group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
             meter.done += len(group.samples)
             decode(group.samples, self.tokenizer)
-            with meter.judging(len(group.samples)):
+            with meter.scoring(len(group.samples)):
                 await self.rewards.score(group.samples, failures)
             return group
 
@@ -149,7 +149,7 @@ class RlEvaluator:
 def evaluation_metrics(
     greedy: Mapping[str, Sequence[Group]], drawn: Mapping[str, Sequence[Group]], config: RlEvalConfig
 ) -> dict[str, float]:
-    """Over all prompts, and over those of each name. A sample without a reward counts as wrong, with reward 0."""
+    """Metrics over all prompts, and per source. A sample without a reward counts as wrong, with reward 0."""
     found: dict[str, float] = {}
     for name in [_UNNAMED, *(name for name in greedy if name)]:
         prefix = f"{PREFIX}{name}/" if name else PREFIX
@@ -170,15 +170,16 @@ def evaluation_metrics(
 
 
 def is_correct(sample: Sample, correct_from: float) -> bool:
-    """Whether the first reward that says anything is at least so much; a sample that failed is wrong."""
+    """Whether the first reward that is not None is at least `correct_from`; a failed sample is wrong."""
     said = next((value for value in sample.rewards.values() if value is not None), None)
     return sample.reward is not None and said is not None and said >= correct_from
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """The share of draws of k out of n answers, c of them correct, that hold a correct one: 1 - C(n-c, k) / C(n, k).
+    """pass@k of n answers of which c are correct: 1 - C(n-c, k) / C(n, k).
 
-    An unbiased estimate of the chance that one of k answers is correct (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    This is an unbiased estimate of the probability that one of k answers is correct (Chen et al. 2021,
+    arXiv:2107.03374, equation 1).
     """
     assert 0 <= c <= n and 1 <= k <= n
     return 1.0 - comb(n - c, k) / comb(n, k)

@@ -1,6 +1,6 @@
-"""rl.on_policy=exact: what is sampled comes from the policy that is trained, to the last bit. docs/explanation/exact.md
+"""rl.on_policy=exact: samples come from exactly the trained policy, to the last bit (docs/explanation/exact.md).
 
-Proven before training, on a few sequences of this model on this machine, and required of every sample afterwards.
+Proven before training on a few sequences of this model on this machine; then required of every sample.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weft.cluster.consistency import largest
+from weft.cluster.consistency import max_over_ranks
 from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -37,8 +37,8 @@ _ENGINES = {
 
 @dataclass(frozen=True)
 class Proof:
-    """tokens: compared. differing: of these, on the rank that has most, and worst, the largest difference of two
-    logprobs. moved: completions that became others, in tokens or logprobs, where they were generated alone."""
+    """tokens: number compared. differing, worst: how many logprobs differ, and the largest difference, on the worst
+    rank. moved: completions whose tokens or logprobs change when they are generated alone."""
 
     tokens: int
     differing: int
@@ -51,9 +51,10 @@ class Proof:
 
 
 def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, longest_completion: int) -> Proof:
-    """Sample a few sequences, and read them with the trainer; UserError where any logprob differs. Collective.
+    """Sample a few sequences and read them with the trainer. UserError where any logprob differs. Collective.
 
-    embedded: awake on every rank, with the trainer's weights. Lengths are cut at the longest that there will be.
+    embedded: awake on every rank, with the trainer's weights. longest_prompt, longest_completion: limits on the lengths
+    that are tried.
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
@@ -95,7 +96,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
     numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
-    most = largest(numbers, engine.mesh.world_group, engine.device)
+    most = max_over_ranks(numbers, engine.mesh.world_group, engine.device)
     return Proof(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
 
 
@@ -121,8 +122,8 @@ async def try_engine(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> str:
-    """Some answers of an engine of its own to the run's first prompts, read by the trainer: a line that says that they
-    are exact, or UserError with how far they are from it. read: sets `old` of samples."""
+    """Answer the run's first prompts with a separate engine, and read the answers with the trainer. Returns the line
+    that reports exactness. UserError where a logprob differs. read: sets `old` of samples."""
     short = replace(sampling, max_new_tokens=min(_TOKENS, sampling.max_new_tokens))
     asked = (
         rollout_group(prompt, _SAMPLES, engine, short, None, config.train.seed, "exact ")
@@ -151,7 +152,7 @@ def _old(sample: Sample) -> Floats:
 
 
 def require_exact(samples: Sequence[Sample]) -> None:
-    """UserError where a sampled token's logprob is not, to the last bit, the trainer's own."""
+    """UserError where the logprob of a sampled token differs from the trainer's in any bit."""
     for sample in samples:
         if not sample.counts or not sample.length:
             continue

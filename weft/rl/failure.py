@@ -1,4 +1,4 @@
-"""How a run of `weft rl` that fails says so: what is kept of it, what stands, and how to go on."""
+"""What a failed run of `weft rl` reports: evidence, what is left of the run, and how to resume."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.cluster.failures import what_stands
+from weft.cluster.failures import describe_what_is_left
 from weft.cluster.rays import ActorGroup
 from weft.cluster.status import kind_of
 from weft.errors import ActorError, StorageError
 
 
 @contextmanager
-def told(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
-    """Keeps in RUN what actors were doing when one of them failed; files that cannot be written are a StorageError.
-    groups: by the folder of RUN that has their evidence. again: the command line that goes on."""
+def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
+    """Inside, an actor's failure is completed with the evidence of all actors, written to RUN, and with the command
+    that resumes. Files that cannot be written become a StorageError.
+
+    groups: by the folder of RUN for their evidence. again: the command that resumes.
+    """
     try:
         yield
     except ActorError as error:
         for name, group in groups.items():
             group.keep_evidence(folder / name)
         if error.kind != "user":
-            error.add_note(what_stands(str(folder)).strip() + f"\nGo on with: {again}")
+            error.add_note(describe_what_is_left(str(folder)).strip() + f"\nGo on with: {again}")
         raise
     except OSError as error:
         if kind_of(error, str(folder)) != "storage":

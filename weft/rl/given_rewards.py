@@ -1,4 +1,4 @@
-"""Reward functions that a program gives as objects, as the processes that run them find them."""
+"""Reward functions that a program passes as objects, prepared for the processes that run them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.importing import MAIN, import_extra
 
 
 def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
-    """What rl.reward calls functions, and of those that no import path leads to, by that name, what they are pickled.
+    """(names for rl.reward, name -> pickled function for those that cannot be imported).
 
-    given: a name or import path as in rl.reward, a function, or several of these. UserError where one is neither, or
-    cannot be sent to another process.
+    given: a name or import path as in rl.reward, a function, or a list of these. UserError where one is neither, or
+    cannot be pickled.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""How far rollouts are that are under way: samples, tokens, and rewards that are waited for."""
+"""Progress of the rollouts that are running: samples, tokens, and rewards that are pending."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ _SECONDS = 0.5  # between two looks
 
 
 class Meter:
-    """what: the rollouts, for `text`. drawn: how many tokens the engine has drawn since it began.
-
-    wanted, done: samples. judged: samples that have been handed to reward functions and have not come back.
-    """
+    """what: names the rollouts, for `text`. drawn: returns the tokens sampled by the engine so far. wanted, done:
+    samples. pending: samples whose rewards are pending."""
 
     def __init__(self, what: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self._drawn, self._clock = what, drawn, clock
-        self.wanted = self.done = self.judged = 0
+        self.wanted = self.done = self.pending = 0
         self._began, self._before = clock(), drawn()
 
     def text(self) -> str:
@@ -27,21 +25,21 @@ class Meter:
         rate = (self._drawn() - self._before) / max(self._clock() - self._began, 1e-9)
         words = [f"{self.what}: {self.done:,}/{self.wanted:,} samples"]
         words += [f"{rate:,.0f} tokens/s"] if self.done < self.wanted else []
-        words += [f"{self.judged:,} rewards waited for"] if self.judged else []
+        words += [f"{self.pending:,} rewards waited for"] if self.pending else []
         return ", ".join(words)
 
     @contextmanager
-    def judging(self, samples: int) -> Iterator[None]:
-        """While reward functions have so many samples."""
-        self.judged += samples
+    def scoring(self, samples: int) -> Iterator[None]:
+        """Inside, the rewards of so many samples are pending."""
+        self.pending += samples
         try:
             yield
         finally:
-            self.judged -= samples
+            self.pending -= samples
 
     @asynccontextmanager
     async def shown(self, show: Show) -> AsyncIterator[None]:
-        """Tell `show` again and again how far they are, while what is inside goes on."""
+        """Inside, call `show` regularly with the progress text."""
 
         async def tell() -> None:
             while True:

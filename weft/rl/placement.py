@@ -1,9 +1,9 @@
-"""`cluster.placement`: whether rollout engines have the trainers' devices, and take turns with them, or others.
+"""`cluster.placement`: whether rollout engines share the trainers' devices, or have their own.
 
-With the embedded engine there is nothing to choose. Of engines of their own `auto` times the first rollout steps of the
-run with each placement, in a folder that is thrown away, and takes the faster. It does so where both are possible and
-the run is long enough to pay for it; the rule that holds elsewhere is in `_by_rule`. The choice is printed, and stands
-in RUN/config.yaml, so that a resumed run keeps it.
+The embedded engine always shares them. For other engines `auto` measures the first rollout steps with each placement,
+in a temporary folder, and takes the faster. It measures only where both are possible and the run is long enough to pay
+for it; otherwise `_by_rule` decides. The choice is printed and written to RUN/config.yaml, so that a resumed run keeps
+it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,33 @@ TIMED = 4  # rollout steps, the first of which is not counted: much is done for 
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A config whose placement is no longer `auto`. recorded: what a resumed run is to read, which has it without how
-    many engines that makes; notes: what to print of it."""
+class ResolvedPlacement:
+    """A config whose placement is not `auto`. recorded: the config that RUN/config.yaml gets, without the derived
+    number of engines. notes: to print."""
 
     config: RlConfig
     recorded: RlConfig
     notes: tuple[str, ...] = ()
 
 
-def settle(config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]) -> Settled:
-    """rollouts: steps of the run. seconds: of a rollout step with this config; may raise UserError or ActorError where
-    it is not possible. UserError where the placement that is asked for is not."""
+def resolve_placement(
+    config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]
+) -> ResolvedPlacement:
+    """The config with its placement resolved. UserError where the placement that is asked for is impossible.
+
+    rollouts: steps of the run. seconds: measures a rollout step with a config; raises UserError or ActorError where it
+    cannot run.
+    """
     if config.rollout.engine == "embedded":
-        return Settled(config, config)
+        return ResolvedPlacement(config, config)
     wanted = config.cluster.placement
     if wanted != "auto":
-        return Settled(_placed(config, options, wanted), config)
+        return ResolvedPlacement(_placed(config, options, wanted), config)
     placement, why = _by_rule(config, options, rollouts)
     if placement is None:
         placement, why = _by_trial(config, options, seconds)
     placed = _placed(config, options, placement)
-    return Settled(placed, replace(config, cluster=placed.cluster), (f"placed   {placement}: {why}",))
+    return ResolvedPlacement(placed, replace(config, cluster=placed.cluster), (f"placed   {placement}: {why}",))
 
 
 def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Placement | None, str]:

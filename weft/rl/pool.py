@@ -1,5 +1,4 @@
-"""Engines that generate in batches, one in each actor of a group, as one RolloutEngine: what waits is dealt to those
-that are free."""
+"""Several batch engines, one per actor, as one RolloutEngine: waiting requests go to idle actors."""
 
 from __future__ import annotations
 
@@ -21,10 +20,9 @@ Entry = tuple[Request, asyncio.Future[list[Completion]]]
 
 
 class BatchPool:
-    """Implements RolloutEngine over actors that generate in turns. drawn: tokens so far.
+    """A RolloutEngine over actors that generate in turns of `turn` seconds. drawn: tokens sampled so far.
 
-    method: of the actors: (new requests by number, seconds) -> (what is finished, tokens that were drawn). turn: its
-    seconds.
+    method: of the actors: (new requests by number, seconds) -> (finished completions by number, tokens sampled).
     """
 
     method, turn = "generate", 2.0
@@ -40,7 +38,7 @@ class BatchPool:
         self._dealing = self._held = False
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each of the request's seeds; what is asked for at the same time is generated together."""
+        """One completion per seed of the request. Concurrent requests are batched."""
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._deal_soon()
@@ -102,19 +100,19 @@ class BatchPool:
                 future.set_result(completions)
 
     async def pause(self) -> None:
-        """Begin nothing new, and wait until what has begun is done."""
+        """Start nothing new, and wait for what is running."""
         self._held = True
         while self._working:
             await asyncio.wait(set(self._working))
 
     async def resume(self) -> None:
-        """Begin what waits."""
+        """Start waiting requests."""
         self._held = False
         if self._waiting:
             self._deal_soon()
 
     async def abort(self) -> None:
-        """What has begun is soon done; what waits is not begun."""
+        """Cancel waiting requests, and wait for what is running."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
@@ -122,29 +120,29 @@ class BatchPool:
         await self.resume()
 
     async def wake(self, part: EnginePart) -> None:
-        """The next sync does."""
+        """Does nothing: the next sync allocates memory."""
 
     async def close(self) -> None:
-        """They end with their group."""
+        """Does nothing: the engines end with their actors."""
 
 
 class EmbeddedPool(BatchPool):
-    """The copies in the trainer ranks, which take turns with training."""
+    """The embedded engines in the trainer ranks, which alternate with training."""
 
     async def sleep(self) -> None:
-        """Give up the memory of the copies."""
+        """Free the engines' memory."""
         await self.actors.all("sleep_engine")
 
     async def sync(self, version: int) -> Synced:
-        """Give the copies the trainers' weights as they are now."""
+        """Copy the trainers' present weights to the engines."""
         synced: Synced = (await self.actors.all("sync", version))[0]
         return synced
 
 
 class StandalonePool(BatchPool):
-    """Copies in processes of their own, whose turns are short, because weights may change between two of them.
+    """Standalone engines, with short turns, because weights may change between two turns.
 
-    keep: what is under way at a sync goes on under the new weights; otherwise it begins again (rollout.unfinished).
+    keep: unfinished requests continue with new weights; else they start again (rollout.unfinished).
     """
 
     method, turn = "advance", 0.2
@@ -157,11 +155,11 @@ class StandalonePool(BatchPool):
         self._tickets = [own[0] for own in tickets.values()]
 
     async def sync(self, version: int) -> Synced:
-        """Send the trainers' weights to all, between two turns."""
+        """Send the trainers' weights to all engines, between two turns."""
         await self.pause()
         try:
             taking = [
-                or_declined(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
+                decline_on_error(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
                 for number, ticket in enumerate(self._tickets)
             ]
             sent, *_ = await together([self._trainers.all("send", version), *taking])
@@ -173,19 +171,19 @@ class StandalonePool(BatchPool):
         return synced
 
     async def pause(self) -> None:
-        """Begin no further turn, and wait until those that run have ended."""
+        """Start no turn, and wait for those that are running."""
         self._held = True
         for turn in self._turns:
             await turn.acquire()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         for turn in self._turns:
             turn.release()
         await super().resume()
 
     async def abort(self) -> None:
-        """End what has begun; what waits is not begun."""
+        """End what is running, and cancel what waits."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
@@ -195,13 +193,13 @@ class StandalonePool(BatchPool):
         await self.resume()
 
     async def sleep(self) -> None:
-        """Give up their memory; nothing may be under way."""
+        """Free the engines' memory; they must be idle."""
         await self.actors.all("sleep")
 
 
-async def or_declined(taking: Awaitable[Any], ticket: Ticket) -> Any:
-    """What an engine answers that takes weights with this ticket. Where it fails, the trainers are told that nobody
-    will come: they would wait for it, for as long as rollout.timeout."""
+async def decline_on_error(taking: Awaitable[Any], ticket: Ticket) -> Any:
+    """Await an engine that receives weights with this ticket. If it fails, tell the sending trainers, which would
+    otherwise wait for rollout.timeout."""
     try:
         return await taking
     except ActorError:
@@ -215,7 +213,7 @@ def _decline(ticket: Ticket) -> None:
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:
-    """Indices of the requests of each rank: equal numbers of samples, and of prompt tokens as far as that allows."""
+    """Indices of each rank's requests: equal numbers of samples and, as far as possible, of prompt tokens."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, 0)] * ranks
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].seeds), -len(requests[i].tokens), i))

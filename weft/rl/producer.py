@@ -1,4 +1,4 @@
-"""Rollout steps, made ahead of training by as many versions of the weights as may lie between them."""
+"""Rollout steps, generated up to cluster.max_staleness versions ahead of training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Step = TypeVar("Step")
 
 
 class Producer(Generic[Step]):
-    """`async with Producer(make, first, last, ahead) as producer:` then in turns `await producer.take()`, train on it,
-    sync, and `producer.trained(number)`.
+    """`async with Producer(make, first, last, ahead) as producer:` then repeat `await producer.take()`, train, sync,
+    `producer.trained(number)`.
 
-    make(number): makes the rollout step. ahead: cluster.max_staleness; step n is begun once n - 1 - ahead is trained,
-    so that with 0 nothing is generated while anything is trained.
+    make(number): makes the rollout step. ahead: cluster.max_staleness. Step n starts once n - 1 - ahead is trained, so
+    with 0 generation and training never overlap.
     """
 
     def __init__(self, make: Callable[[int], Awaitable[Step]], first: int, last: int, ahead: int) -> None:
@@ -39,7 +39,7 @@ class Producer(Generic[Step]):
             await self._task
 
     async def take(self) -> Step:
-        """The next rollout step; what went wrong in making it is raised here."""
+        """The next rollout step; errors in making it are raised here."""
         assert self._task is not None
         waiting = asyncio.ensure_future(self._steps.get())
         await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,7 +49,7 @@ class Producer(Generic[Step]):
         return await waiting
 
     async def trained(self, number: int) -> None:
-        """The weights after rollout step `number` are in the engines."""
+        """Report that the engines have the weights after rollout step `number`."""
         async with self._moved:
             self._trained = number
             self._moved.notify_all()

@@ -1,4 +1,4 @@
-"""Data -> prompts of reinforcement learning, and which of them each rollout step takes."""
+"""The prompts of reinforcement learning: read from data, and taken by rollout steps in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.data.order import Share, order_of
 from weft.data.prompts import as_text
 from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError, first_line
-from weft.rl.chat import Chats
+from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
 
@@ -37,12 +37,9 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """What prompts must be like.
-
-    longest: tokens; drop: whether longer ones are left out, else they are an error; drop_bad: the same of rows that are
-    no prompts. chat: a text is what a user says.
-    instruction: put behind each. tools: JSON schemas for those that bring none. vocab_size: ids are below it.
-    """
+    """Requirements on prompts. longest: tokens. drop, drop_bad: leave out longer prompts, and invalid rows, instead of
+    raising. chat: a text is a user turn. instruction: appended to each prompt. tools: JSON schemas for rows without
+    their own. vocab_size: token ids must be below it."""
 
     longest: int
     drop: bool = False
@@ -53,8 +50,8 @@ class PromptRules:
     vocab_size: int | None = None
 
 
-def require_room(config: RlConfig, shape: PretrainedConfig) -> None:
-    """UserError where a sample may become longer than the model has positions. shape: of the text."""
+def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
+    """UserError where a sample may become longer than the model has positions. shape: the text config."""
     rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if positions is not None and longest > positions:
@@ -65,8 +62,8 @@ def require_room(config: RlConfig, shape: PretrainedConfig) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a run. shares: the sources that they are of, for the order; dropped: how many were too long; bad:
-    (its source, what is wrong) of each row that was left out."""
+    """The prompts of a run. shares: one per source, for the order. dropped: number of prompts left out as too long.
+    bad: (source, error) of each invalid row that was left out."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Prompts(Sequence[Prompt]):
 
     @property
     def digest(self) -> str:
-        """Hexadecimal, of all tokens in their order, and of the weights of the sources."""
+        """Hexadecimal digest of all tokens in order, and of the sources' weights."""
         digest = hashlib.blake2b(repr([(s.documents, s.weight) for s in self.shares]).encode(), digest_size=8)
         for prompt in self.prompts:
             digest.update(np.array([len(prompt.tokens), *prompt.tokens], np.int64).tobytes())
@@ -110,11 +107,11 @@ def load_rl_prompts(
     *,
     vocab_size: int | None = None,
 ) -> Prompts:
-    """The prompts that a config names.
+    """The prompts that a config names. UserError with file and line for invalid data.
 
-    A row has `prompt`, a text or messages, or `messages`, whose last answers are left out; all other columns are kept
-    for the rewards. data: in place of the config's; rows in memory, or another data section. vocab_size: where given,
-    ids must be below it. Raises UserError with file and line for whatever the user has to mend.
+    A row has `prompt` (a text or messages) or `messages`, whose final answers are removed; the other columns are kept
+    for rewards. data: replaces the config's: rows in memory, or another data section. vocab_size: token ids must be
+    below it.
     """
     environment = environment_class(config)
     rules = PromptRules(
@@ -130,7 +127,7 @@ def load_rl_prompts(
 
 
 def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> Prompts:
-    """Reads, checks and tokenises prompts, in the order of their sources."""
+    """Read, check and tokenise prompts, source by source."""
     reader = _Reader(tokenizer, encoding, rules)
     shares: list[Share] = []
     prompts: list[Prompt] = []
@@ -198,7 +195,7 @@ class _Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> None:
         self.tokenizer, self.rules = tokenizer, rules
-        self.chats = Chats(tokenizer, encoding)
+        self.chats = ChatRenderer(tokenizer, encoding)
         self.has_template = has_template(tokenizer, encoding)
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
@@ -237,7 +234,7 @@ class _Reader:
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
     def _row(self, where: str, row: dict[str, Any], source: Source) -> _Read:
-        refuse_media(where, row)
+        refuse_media(where, row, images=False)
         name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
@@ -248,10 +245,10 @@ class _Reader:
             messages = with_system(where, rest, [{"role": "user", "content": text}])
         else:
             messages = with_system(where, rest, read_messages(where, name, value, source.roles))
-            messages = self._instructed(where, _to_be_answered(where, name, messages))
+            messages = self._instructed(_to_be_answered(where, name, messages))
         return self._chat(where, messages, rest)
 
-    def _instructed(self, where: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _instructed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with rl.instruction behind its last message."""
         text = self.rules.instruction
         if text is None:
@@ -309,17 +306,17 @@ def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> li
 
 
 class PromptStream:
-    """The prompts of a run in the order in which they are taken: a function of the seed and of how many were taken.
+    """The prompts of a run in the order in which they are taken, a function of the seed and of how many were taken.
 
-    All prompts come once in an epoch (of a weighted source, its share), in an order drawn from the seed and the epoch;
-    epochs follow each other without a gap, so a rollout step always has its number of prompts. A prompt that comes
-    again has a `visit` of its own, and therefore seeds of its own.
+    An epoch contains every prompt once (of a weighted source, its share), in an order drawn from the seed and the
+    epoch. Epochs follow each other without a gap, so that every rollout step gets its number of prompts. Each
+    repetition of a prompt has its own `visit`, and therefore its own seeds.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], per_step: int, seed: int, shuffle: bool = True, *, taken: int = 0
     ) -> None:
-        """taken: how many were taken before, by a run that this one continues."""
+        """taken: prompts that a resumed run has taken already."""
         assert len(prompts) and per_step >= 1
         self._prompts, self.per_step = prompts, per_step
         self._seed, self._shuffle = seed, shuffle
@@ -331,22 +328,22 @@ class PromptStream:
         self.take(taken)
 
     def take(self, count: int | None = None) -> list[Prompt]:
-        """The next prompts: those of a rollout step, or so many."""
+        """The next prompts: `count`, or those of one rollout step."""
         out = [next(self._order) for _ in range(self.per_step if count is None else count)]
         self.taken += len(out)
         return out
 
     @property
     def epoch(self) -> float:
-        """Epochs that have been taken."""
+        """Epochs taken so far."""
         return self.taken / self.in_epoch
 
     def steps(self, epochs: int) -> int:
-        """Rollout steps in which each prompt of so many epochs is taken."""
+        """Rollout steps of so many epochs."""
         return -(-epochs * self.in_epoch // self.per_step)
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint says of it."""
+        """The stream's part of a checkpoint."""
         return {"taken": self.taken}
 
     def _forever(self) -> Iterator[Prompt]:

@@ -1,4 +1,4 @@
-"""What a rollout step did, as lines of metrics.jsonl, Parquet in RUN/rollouts, and summary.json."""
+"""What a rollout step leaves on disk: lines of metrics.jsonl, Parquet files in RUN/rollouts, and summary.json."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RlRecorder:
-    """Writes what the controller has seen; as a context manager it tells the trackers when the run has ended. on_step:
-    is told of each line of an optimizer step."""
+    """Writes the results of rollout steps. As a context manager it tells the trackers when the run has ended. on_step:
+    called with the line of each optimizer step."""
 
     config: RlConfig
     folder: Path
@@ -44,7 +44,7 @@ class RlRecorder:
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         self.summary = RunSummary(model=self.config.model.path, data=str(self.config.data.path or "several sources"))
-        self.summary.go_on(self.start.summary)
+        self.summary.restore(self.start.summary)
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
@@ -67,7 +67,8 @@ class RlRecorder:
         synced: Synced,
         evaluated: Evaluated | None,
     ) -> list[dict[str, object]]:
-        """The lines of the step's optimizer steps. What the rollouts were is said in the last of them."""
+        """Record a rollout step; returns the lines of its optimizer steps, of which the last has the metrics of the
+        rollouts."""
         samples = step.samples
         write_rollouts(self.folder, step.number, step.groups)
         metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
@@ -90,7 +91,7 @@ class RlRecorder:
         return written
 
     def record_rollout(self, step: RolloutStep) -> dict[str, object]:
-        """The line of a rollout step that nothing is trained on."""
+        """Record a rollout step without training; returns its line."""
         write_rollouts(self.folder, step.number, step.groups, routes=True)  # what it is for is to be replayed
         seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
         line: dict[str, object] = {
@@ -105,8 +106,8 @@ class RlRecorder:
         return line
 
     def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
-        """Keep the answers of an evaluation in RUN/evaluations; what to print of it. That of step 0 has a line of its
-        own."""
+        """Write an evaluation's answers to RUN/evaluations; returns the lines to print. Step 0 also gets a line in
+        metrics.jsonl."""
         if evaluated is None:
             return []
         groups = [group for part in (evaluated.greedy, evaluated.drawn) for named in part.values() for group in named]
@@ -119,20 +120,20 @@ class RlRecorder:
         return [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
-        """Whether a checkpoint belongs after this rollout step: where checkpoint.every falls into its steps."""
+        """Whether to save after this rollout step: checkpoint.every falls among its optimizer steps."""
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
-    def stop_if_hopeless(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
-        """End the run after train.max_nonfinite steps in a row that were not finite, or had nothing to train. What
-        there is to print where nothing can be learnt."""
+    def stop_if_unproductive(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
+        """Raise after train.max_nonfinite consecutive steps that were not finite or had no sample to train. Returns
+        what to print where all advantages are zero."""
         for line in lines:
             self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
         self.empty.count(step.samples, self.config)
         return self.flat.count(step.samples, self.config)
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
-        """What a checkpoint says of the run; its lines of metrics.jsonl are on the disk afterwards."""
+        """The run's part of a checkpoint. Its lines of metrics.jsonl are on disk afterwards."""
         self.file.sync()
         return {
             "rollout": step.number,
@@ -146,14 +147,14 @@ class RlRecorder:
         }
 
     def finish(self, phases: Phases, saved: Path, stopped: int) -> None:
-        """Write summary.json, and say how the run went. stopped: number of the signal that ended it, or 0."""
+        """Write summary.json and print the outcome. stopped: number of the signal that ended the run, or 0."""
         name = signal.Signals(stopped).name if stopped else None
         self.summary.write(self.folder / "summary.json", phases, saved, name)
         print_closing(self.summary.content(phases, saved, name), self.folder)
 
 
 def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """How long completions are, by TRL's names; `terminated` are those that ended by themselves."""
+    """Statistics of completion lengths, by TRL's names. `terminated`: completions that ended with an end token."""
     lengths = [sample.length for sample in samples]
     ended = [sample.length for sample in samples if sample.finish == "end"]
     found = {
@@ -168,7 +169,7 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
-    """Everything a user would want to have known before a month of GPU time. model: what the trainers say of it."""
+    """Print what the run will do. model: the trainers' description of the model."""
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")

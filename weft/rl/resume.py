@@ -1,4 +1,4 @@
-"""`weft rl --resume RUN`: from where a run goes on, what may differ, and making way for what comes."""
+"""`weft rl --resume RUN`: where a run resumes, what may differ, and what is moved out of the way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.parts import RL_RUN
-from weft.checkpoint.resume import alone, from_weights, newest, no_complete_checkpoint, other_training, resumed_notes
+from weft.checkpoint.resume import (
+    from_weights,
+    judge_alone,
+    newest,
+    no_complete_checkpoint,
+    other_training,
+    resumed_notes,
+)
 from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
 from weft.config import to_dict
@@ -40,7 +47,7 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class RlStart(Start):
-    """Where a run begins. step: optimizer steps that are done; rollout: rollout steps; taken: prompts."""
+    """Where a run starts. step: optimizer steps done. rollout: rollout steps done. taken: prompts taken."""
 
     rollout: int = 0
     taken: int = 0
@@ -52,15 +59,15 @@ FRESH = RlStart()
 
 
 def constants(run: Run) -> dict[str, Any]:
-    """What every checkpoint says of its run, for the comparison with the run that goes on from it."""
+    """The constant part of a checkpoint's state, which a resumed run is compared with."""
     prompts = run.task.prompts
     common = resume.constants(run.config, len(prompts), prompts.digest, run.plan.steps)
     return common | {"replayed": bool(run.replayed)}
 
 
 def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, replayed: bool) -> RlStart:
-    """The newest whole checkpoint of RUN, after checking that this config goes on with the same training. replayed:
-    whether it is trained from rollouts that are there (--replay)."""
+    """The newest complete checkpoint of RUN. UserError where this config would resume another training. replayed:
+    whether rollouts are read from files (--replay)."""
     checkpoints = folder / "checkpoints"
     state, skipped = newest(checkpoints, steps_of_all(folder), _whole)
     notes = [f"skipped  {text}" for text in skipped]
@@ -71,7 +78,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, 
     content = state.content
     changed = dict(resume.changes(content["config"], to_dict(config), RlConfig))
     problems = [
-        *resume.refused(changed, MAY_CHANGE),
+        *resume.refused_changes(changed, MAY_CHANGE),
         *resume.rates_changed(content, config, plan.steps, done=content["updates"]),
         *_contents_changed(content, config, prompts, replayed),
     ]
@@ -106,7 +113,7 @@ def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Pro
 
 
 def find_collected(folder: Path) -> RlStart:
-    """Where `--rollout-only` goes on: behind the last rollout step that is in RUN whole."""
+    """Where `--rollout-only` resumes: after the last complete rollout step of RUN."""
     if steps := complete_steps(folder / "checkpoints"):
         raise UserError(
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
@@ -133,11 +140,11 @@ def _unreadable(rollouts: Path) -> str:
     return ""
 
 
-def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
-    """What came after this start makes way for what comes now; the start, with what there is to say of it."""
+def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
+    """Move aside what RUN contains after this start; returns the start with messages."""
     if start.step or not start.rollout:
-        notes = resume.put_in_order(folder, start.step, {})
-        _put_critic_in_order(folder / CRITIC / "checkpoints", start.step)
+        notes = resume.set_aside_later(folder, start.step, {})
+        _set_aside_critic(folder / CRITIC / "checkpoints", start.step)
     else:  # of rollouts alone, whose lines are numbered by them
         cut_lines(folder / "metrics.jsonl", start.rollout)
         notes = []
@@ -150,15 +157,15 @@ def take_up(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
 
 def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
     """A judge of the policy's checkpoint, with that of a critic in ranks of its own."""
-    state, reason = alone(checkpoint, RL_RUN)
+    state, reason = judge_alone(checkpoint, RL_RUN)
     own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
     if state is None or not own.is_dir():
         return state, reason
-    critic, reason = alone(own, {})
+    critic, reason = judge_alone(own, {})
     return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
 
 
-def _put_critic_in_order(checkpoints: Path, step: int) -> None:
+def _set_aside_critic(checkpoints: Path, step: int) -> None:
     """Of a critic in ranks of its own."""
     set_aside(checkpoints, step)
     if step_folder(checkpoints, step).is_dir():
@@ -166,7 +173,7 @@ def _put_critic_in_order(checkpoints: Path, step: int) -> None:
 
 
 def notes_on_replay(config: RlConfig, replayed: Sequence[Path]) -> list[str]:
-    """What there is to know before rollouts are trained from."""
+    """Warnings before training from recorded rollouts."""
     experts, _ = experts_of(hf.read_config(config.model.path).get_text_config())
     if not replayed or experts == 1 or hold_routes(replayed[0]):
         return []

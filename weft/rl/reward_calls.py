@@ -1,8 +1,8 @@
-"""Calling one reward function, wherever that is: in a worker process, or here. Imports neither torch nor numpy.
+"""Calls of one reward function, in a worker process or here. Imports neither torch nor numpy.
 
-Three kinds of functions are known, by the names of their parameters: TRL's `reward(prompts, completions,
-completion_ids, **columns) -> list[float | None]`, the same as a coroutine function, and verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`, which may be a coroutine, too.
+Three kinds are recognised by parameter names: TRL's `reward(prompts, completions, completion_ids, **columns) ->
+list[float | None]`, the same as a coroutine, and verl's `compute_score(data_source, solution_str, ground_truth,
+extra_info) -> float | dict`, which may be a coroutine.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Literal
 
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.rl.builtin_rewards import BUILT_IN, COMPARING, spoken
+from weft.rl.builtin_rewards import BUILT_IN, COMPARING, completion_text
 
 GIVEN = ("prompts", "completions", "completion_ids")
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A reward function of the config. name: in metrics; path: a built-in's name, or an import path; options: of
-    rl.reward_options; code: the function itself, pickled, where a program gave one that cannot be imported."""
+class RewardSpec:
+    """A reward function of the config. name: in metrics. path: a built-in's name, or an import path. options: from
+    rl.reward_options. code: the pickled function, where a program passed one that cannot be imported."""
 
     name: str
     path: str
@@ -36,9 +36,9 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """What is known of a function once it is imported. columns: that it asks for by name; required: those without a
-    default; takes_all: it takes any (`**columns`); reference: it needs a reference answer."""
+class RewardSignature:
+    """The parameters of an imported function. columns: asked for by name. required: those without a default. takes_all:
+    it has `**columns`. reference: it needs a reference answer."""
 
     kind: Literal["list", "async", "verl"]
     columns: tuple[str, ...]
@@ -49,7 +49,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples that a function is called with: lists of equal length, columns by name."""
+    """Samples for one call: lists of equal length; columns by name."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -60,7 +60,7 @@ class Batch:
         return len(self.prompts)
 
     def only(self, i: int) -> Batch:
-        """The batch of one of them."""
+        """A batch of one of them."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
         at = slice(i, i + 1)
         return Batch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
@@ -68,8 +68,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function made of a sample. value: None where it has nothing to say, or where there is an error. notes:
-    whatever else it returned."""
+    """A function's result for one sample. value: None for no opinion, or after an error. notes: other entries that it
+    returned."""
 
     value: float | None
     error: str | None = None
@@ -81,15 +81,15 @@ class _CountError(Exception):
 
 
 class RewardFunction:
-    """A reward function that is imported."""
+    """An imported reward function."""
 
-    def __init__(self, named: Named) -> None:
-        """Raises UserError where there is no such function, or it cannot be called as one."""
-        self.named = named
-        self._call = _found(named)
+    def __init__(self, spec: RewardSpec) -> None:
+        """UserError where the function does not exist or has unsupported parameters."""
+        self.spec = spec
+        self._call = _found(spec)
         if not callable(self._call):
-            raise UserError(f"rl.reward: {named.path} is a {type(self._call).__name__}, which cannot be called.")
-        self.described = _describe(named, self._call)
+            raise UserError(f"rl.reward: {spec.path} is a {type(self._call).__name__}, which cannot be called.")
+        self.signature = _describe(spec, self._call)
 
     def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
         """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async.
@@ -100,12 +100,12 @@ class RewardFunction:
             return self._outcomes(batch, runner)
         except _CountError as error:
             raise UserError(
-                f"rl.reward: {self.named.name} {error}: a reward function returns a list with one number, or None, for "
+                f"rl.reward: {self.spec.name} {error}: a reward function returns a list with one number, or None, for "
                 "each completion, in their order."
             ) from error
 
     def _outcomes(self, batch: Batch, runner: asyncio.Runner | None) -> list[Outcome]:
-        if self.described.kind != "list":
+        if self.signature.kind != "list":
             assert runner is not None
             return runner.run(self._side_by_side(batch))
         try:
@@ -120,14 +120,14 @@ class RewardFunction:
     def _list(self, batch: Batch) -> Any:
         given = {name: getattr(batch, name) for name in GIVEN if self._takes(name)}
         columns = {name: list(values) for name, values in batch.columns.items() if self._takes(name)}
-        return self._call(**{**columns, **given, **self.named.options})
+        return self._call(**{**columns, **given, **self.spec.options})
 
     def _takes(self, name: str) -> bool:
-        return self.described.takes_all or name in self.described.columns
+        return self.signature.takes_all or name in self.signature.columns
 
     async def _side_by_side(self, batch: Batch) -> list[Outcome]:
         """All at once, each in a call of its own, so that one that waits or fails holds up no other."""
-        ask = self._verl if self.described.kind == "verl" else self._alone
+        ask = self._verl if self.signature.kind == "verl" else self._alone
         return list(await asyncio.gather(*(ask(batch.only(i)) for i in range(len(batch)))))
 
     async def _alone(self, batch: Batch) -> Outcome:
@@ -145,12 +145,12 @@ class RewardFunction:
             truth = row["reward_model"].get("ground_truth")
         values = {
             "data_source": row.get("data_source"),
-            "solution_str": spoken(batch.completions[0]),
+            "solution_str": completion_text(batch.completions[0]),
             "ground_truth": row.get("answer") if truth is None else truth,
             "extra_info": row.get("extra_info"),
         }
         try:
-            found = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.named.options)
+            found = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.spec.options)
             found = await found if inspect.isawaitable(found) else found
             if not isinstance(found, Mapping):
                 return _outcome(found)
@@ -161,47 +161,47 @@ class RewardFunction:
             return Outcome(None, _last_line(error))
 
 
-def _found(named: Named) -> Any:
-    if named.path in BUILT_IN:
-        return BUILT_IN[named.path]
-    if named.code is None:
-        return import_named(named.path, "rl.reward")
+def _found(spec: RewardSpec) -> Any:
+    if spec.path in BUILT_IN:
+        return BUILT_IN[spec.path]
+    if spec.code is None:
+        return import_named(spec.path, "rl.reward")
     try:
-        return pickle.loads(named.code)
+        return pickle.loads(spec.code)
     except Exception as error:
         raise UserError(
-            f"rl.reward: {named.name} cannot be brought into the process that runs it: {_last_line(error)}. Put it "
+            f"rl.reward: {spec.name} cannot be brought into the process that runs it: {_last_line(error)}. Put it "
             "into a module, and import it from there."
         ) from error
 
 
-def _describe(named: Named, call: Callable[..., Any]) -> Described:
+def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
         raise UserError(
-            f"rl.reward: {named.path} does not say which parameters it has: wrap it in a function."
+            f"rl.reward: {spec.path} does not say which parameters it has: wrap it in a function."
         ) from None
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
-    if unknown := [name for name in named.options if name not in names and not takes_all]:
+    if unknown := [name for name in spec.options if name not in names and not takes_all]:
         raise UserError(
-            f"rl.reward_options: {named.name} has no parameter {unknown[0]}; it has {', '.join(names) or 'none'}."
+            f"rl.reward_options: {spec.name} has no parameter {unknown[0]}; it has {', '.join(names) or 'none'}."
         )
-    wanted = [name for name in required if name not in (*GIVEN, *named.options)]
+    wanted = [name for name in required if name not in (*GIVEN, *spec.options)]
     if {"solution_str", "ground_truth"} <= set(names):
         own = [name for name in wanted if name not in _OF_VERL]
-        return Described("verl", (*names, "reward_model", "answer"), tuple(own), takes_all, reference=True)
+        return RewardSignature("verl", (*names, "reward_model", "answer"), tuple(own), takes_all, reference=True)
     if required[:2] == ["args", "sample"] or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise UserError(
-            f"rl.reward: {named.path} has the parameters {', '.join(p.name for p in parameters)}; a reward function is "
+            f"rl.reward: {spec.path} has the parameters {', '.join(p.name for p in parameters)}; a reward function is "
             "reward(prompts, completions, completion_ids, **columns) -> list of numbers, or verl's compute_score("
             "data_source, solution_str, ground_truth, extra_info). docs/how-to/write-a-reward.md shows both."
         )
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-    reference = named.path in COMPARING or (named.path == "regex" and "(" in str(named.options.get("pattern", "")))
-    return Described("async" if is_async else "list", tuple(names), tuple(wanted), takes_all, reference)
+    reference = spec.path in COMPARING or (spec.path == "regex" and "(" in str(spec.options.get("pattern", "")))
+    return RewardSignature("async" if is_async else "list", tuple(names), tuple(wanted), takes_all, reference)
 
 
 def _outcomes(found: Any, count: int) -> list[Outcome]:

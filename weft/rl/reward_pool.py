@@ -1,4 +1,4 @@
-"""Processes that run reward functions: one that crashes or hangs is replaced, and only its samples know of it."""
+"""Worker processes for reward functions. One that crashes or hangs is replaced, and costs only its samples."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import UserError
-from weft.rl.reward_calls import Batch, Described, Named, Outcome
+from weft.rl.reward_calls import Batch, Outcome, RewardSignature, RewardSpec
 from weft.rl.workers import Worker, WorkerError, start_worker
 
 
 class RewardPool:
-    """So many processes, each started when it is first needed."""
+    """Up to `size` processes, started on demand."""
 
-    def __init__(self, functions: Sequence[Named], size: int, timeout: float) -> None:
+    def __init__(self, functions: Sequence[RewardSpec], size: int, timeout: float) -> None:
         """timeout: seconds of one call."""
         self._functions, self._timeout = functions, timeout
-        self._described: list[Described] = []
+        self._signatures: list[RewardSignature] = []
         self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         for _ in range(size):
             self._free.put_nowait(None)
 
-    async def describe(self) -> list[Described]:
-        """What is known of each function. Raises UserError where one cannot be imported."""
+    async def describe(self) -> list[RewardSignature]:
+        """The signature of each function. UserError where one cannot be imported."""
         worker = await self._take()
         self._free.put_nowait(worker)
-        return self._described
+        return self._signatures
 
     async def call(self, number: int, batch: Batch) -> list[Outcome]:
-        """What function `number` makes of a batch. Where its process crashes or hangs, each sample is tried alone.
-        Raises UserError where it gives another number of values than it was given completions."""
+        """The outcomes of function `number` for a batch. If its process crashes or hangs, each sample is tried alone.
+        UserError where it returns the wrong number of values."""
         try:
             return await self._ask((number, batch))
         except WorkerError as error:
@@ -41,7 +41,7 @@ class RewardPool:
         return [outcome for outcomes in alone for outcome in outcomes]
 
     async def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for worker in self._workers:
             await worker.end()
         self._workers.clear()
@@ -64,7 +64,7 @@ class RewardPool:
         if worker is None:
             names = ", ".join(function.path for function in self._functions)
             try:
-                worker, self._described = await start_worker(
+                worker, self._signatures = await start_worker(
                     "weft.rl.reward_worker", list(self._functions), f"rl.reward: the process that imports {names}"
                 )
             except BaseException:

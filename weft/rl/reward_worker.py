@@ -1,7 +1,5 @@
-"""The process that runs reward functions: it answers batches with outcomes, or with a text, what the user has to mend.
-
-It ends when the controller does.
-"""
+"""The process that runs reward functions. It answers a batch with outcomes, or with the text of a UserError, and ends
+when the controller does."""
 
 from __future__ import annotations
 
@@ -12,22 +10,22 @@ import signal
 
 from weft.errors import UserError
 from weft.rl.reward_calls import RewardFunction
-from weft.rl.user_process import be_ended_first, look_through, receive, send, take_over_streams
+from weft.rl.user_process import add_import_folders, prefer_oom_kill, receive, send, take_over_streams
 
 
 def main() -> None:
-    """Answers requests until there are no more: first those that name the functions, then batches for them."""
+    """Serve requests: the first names the functions, the others are batches."""
     _end_with_controller()
-    be_ended_first()
+    prefer_oom_kill()
     requests, answers = take_over_streams()
     path, named = receive(requests)
-    look_through(path)
+    add_import_folders(path)
     try:
         functions = [RewardFunction(one) for one in named]
     except UserError as error:
         send(answers, str(error))
         return
-    send(answers, [function.described for function in functions])
+    send(answers, [function.signature for function in functions])
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             number, batch = request

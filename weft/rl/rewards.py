@@ -1,4 +1,4 @@
-"""The rewards of a run: which functions are asked of which samples, and what becomes of those that fail."""
+"""The rewards of a run: which functions score which samples, and how failures are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.cluster.machine import cpu_cores
 from weft.config.rl_schema import RlAlgorithm, reward_names
 from weft.errors import UserError
 from weft.rl.builtin_rewards import INLINE, has_reference
-from weft.rl.reward_calls import GIVEN, Batch, Described, Named, Outcome, RewardFunction
+from weft.rl.reward_calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
 from weft.rl.reward_pool import RewardPool
 from weft.rollout.types import Prompt, Sample
 
@@ -25,14 +25,14 @@ _MOST_WORKERS = 16
 
 
 class Failures:
-    """What failed, and of how many, since it was last asked."""
+    """Counts of calls and failures by function."""
 
     def __init__(self) -> None:
         self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
         self._news: list[str] = []
 
     def count(self, name: str, sample: Sample, error: str | None) -> None:
-        """One sample that a function was asked about. error: None where it had an answer."""
+        """Count one call for a sample. error: None where it succeeded."""
         self._asked[name] += 1
         if error is None:
             return
@@ -42,10 +42,8 @@ class Failures:
             self._news.append(f"reward   {name} failed for {self._last[name]}")
 
     def metrics(self) -> dict[str, float]:
-        """`rewards/failed`, and by function where there are any; counting begins anew.
-
-        Raises UserError where a function, or the environment, has failed for every sample.
-        """
+        """`rewards/failed`, also per function with failures; resets the counts. UserError where a function, or the
+        environment, failed for every sample."""
         failed, asked, last = self._failed, self._asked, self._last
         self._asked, self._failed, self._last = Counter(), Counter(), {}
         for name, count in failed.items():
@@ -59,18 +57,18 @@ class Failures:
         return {"rewards/failed": float(failed.total()), **by_name}
 
     def take_news(self) -> list[str]:
-        """What there is to print since it was last asked: the first failures."""
+        """Messages about the first failures since the last call."""
         news, self._news = self._news, []
         return news
 
 
 class Rewards:
-    """Gives samples their rewards. Functions run in processes; a call that fails costs its sample."""
+    """Scores samples with the reward functions, in worker processes. A failed call costs only its sample."""
 
     def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
-        """given: functions of a program, pickled, by what rl.reward calls them."""
+        """given: pickled functions by their names in rl.reward."""
         self.functions = [
-            Named(name, path, _options(config, name), (given or {}).get(path))
+            RewardSpec(name, path, _options(config, name), (given or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
         ]
         weights = config.reward_weights or (1.0,) * len(self.functions)
@@ -81,34 +79,35 @@ class Rewards:
         self._pool = RewardPool(
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
-        self._described: dict[str, Described] = {}
+        self._signatures: dict[str, RewardSignature] = {}
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Import the functions, and look whether all prompts have the columns that they ask for. Raises UserError."""
+        """Import the functions. UserError where that fails, or where a prompt lacks a column that a function
+        requires."""
         if self._outside:
-            described = await self._pool.describe()
-            self._described = {f.name: d for f, d in zip(self._outside, described, strict=True)}
-        self._described |= {name: function.described for name, function in self._inline.items()}
+            found = await self._pool.describe()
+            self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
+        self._signatures |= {name: function.signature for name, function in self._inline.items()}
         for prompt in prompts:
             self._check(prompt)
 
     def lines(self) -> list[str]:
-        """Of each function, once started, what it is given and what its value is multiplied by."""
+        """Lines that describe each function: its arguments and its weight. Call start() first."""
         found = []
         for function in self.functions:
-            described = self._described[function.name]
-            asked = [name for name in described.columns if name in GIVEN or name in described.required]
-            asked += ["the right answer"] * described.reference + ["every column"] * described.takes_all
+            signature = self._signatures[function.name]
+            asked = [name for name in signature.columns if name in GIVEN or name in signature.required]
+            asked += ["the right answer"] * signature.reference + ["every column"] * signature.takes_all
             found.append(f"{function.path}, weight {self.weights[function.name]:g}; is given {', '.join(asked)}")
         return found
 
     async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
         """Set `rewards` and `reward` of each sample, from its text.
 
-        A function is called with the samples of one prompt that follow each other. `reward` stays None where nothing
-        was said, or where a function failed: then it is not trained. failures: counts those.
+        One call gets the consecutive samples of one prompt. `reward` stays None, and the sample is not trained, where
+        all functions return None or one fails. failures: counts the failed calls.
         """
-        if not self._described:
+        if not self._signatures:
             await self.start()
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         await asyncio.gather(*(self._call(f, group, failures) for group in groups for f in self.functions))
@@ -122,10 +121,10 @@ class Rewards:
         await self.close()
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         await self._pool.close()
 
-    async def _call(self, function: Named, group: Sequence[Sample], failures: Failures) -> None:
+    async def _call(self, function: RewardSpec, group: Sequence[Sample], failures: Failures) -> None:
         """Ask one function about samples of one prompt."""
         samples = [sample for sample in group if "error" not in sample.notes]
         if not samples or function.name not in self._named(samples[0].prompt):
@@ -150,10 +149,10 @@ class Rewards:
         lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
 
-    def _batch(self, function: Named, samples: Sequence[Sample]) -> Batch:
-        prompt, described = samples[0].prompt, self._described[function.name]
-        names = prompt.columns if described.takes_all else [n for n in described.columns if n in prompt.columns]
-        chat, ids = prompt.messages is not None, described.takes_all or "completion_ids" in described.columns
+    def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> Batch:
+        prompt, signature = samples[0].prompt, self._signatures[function.name]
+        names = prompt.columns if signature.takes_all else [n for n in signature.columns if n in prompt.columns]
+        chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample) if chat else sample.text for sample in samples],
@@ -177,13 +176,12 @@ class Rewards:
                 f"none of rl.reward: {', '.join(known)}."
             )
         for name in asked:
-            if problem := _missing(name, self._described[name], prompt):
+            if problem := _missing(name, self._signatures[name], prompt):
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
 
 def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set `text` of each sample, what rewards read and what is kept: its completion decoded, without special tokens; of
-    a conversation, all of it."""
+    """Set `text` of each sample: the decoded completion without special tokens; of a conversation, all of its turns."""
     texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
     for sample, text in zip(samples, texts, strict=True):
         sample.text = text
@@ -192,10 +190,10 @@ def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Non
 def try_rewards(
     reward: Sequence[str], completions: Sequence[str], *, prompt: str = "", timeout: float = 30.0, **columns: Any
 ) -> list[dict[str, Any]]:
-    """What reward functions make of answers to one prompt, as in a run: to try one before it trains anything.
+    """Score completions of one prompt as in a run, to test reward functions before training.
 
-    reward: as rl.reward. columns: of the prompt's row. completion_ids are the bytes of each completion. A row for each
-    completion, with `reward`, the value of each function, and under `errors` what failed.
+    reward: as rl.reward. columns: the prompt's other columns. completion_ids are the completion's bytes. Returns a row
+    per completion: `reward`, the value of each function, and `errors`.
     """
     asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
     samples = []
@@ -219,10 +217,10 @@ def try_rewards(
     ]
 
 
-def _missing(name: str, described: Described, prompt: Prompt) -> str | None:
+def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
     """What a function needs, and a prompt's row does not have."""
-    absent = next((column for column in described.required if column not in prompt.columns), None)
-    if absent is None and (not described.reference or has_reference(prompt.columns)):
+    absent = next((column for column in signature.required if column not in prompt.columns), None)
+    if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
     if absent is None:

@@ -1,7 +1,7 @@
-"""Prompts -> groups of samples: each prompt is answered by an engine, in one turn or in a conversation.
+"""Rollouts: a group of samples for each prompt, in one turn or in a conversation with an environment.
 
-Everything is in tokens. What the policy sampled stays as it was sampled; what an environment replies is appended as
-tokens, and is not trained.
+Everything is in tokens: sampled tokens stay as sampled, and an environment's replies are appended as tokens that are
+not trained.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ async def rollout_group(
     seed: int,
     label: str = "",
 ) -> Group:
-    """So many samples of a prompt.
+    """`count` samples of a prompt. Without an environment they are one request, whose prompt an engine computes once.
 
-    Without an environment they are one request, whose prompt an engine computes once. seed: of the run; those of the
-    samples come from it, the prompt's id and the sample's number alone. label: put before the id, so that an
-    evaluation has other seeds than training.
+    seed: of the run; a sample's seed derives from it, the prompt's id and the sample's number alone. label: prefix of
+    the id, so that evaluation and training have different seeds.
     """
     if episodes is not None:
         numbers = range(count)
@@ -48,11 +47,11 @@ async def rollout_group(
 
 
 def group_of(prompt: Prompt, completions: Sequence[Completion]) -> Group:
-    """The samples that these completions of a prompt are, each of one turn."""
+    """A group of single-turn samples from the completions of a prompt."""
     samples = []
     for number, completion in enumerate(completions):
         transcript = Transcript(prompt)
-        transcript.sampled(completion)
+        transcript.add_completion(completion)
         samples.append(transcript.sample(number))
     return Group(prompt, samples)
 
@@ -66,11 +65,11 @@ async def episode(
     seed: int,
     label: str = "",
 ) -> Sample:
-    """One conversation with an environment of its own, in a process of its own.
+    """One sample: a conversation with a new environment.
 
-    It ends when the environment is done, after rl.max_turns answers, or where an answer or a reply does not fit
-    rollout.max_new_tokens any more (finish `length`). Where the environment's code fails, the sample is not trained and
-    its notes have the `error`.
+    It ends when the environment is done, after rl.max_turns answers, or where the next tokens exceed
+    rollout.max_new_tokens (finish `length`). If the environment's code fails, the sample is not trained, and its notes
+    have the `error`.
     """
     transcript = Transcript(prompt)
     environment = await episodes.open()
@@ -80,22 +79,22 @@ async def episode(
             turn, name = transcript.turns, label + prompt.id
             asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
-            request = Request(f"{name}/{number} turn {turn + 1}", transcript.so_far, seeds, asked)
+            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked)
             (completion,) = await engine.generate(request)
-            transcript.sampled(completion)
+            transcript.add_completion(completion)
             text, ended = _heard(completion, sampling, episodes.chats.tokenizer)
-            transcript.said(text)
+            transcript.add_answer(text)
             if completion.finish != "end":
                 break
             reply = await environment.step(text, completion.tokens)
-            transcript.replied(reply)
+            transcript.add_reply(reply)
             if reply.done or transcript.turns == episodes.max_turns:
                 break
-            given = episodes.behind(prompt, reply, ended)
+            given = episodes.reply_tokens(prompt, reply, ended)
             if transcript.length + len(given) >= episodes.most_tokens:
                 transcript.finish = "length"
                 break
-            transcript.given(given)
+            transcript.add_tokens(given)
     except EnvironmentFailure as error:
         transcript.error = str(error)
     finally:
@@ -109,10 +108,9 @@ async def rewarded_groups(
     reward: Callable[[Group], Awaitable[None]],
     phases: Phases,
 ) -> list[Group]:
-    """A group of each prompt, rewarded as soon as it is there, while others are still being generated.
+    """A group per prompt. Each is scored as soon as it is complete, while others are still generated.
 
-    phases: `generate` gets the seconds until the last group is there, `reward` those from then until the last reward
-    is: what rewards take longer than generation.
+    phases: `generate` gets the seconds until the last group is complete, `reward` those that rewards take beyond that.
     """
     began = drawn = time.perf_counter()
 
@@ -124,19 +122,18 @@ async def rewarded_groups(
         return group
 
     groups = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    phases.go_on({"generate": drawn - began, "reward": time.perf_counter() - drawn})
+    phases.add({"generate": drawn - began, "reward": time.perf_counter() - drawn})
     return list(groups)
 
 
 async def groups_to_train(
     stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
 ) -> tuple[list[Group], int]:
-    """The groups of a rollout step, and how many were set aside for others.
+    """The groups of a rollout step, and the number of groups that were replaced (rl.dynamic_sampling).
 
-    A group whose rewards are all equal teaches nothing: the next prompt of the stream takes its place, in so many
-    rounds at most (rl.dynamic_sampling); what is missing then is filled up with groups that were set aside. roll:
-    generates and rewards groups, in the order of their prompts. Which prompts are taken depends on rewards alone, not
-    on what is done first, so a run repeats itself.
+    A group whose rewards are all equal is replaced by one of the stream's next prompt, in at most `rounds` rounds; then
+    replaced groups fill up the rest. roll: generates and scores groups, in prompt order. The choice depends on rewards
+    alone, not on timing, so that runs are reproducible.
     """
     kept: list[Group] = []
     aside: list[Group] = []
@@ -164,7 +161,7 @@ def _heard(completion: Completion, sampling: Sampling, tokenizer: PreTrainedToke
 
 
 class Transcript:
-    """A sample while it is made."""
+    """A sample under construction."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -180,16 +177,16 @@ class Transcript:
         self._reward, self._notes = 0.0, dict[str, Any]()
 
     @property
-    def so_far(self) -> tuple[int, ...]:
+    def tokens(self) -> tuple[int, ...]:
         return tuple(self._tokens)
 
     @property
     def length(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return len(self._tokens) - len(self.prompt.tokens)
 
-    def sampled(self, completion: Completion) -> None:
-        """An answer of the policy."""
+    def add_completion(self, completion: Completion) -> None:
+        """Append an answer of the policy."""
         self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
         if completion.routes is not None:
             # An engine sends the routes of all tokens so far; those that earlier answers were sampled with stay.
@@ -198,17 +195,17 @@ class Transcript:
             self._routes = whole
         self.finish, self.turns = completion.finish, self.turns + 1
 
-    def given(self, tokens: Sequence[int]) -> None:
-        """What the policy is told."""
+    def add_tokens(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
         count = len(tokens)
         self._extend(tokens, False, [0.0] * count, [-1] * count, None)
 
-    def said(self, text: str) -> None:
-        """The text of an answer."""
+    def add_answer(self, text: str) -> None:
+        """Record the text of an answer."""
         self._messages.append({"role": "assistant", "content": text})
 
-    def replied(self, reply: Reply) -> None:
-        """What the environment made of it."""
+    def add_reply(self, reply: Reply) -> None:
+        """Record the environment's reply to the last answer."""
         if reply.calls:
             self._messages[-1]["tool_calls"] = list(reply.calls)
         self._messages += [dict(message) for message in reply.messages]
@@ -218,7 +215,7 @@ class Transcript:
         self._notes.update(reply.notes)
 
     def sample(self, number: int, gives_reward: bool = False) -> Sample:
-        """What it has become. gives_reward: whether the environment's reward counts."""
+        """The finished sample. gives_reward: whether the environment's reward counts."""
         notes = {**self._notes}
         if self._messages:
             notes["messages"] = self._messages

@@ -1,6 +1,6 @@
-"""Samples as they travel to trainers: what these read and train of them, in a few arrays.
+"""A compact pickle of samples for the trainers: a few arrays with what they read and train.
 
-Pickled one by one, 256 samples are some thousand small arrays, with texts, columns and notes that no trainer looks at.
+Pickled one by one, 256 samples are about a thousand small arrays, with texts, columns and notes that no trainer uses.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BY_TOKEN = {
 _NO_VERSIONS = np.zeros(0, np.int32)
 
 
-class Parcel(list[Sample]):
-    """A list of samples, of which less arrives in another process: prompts without tokens, text and columns; no texts,
-    notes, parts of rewards or versions."""
+class SampleBatch(list[Sample]):
+    """A list of samples that unpickles without texts, notes, columns, prompt tokens, weight versions and single
+    rewards."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (_pack(self),)

@@ -1,4 +1,4 @@
-"""The rollout engines of a run, and how the trainers' weights reach those that are processes of their own."""
+"""The rollout engines of a run, and how separate engines get the trainers' weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import UserError
-from weft.rl.pool import EmbeddedPool, StandalonePool, or_declined
+from weft.rl.pool import EmbeddedPool, StandalonePool, decline_on_error
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
 from weft.rollout.sync.protocol import Ticket
@@ -20,23 +20,23 @@ SERVERS = ("vllm", "sglang")
 
 
 class ServedPool:
-    """Implements RolloutEngine over actors that have a server each (HostedServer), wherever they are.
+    """A RolloutEngine over actors with a server each (HostedServer), on any host.
 
-    A request goes whole to the engine that has least to do: its samples share the cache of their prompt. vLLM gets
-    weights by weft's sync, SGLang by directories.
+    A request goes whole to the engine with the least work, so that its samples share the prompt's cache. vLLM gets
+    weights by weight sync, SGLang through directories.
     """
 
     def __init__(
         self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
     ) -> None:
-        """tickets: of each vLLM. folder: of the directories."""
+        """tickets: of each vLLM. folder: for SGLang's directories."""
         self.actors = actors
         self._trainers, self._tickets, self._folder = trainers, [own[0] for own in tickets.values()], folder
         self._loads = [0] * len(actors)
         self.drawn = 0  # tokens of what has been answered
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion for each of the request's seeds."""
+        """One completion per seed of the request."""
         place = min(range(len(self._loads)), key=lambda n: (self._loads[n], n))
         load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
         self._loads[place] += load
@@ -48,11 +48,11 @@ class ServedPool:
             self._loads[place] -= load
 
     async def sync(self, version: int) -> Synced:
-        """Bring every engine to the trainers' weights as they are now."""
+        """Bring every engine to the trainers' present weights."""
         synced: Synced
         if self._tickets:
             taking = [
-                or_declined(self.actors.one(n, "ask", "receive", own, version), own)
+                decline_on_error(self.actors.one(n, "ask", "receive", own, version), own)
                 for n, own in enumerate(self._tickets)
             ]
             sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
@@ -65,23 +65,23 @@ class ServedPool:
         return synced
 
     async def pause(self) -> None:
-        """Hold all that is being generated."""
+        """Pause all requests."""
         await self.actors.all("ask", "pause")
 
     async def resume(self) -> None:
-        """Go on with it."""
+        """Continue them."""
         await self.actors.all("ask", "resume")
 
     async def abort(self) -> None:
-        """End all that is being generated."""
+        """End all requests."""
         await self.actors.all("ask", "abort")
 
     async def sleep(self) -> None:
-        """Give up memory."""
+        """Free the engines' memory."""
         await self.actors.all("ask", "sleep")
 
     async def wake(self, part: EnginePart) -> None:
-        """Take memory again."""
+        """Allocate it again; see RolloutEngine.wake."""
         await self.actors.all("ask", "wake", part)
 
     async def close(self) -> None:
@@ -91,21 +91,21 @@ class ServedPool:
 
 
 def check_engines(config: RlConfig) -> None:
-    """Raises UserError where rollout.engine is to run on this machine, which has no environment for it, or one that is
-    not as tested. Hosts of a cluster say it themselves (check_hosts)."""
+    """UserError where rollout.engine would run on this machine and its environment is missing or untested. For hosts of
+    a cluster: check_hosts."""
     if config.rollout.engine in SERVERS and config.cluster.address is None:
         interpreter_of(config)
 
 
 async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
-    """As check_engines, on the host where Ray has put each engine; before anything is loaded."""
+    """As check_engines, on the hosts where Ray has placed the engines, before anything is loaded."""
     if standalone is not None and config.rollout.engine in SERVERS:
         await standalone.all("check", Path(config.model.path).expanduser().is_dir())
 
 
 async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tuple[str | None, list[str]]]:
-    """(CUDA_VISIBLE_DEVICES, UUIDs) of each server: colocated, those of the rollout.tp ranks in whose place it
-    generates; (None, []): what Ray gives to it. UserError where these ranks are on several hosts."""
+    """(CUDA_VISIBLE_DEVICES, UUIDs) of each server. Colocated: those of the rollout.tp trainer ranks that it shares
+    with; else (None, []), and Ray chooses. UserError where these ranks are on several hosts."""
     if config.cluster.placement != "colocated":
         return [(None, [])] * config.rollout.count
     tp, found = config.rollout.tp, await trainers.all("devices")
@@ -130,9 +130,11 @@ async def open_engines(
     compute: str,
     parts: Sequence[Part] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:
-    """What generates in this run; it has no weights until its first sync. standalone: actors of engines of their own.
-    run: its folder. compute: the trainers' dtype. parts: of the trainers that sleep while servers on their devices
-    start."""
+    """The engine pool of a run, without weights until its first sync.
+
+    standalone: actors of separate engines. run: the run's folder. compute: the trainers' dtype. parts: parts of the
+    trainers that sleep while servers on their devices start.
+    """
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
     assert standalone is not None

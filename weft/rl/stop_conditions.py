@@ -1,4 +1,4 @@
-"""When rollout steps come to nothing, one after the other, the run is ended."""
+"""Conditions that end a run: consecutive rollout steps without a sample to train, or without any signal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weft.rollout.types import Sample
 
 @dataclass
 class EmptySteps:
-    """Rollout steps in a row of which no sample was trained. most: train.max_nonfinite."""
+    """Counts consecutive rollout steps without a trained sample. most: train.max_nonfinite."""
 
     most: int
     in_a_row: int = 0
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> None:
-        """One rollout step. UserError after too many, with why."""
+        """Count one rollout step. UserError, with the reasons, after too many."""
         self.in_a_row = 0 if any(is_trained(sample, config) for sample in samples) else self.in_a_row + 1
         if self.in_a_row >= self.most:
             raise UserError(
@@ -36,15 +36,14 @@ _SHOWN = 300  # characters of a text
 
 @dataclass
 class FlatSteps:
-    """Rollout steps in a row from which nothing can be learnt, because every advantage is zero: no two rewards that are
-    compared with each other differ. Where a reward is compared with nothing (no baseline), or with what a critic
-    expects, the same reward for all is something to learn from."""
+    """Counts consecutive rollout steps whose advantages are all zero, because all compared rewards are equal. Without a
+    baseline, or with a critic, equal rewards are still a signal."""
 
     in_a_row: int = 0
     _last: Sequence[str] = ()  # two samples
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> list[str]:
-        """One rollout step; what there is to print of it. One without samples to train is neither."""
+        """Count one rollout step; returns what to print. A step without trained samples changes nothing."""
         trained = [sample for sample in samples if is_trained(sample, config)]
         if not trained:
             return []
@@ -58,7 +57,7 @@ class FlatSteps:
         ]
 
     def require_signal(self, rollouts: int) -> None:
-        """At the end of a run of so many rollout steps. UserError where there never was anything to learn from."""
+        """UserError at the end of a run of `rollouts` steps where none had a signal."""
         if self.in_a_row == rollouts >= FLAT_STEPS:
             lines = "\n".join(self._last)
             raise UserError(
@@ -83,7 +82,7 @@ def _shown(sample: Sample) -> str:
 
 
 def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
-    """Why samples are left out, each by the first reason that holds."""
+    """Number of untrained samples by reason; each counts under the first reason that applies."""
     reasons = {"failed in rl.environment": 0, "have no reward": 0, "drew no token": 0, "ended at their longest": 0}
     for sample in samples:
         if not is_trained(sample, config):

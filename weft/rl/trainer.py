@@ -1,4 +1,4 @@
-"""What one trainer rank does in reinforcement learning. Plain Python: Ray calls it, and so do tests.
+"""One trainer rank of reinforcement learning: a plain Python object that Ray, or a test, calls.
 
 Every method but `generate` is called on all ranks together, with the same arguments.
 """
@@ -45,13 +45,13 @@ from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, p
 from weft.rl.exact import prove_exact
 from weft.rl.reference_critic import (
     CRITIC,
-    Values,
-    Who,
+    Critic,
+    Role,
     checkpoints_of,
     critic_checkpoint,
+    finish_step,
     own_ranks,
     readout,
-    settle_step,
     start_rank,
 )
 from weft.rollout.base import Request, Synced
@@ -66,7 +66,8 @@ from weft.terminal import say
 
 @dataclass(frozen=True)
 class Updated:
-    """What came of an optimizer step: its line of metrics.jsonl, and `old` [T] of samples that had none, by index."""
+    """The outcome of an optimizer step: its line of metrics.jsonl, and `old` [T], by index, of samples that had
+    none."""
 
     line: dict[str, object]
     old: dict[int, Floats] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a rank has: its host's name, CUDA_VISIBLE_DEVICES, and the UUID of its device, or nothing on a CPU."""
+    """A rank's host name, CUDA_VISIBLE_DEVICES, and device UUID (none on CPU)."""
 
     host: str
     visible: str
@@ -82,10 +83,11 @@ class Devices:
 
 
 class Trainer:
-    """The policy on one rank, with its reference and its critic: trained, read, saved, and given to rollout engines."""
+    """The policy on one rank, with its reference and critic: trains, reads, saves, and sends weights to rollout
+    engines."""
 
     def __init__(self, config: RlConfig, device: Device = "auto", *, fill: bool = True) -> None:
-        """fill: False where a checkpoint will fill the weights of what is trained."""
+        """fill: False where a checkpoint will fill the trained weights."""
         self.config = config
         self.ranks = start_rank(config, device)
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
@@ -93,7 +95,7 @@ class Trainer:
         here = "reference" not in others
         self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if here else None
         critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
-        self.critic, self.values = critic, None if critic is None else Values(critic, config)
+        self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
         tokens = config.rollout.max_tokens_per_device
@@ -107,7 +109,7 @@ class Trainer:
     # ------------------------------------------------------------ at start
 
     def describe(self) -> str:
-        """What the run's opening says of the model and how it is laid out."""
+        """The opening text about the model and its layout."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             for note in notes_on_generation(self.config, self.engine.built.config):
@@ -119,7 +121,7 @@ class Trainer:
         return text.getvalue()
 
     def compute_dtype(self) -> str:
-        """As in "bf16"."""
+        """The compute dtype, such as "bf16"."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.engine.precision.compute)
 
     def ends(self) -> list[int]:
@@ -127,8 +129,8 @@ class Trainer:
         return end_tokens(self.engine, self.tokenizer)
 
     def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int = 0) -> list[str]:
-        """Enter RUN, whose lock holds this token, and go on from its checkpoint of step `last`, 0 for a fresh start;
-        what there is to say of it. constants: what each checkpoint says of the run."""
+        """Enter RUN, whose lock holds `token`, and restore its checkpoint of step `last` (0: none); returns messages.
+        constants: the constant part of every checkpoint's state."""
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
@@ -151,14 +153,15 @@ class Trainer:
     # ------------------------------------------------------------ rollouts
 
     def sync(self, version: int) -> Synced:
-        """Give the embedded engine the weights as they are now."""
+        """Copy the present weights to the embedded engine."""
         flight.at("sync")
         began = time.perf_counter()
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
     def prove_exact(self) -> str:
-        """UserError where this model, on this machine, samples other logprobs than the trainer reads; else a line."""
+        """UserError where the embedded engine's logprobs differ from the trainer's on this machine; else a line to
+        print."""
         flight.at("logprobs")
         rollout, asleep = self.config.rollout, tuple(self.engine.asleep)
         self.engine.wake()  # it samples and reads
@@ -168,17 +171,17 @@ class Trainer:
         return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
     def generate(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """Completions by this rank's copy alone (EmbeddedEngine.advance)."""
+        """Completions from this rank's embedded engine (EmbeddedEngine.advance)."""
         flight.at("generate")
         return self.embedded.advance(asked, seconds)
 
     def sleep_engine(self) -> int:
-        """Give up the memory of the embedded engine; bytes of its copy."""
+        """Free the embedded engine's copy; returns its bytes."""
         return self.embedded.sleep()
 
     def sleep(self, parts: Sequence[Part], sends: bool = False) -> int:
-        """Move these parts of all engines to the host, for a rollout engine to have their memory; bytes. sends: the
-        policy's parameters stay, because they are going to be sent."""
+        """Move these parts of all engines to host memory; returns bytes. sends: the policy's parameters stay, because a
+        sync follows."""
         moved = 0
         for engine in self._engines():
             own = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
@@ -186,22 +189,25 @@ class Trainer:
         return moved
 
     def wake(self) -> int:
-        """Bring back what sleeps of all engines, bit for bit; bytes."""
+        """Bring back everything that sleeps, bit for bit; returns bytes."""
         return sum(engine.wake() for engine in self._engines())
 
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
 
     def devices(self) -> Devices:
-        """Those of this rank."""
+        """This rank's devices."""
         uuids = device_memory.devices(self.engine.device)
         return Devices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
 
     def open_sync(
         self, hosts: Mapping[str, str], workers: int, devices: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, list[Ticket]]:
-        """Get ready to send weights to engines of their own: each one's tickets. hosts: address of each one's machine,
-        by its name. workers: of one. devices: UUIDs of those that each sees."""
+        """Prepare to send weights to separate engines; returns each engine's tickets.
+
+        hosts: engine -> its machine's address. workers: processes per engine. devices: engine -> UUIDs of the devices
+        that it sees.
+        """
         assert self.folder is not None, "open_run comes first"
         adapters, seen = self.engine.lora is not None, devices or {}
         receivers = [Receiver(name, host, workers, adapters, seen.get(name, ())) for name, host in hosts.items()]
@@ -209,7 +215,7 @@ class Trainer:
         return self.sender.tickets
 
     def send(self, version: int) -> Synced:
-        """Send the weights as they are now, while engines take them."""
+        """Send the present weights, while the engines receive them."""
         assert self.sender is not None
         try:
             return self.sender.send(version)
@@ -219,7 +225,7 @@ class Trainer:
             raise
 
     def export(self, folder: str, version: int) -> Synced:
-        """Write the weights as they are now as a HuggingFace directory."""
+        """Write the present weights as a HuggingFace directory."""
         flight.at("sync")
         began = time.perf_counter()
         save_huggingface(self.engine, Path(folder))
@@ -228,30 +234,30 @@ class Trainer:
 
     # ------------------------------------------------------------ reading
 
-    def read_all(self, whose: Sequence[Who], samples: Sequence[Sample]) -> dict[Who, dict[int, Floats]]:
-        """What each of these engines reads."""
-        return {who: self.read(who, samples) for who in whose}
+    def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
+        """`read` for several roles."""
+        return {role: self.read(role, samples) for role in roles}
 
-    def read(self, who: Who, samples: Sequence[Sample]) -> dict[int, Floats]:
-        """The policy's or the reference's logprob of every sampled token, or the critic's value before it, [T]; of the
-        samples that this rank was dealt, by their index."""
-        if who == CRITIC:
+    def read(self, role: Role, samples: Sequence[Sample]) -> dict[int, Floats]:
+        """[T] for this rank's samples, by index: the policy's or reference's logprob of each sampled token, or the
+        critic's value before it."""
+        if role == CRITIC:
             assert self.critic is not None
             return readout(self.critic, samples, "value")
-        if who == "reference" and self.reference is None:
+        if role == "reference" and self.reference is None:
             with self.engine.without_adapter():
                 return readout(self.engine, samples, "logprob")
-        engine = self.engine if who == "policy" else self.reference
+        engine = self.engine if role == "policy" else self.reference
         assert engine is not None
-        return readout(engine, samples, "logprob", routes=who == "policy")
+        return readout(engine, samples, "logprob", routes=role == "policy")
 
     # ------------------------------------------------------------ training
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> Updated:
-        """One optimizer step over these samples. Where they have no `old`, the policy that is trained is it, which
-        this says of those that this rank was dealt.
+        """One optimizer step over these samples. Where they have no `old`, the current policy's logprobs serve as `old`
+        and are returned for this rank's samples.
 
-        lr: the policy's; a critic's is in the same proportion to critic.lr as this one to optimizer.lr.
+        lr: the policy's; the critic's is critic.lr x lr / optimizer.lr.
         """
         began = time.perf_counter()
         documents = TrainedSamples(samples, self.config)
@@ -265,7 +271,7 @@ class Trainer:
         if not self._contract_checked:
             check_contract(self.engine)
             self._contract_checked = True
-        memory = settle_step(self.engine, self.saver)
+        memory = finish_step(self.engine, self.saver)
         line = step_line(number, epoch, taken, self.throughput, memory) | values
         read = {documents.places[index]: found.numpy() for index, found in loss.old_logprobs().items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
@@ -280,20 +286,21 @@ class Trainer:
     # ------------------------------------------------------------ saving
 
     def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
-        """Save what stands after this optimizer step, in the background; news of earlier saves."""
+        """Start saving the state after this optimizer step; returns messages about earlier saves."""
         assert self.saver is not None
         flight.at("save")
         self.saver.save(step, progress)
         return self.saver.take_news()
 
     def finish(self) -> tuple[str, list[str]]:
-        """Wait for the last save: its folder, and news."""
+        """Wait for the last save; returns its folder and messages."""
         assert self.saver is not None
         flight.at("save")
         return str(self.saver.finish()), self.saver.take_news()
 
     def ending(self, error: BaseException) -> None:
-        """A call has failed on this rank: where it has on all, what is being saved is finished before they end."""
+        """Called after a call failed on this rank: if it failed on all ranks, the save in progress is finished
+        first."""
         if self.saver is not None:
             self.saver.end(error)
 

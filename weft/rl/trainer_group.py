@@ -1,5 +1,5 @@
-"""All that is read and trained in a run, for its controller: the trainer ranks, and those of a reference or a critic
-with ranks of their own (weft/rl/reference_critic.py), which work at the same time."""
+"""All trainer ranks as one object, for the controller: the policy's, and separate ranks of a reference or critic, which
+work at the same time."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from typing import Any
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.errors import first_line
-from weft.rl.reference_critic import CRITIC, Who, set_readings
-from weft.rl.serialization import Parcel
+from weft.rl.reference_critic import CRITIC, Role, set_readings
+from weft.rl.serialization import SampleBatch
 from weft.rollout.types import Sample
 from weft.terminal import say
 
 
-class Learners:
-    """trainers: the policy's ranks, which have all that is not in `asides`."""
+class TrainerGroup:
+    """trainers: the policy's ranks, with every role that is not in `reference_critic`."""
 
-    def __init__(self, config: RlConfig, trainers: ActorGroup, asides: Mapping[Who, ActorGroup]) -> None:
-        self.config, self._trainers, self._asides = config, trainers, asides
+    def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, ActorGroup]) -> None:
+        self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
     async def describe(self) -> str:
-        """What the run's opening says of the models. The first call makes the ranks' engines, which is collective."""
+        """The opening text about the models. The first call builds the engines, which is collective."""
         opening, *others = await together([group.all("describe") for group in self._all])
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
 
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
-        """All enter RUN (Trainer.open_run); what there is to say of it."""
+        """Trainer.open_run on all ranks; returns messages."""
         notes, *_ = await together(
             [
                 self._trainers.all("open_run", folder, token, constants, last),
-                *(group.all("open_run", folder, constants, last) for group in self._asides.values()),
+                *(group.all("open_run", folder, constants, last) for group in self._reference_critic.values()),
             ]
         )
         first: list[str] = notes[0]
         return first
 
-    async def read(self, whose: Sequence[Who], samples: Sequence[Sample]) -> None:
-        """Set the array of each sample that each of these reads; samples are sent once to each group."""
-        asked = {who: self._asides.get(who, self._trainers) for who in whose}
-        parcel = Parcel(samples)
+    async def read(self, roles: Sequence[Role], samples: Sequence[Sample]) -> None:
+        """Set the array that each of these roles reads on the samples (READS). Samples are sent once to each group of
+        ranks."""
+        asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
+        batch = SampleBatch(samples)
         parts = await together(
             [
-                group.all("read_all", tuple(who for who, own in asked.items() if own is group), parcel)
+                group.all("read_all", tuple(role for role, own in asked.items() if own is group), batch)
                 for group in dict.fromkeys(asked.values())
             ]
         )
         set_readings(samples, (part for group in parts for part in group))
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
-        """An optimizer step over these samples (Trainer.update); its line. Sets `old` where the update has read it."""
-        parcel, share = Parcel(samples), lr / self.config.optimizer.lr
+        """One optimizer step over these samples (Trainer.update); returns its line. Sets `old` of samples that had
+        none."""
+        batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
         updated, *critics = await together(
             [
-                self._trainers.all("update", parcel, number, steps, epoch, lr),
-                *(group.all("update", parcel, number, steps, share) for group in self._critics),
+                self._trainers.all("update", batch, number, steps, epoch, lr),
+                *(group.all("update", batch, number, steps, share) for group in self._critics),
             ]
         )
         for part in updated:
@@ -71,21 +73,21 @@ class Learners:
         return line
 
     async def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
-        """A checkpoint of what stands after this optimizer step; news of earlier ones."""
+        """Start saving the state after this optimizer step; returns messages about earlier saves."""
         earlier = (await self.finish())[1] if self._critics else []  # of the step before both are whole, then
         self._is_saving = True
         news = await together([group.all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
 
     async def finish(self) -> tuple[str, list[str]]:
-        """Wait for the last checkpoint: its folder, and news."""
+        """Wait for the last save; returns its folder and messages."""
         (saved, news), *others = [found[0] for found in await together([group.all("finish") for group in self._savers])]
         self._is_saving = False
         return saved, [*news, *(text for own in others for text in own)]
 
     async def ending(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """The run ends, with an error or not: a checkpoint that is being written is finished first, within
-        train.timeout, where the ranks are there to do so."""
+        """Exit callback: after an error, finish the save in progress, within train.timeout, if the ranks are still
+        there."""
         if error is None or not self._is_saving:
             return
         finishing, timeout = asyncio.ensure_future(self.finish()), self.config.train.timeout
@@ -103,7 +105,7 @@ class Learners:
 
     @property
     def _all(self) -> list[ActorGroup]:
-        return [self._trainers, *self._asides.values()]
+        return [self._trainers, *self._reference_critic.values()]
 
     @property
     def _savers(self) -> list[ActorGroup]:
@@ -112,4 +114,4 @@ class Learners:
 
     @property
     def _critics(self) -> list[ActorGroup]:
-        return [group for who, group in self._asides.items() if who == CRITIC]
+        return [group for role, group in self._reference_critic.items() if role == CRITIC]

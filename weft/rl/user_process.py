@@ -1,7 +1,7 @@
-"""What a process of the user's code (reward functions, environments) shares with the controller: how both talk.
+"""Processes of user code (reward functions, environments): what they share with the controller.
 
-It is started afresh (`python -m weft.rl.NAME`), not forked: the controller has threads. It imports no torch. Requests
-come in on its standard input, answers go out on its output, each pickled behind its length.
+They are started with `python -m weft.rl.NAME`, not forked, because the controller has threads. They import no torch.
+Requests come on standard input and answers go to standard output, each pickled after its length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ IMPORT_SECONDS = 120  # that such a process may take to import the user's code
 
 
 class Readable(Protocol):
-    """A stream of bytes; `read` waits for all that is asked for."""
+    """A byte stream whose `read` blocks until `size` bytes are there."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class Writable(Protocol):
-    """A stream of bytes."""
+    """A byte stream."""
 
     def write(self, data: bytes, /) -> object: ...
 
@@ -32,37 +32,37 @@ class Writable(Protocol):
 
 
 def take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """(requests, answers). Whatever the user's code prints goes to the standard error."""
+    """(requests, answers). Prints of user code are redirected to standard error."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     return requests, answers
 
 
-def look_through(path: list[str]) -> None:
-    """Import from the controller's folders, too."""
+def add_import_folders(path: list[str]) -> None:
+    """Add the controller's import folders to sys.path."""
     sys.path += [folder for folder in path if folder not in sys.path]
 
 
-def be_ended_first() -> None:
-    """Where the kernel is short of memory it ends this process, and not the controller."""
+def prefer_oom_kill() -> None:
+    """Let the kernel kill this process before the controller when memory is short."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def receive(stream: Readable) -> Any:
-    """The next thing that was sent; None at the end."""
+    """The next message; None at the end of the stream."""
     header = stream.read(HEADER.size)
     return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
 
 
 def send(stream: Writable, thing: Any) -> None:
-    """Sends it at once."""
+    """Send a message and flush."""
     stream.write(packed(thing))
     stream.flush()
 
 
 def packed(thing: Any) -> bytes:
-    """As it travels."""
+    """The bytes of a message."""
     data = pickle.dumps(thing)
     return HEADER.pack(len(data)) + data

@@ -1,4 +1,4 @@
-"""Processes that run the user's code, as the controller has them: one that crashes or hangs is killed."""
+"""The controller's end of processes of user code: one that crashes or hangs is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.version import PACKAGE
 
 
 class WorkerError(Exception):
-    """The process ended, or did not answer in time (late); the message says which."""
+    """The process ended, or exceeded the time limit (late)."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
@@ -25,11 +25,8 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process. It answers one request at a time.
-
-    ended: waits for its end, and gives its status, negative for a signal; None where nobody knows. kill: ends it and
-    what it has started, whatever it is doing, without waiting for it.
-    """
+    """One process, which answers one request at a time. ended: waits for its end; returns its exit status (negative:
+    the signal), or None if unknown. kill: kills it and its children, without waiting."""
 
     def __init__(
         self,
@@ -41,7 +38,7 @@ class Worker:
         self._answers, self._requests, self._ended, self.kill = answers, requests, ended, kill
 
     async def ask(self, request: Any, timeout: float) -> Any:
-        """The answer. Raises WorkerError, after which the process is gone."""
+        """The answer to a request. WorkerError where there is none; the process is then gone."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._ask(request)
@@ -66,7 +63,7 @@ class Worker:
             raise WorkerError(f"answered what cannot be read here: {first_line(error)}") from error
 
     async def end(self) -> int | None:
-        """Ends the process and what it has started; its status."""
+        """Kill the process and its children; returns its exit status."""
         self.kill()
         status = await self._ended()
         self._requests.close()
@@ -76,10 +73,10 @@ class Worker:
 async def start_worker(
     module: str, hello: Any, refused: str, words: Sequence[str] = (), pass_fds: Sequence[int] = ()
 ) -> tuple[Worker, Any]:
-    """A process of a module of weft, and what it answers to the first request: (folders to import from, hello).
+    """Start a process of a weft module; returns it and its answer to the first request (import folders, hello).
 
-    refused: begins the UserError that is raised where the process ends over it. One that answers a text says itself
-    what the user has to mend. words, pass_fds: arguments of its command line, and descriptors that it gets.
+    refused: begins the UserError where the process dies on this request; where it answers with a text, that is the
+    UserError. words: arguments of its command line. pass_fds: inherited descriptors.
     """
     root = str(PACKAGE.parent)
     process = await asyncio.create_subprocess_exec(

@@ -18,7 +18,7 @@ from weft.engine.startup import implementation
 from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
-from weft.parallel.mesh import whole
+from weft.parallel.mesh import full_tensor
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
@@ -125,7 +125,7 @@ class EmbeddedEngine:
             if name in state and name not in self._tied():
                 state[name].detach().copy_(state[owner].detach())  # the walker gave it under its owner's name alone
         for target in lora.targets:
-            a, b = (whole(parameters[name], cuts.get(name)).float() for name in target.names)
+            a, b = (full_tensor(parameters[name], cuts.get(name)).float() for name in target.names)
             if state:
                 weight = state[target.weight].detach()
                 weight.copy_(add_delta(weight.float(), target, lora, a, b))

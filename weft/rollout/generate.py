@@ -21,9 +21,9 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.ops.exact import numerics
 from weft.rollout.base import Completion, Finish, Request, Sampling
-from weft.rollout.choice import open_rows
-from weft.rollout.drawing import Drawn, draw, uniforms
+from weft.rollout.cache_support import open_rows
 from weft.rollout.rows import Routes
+from weft.rollout.token_sampling import SampledTokens, sample_tokens, uniforms
 from weft.telemetry import flight
 
 MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
@@ -36,7 +36,6 @@ class Work:
     summed. most_rows: at once."""
 
     prompts: int = 0
-    prompt_tokens: int = 0
     tokens: int = 0
     steps: int = 0
     row_steps: int = 0
@@ -254,7 +253,6 @@ class Generator:
         new = [sample for entry in joining for sample in entry.samples]
         owner = np.repeat(np.arange(len(joining)), [len(entry.samples) for entry in joining])
         self.work.prompts += len(joining)
-        self.work.prompt_tokens += sum(len(entry.tokens) for entry in joining)
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
         if self._rows.routes:
@@ -311,7 +309,7 @@ class Generator:
         for sampling, rows in by_sampling.items():
             several = len(by_sampling) > 1
             chosen = [samples[row] for row in rows] if several else samples
-            drawn = draw(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
+            drawn = sample_tokens(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
             self._write(chosen, sampling, drawn)
 
     def _uniforms(self, samples: Sequence[_Sample]) -> Tensor:
@@ -319,7 +317,7 @@ class Generator:
         places = np.array([len(sample.tokens) for sample in samples], dtype=np.uint64)
         return torch.from_numpy(uniforms(seeds, places)).to(self._device)
 
-    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: Drawn) -> None:
+    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: SampledTokens) -> None:
         logprobs = drawn.logprobs_R.tolist()
         self.work.tokens += len(samples)
         for sample, token, logprob in zip(samples, drawn.tokens_R.tolist(), logprobs, strict=True):

@@ -1,6 +1,6 @@
 """JSON over HTTP to a server that weft has started on this machine. One connection a call, standard library alone.
 
-HTTP/1.0 is spoken because it knows no chunks: an answer is what comes until the server closes.
+HTTP/1.0 is completion_text because it knows no chunks: an answer is what comes until the server closes.
 """
 
 from __future__ import annotations

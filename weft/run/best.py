@@ -24,7 +24,7 @@ class Best:
     waited: int = 0
     exact: float = 0.0
 
-    def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
+    def update(self, step: int, figures: Mapping[str, float | None]) -> bool:
         """Record the evaluation of a step; whether it is the best so far. A non-finite one is no improvement. Step 0 is
         the baseline for later ones and never the best, because nothing is saved there."""
         self.exact = figures.get("eval/exact") or 0.0
@@ -50,7 +50,7 @@ class Best:
         return "eval.patience" if exhausted else None
 
     def state(self, kept: bool) -> dict[str, Any]:
-        """The state for a checkpoint, which `go_on` restores. kept: whether the best checkpoint is saved."""
+        """The state for a checkpoint, which `restore` restores. kept: whether the best checkpoint is saved."""
         return {
             "kept": kept,
             "metric": self.config.metric,
@@ -62,7 +62,7 @@ class Best:
             "exact": self.exact,
         }
 
-    def go_on(self, state: Mapping[str, Any]) -> list[str]:
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore a checkpoint's state; the message for the user. With other documents or another metric it starts
         anew."""
         if not state:

@@ -24,7 +24,7 @@ from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import RunConfig, SftConfig
 from weft.errors import UserError
-from weft.terminal import called
+from weft.terminal import display_name
 
 SAMPLES = "samples.jsonl"  # answers to eval.prompts
 AnyConfig = SftConfig | RlConfig
@@ -41,7 +41,7 @@ def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Ite
             answer = [str(held.folder), held.token, None]
         except UserError as error:
             answer[2] = str(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=ranks.group)
     try:
         if answer[2] is not None:
             raise UserError(answer[2])
@@ -110,7 +110,7 @@ def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
     if not bad:
         path.unlink(missing_ok=True)
         return
-    named = ({"source": called(source), "error": called(error)} for source, error in bad)
+    named = ({"source": display_name(source), "error": display_name(error)} for source, error in bad)
     lines = (json.dumps(row, ensure_ascii=False) for row in named)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
 

@@ -60,7 +60,7 @@ class Recorder:
         self.file = MetricsFile(self.folder / "metrics.jsonl") if self.engine.ranks.is_first else None
         self.throughput = Throughput.of(self.engine)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
-        self.summary.go_on(self.start.summary)
+        self.summary.restore(self.start.summary)
         self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
         track = self.config.track if self.engine.ranks.is_first else TrackConfig()
         self.trackers = Trackers(to_dict(self.config), track, self.folder, self.start.step)

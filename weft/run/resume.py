@@ -13,14 +13,14 @@ import torch.distributed as dist
 from weft.checkpoint import rng
 from weft.checkpoint.parts import RUN
 from weft.checkpoint.resume import (
-    agreed,
+    agree,
     fill_from,
     from_weights,
     newest,
     no_complete_checkpoint,
     other_training,
+    read_verified,
     resumed_notes,
-    whole,
 )  # fmt: skip
 from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
@@ -42,9 +42,10 @@ from weft.run.identity import model_fingerprint
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
     "data.subset", "data.columns", "data.roles", "data.max_length", "data.long_documents", "data.bad_rows",
-    "data.workers", "data.cache", "data.chat_template", "model.path", "model.attention", "model.recompute",
-    "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
-    "train.max_nonfinite", "train.deterministic",
+    "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
+    "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
+    "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every", "train.max_nonfinite",
+    "train.deterministic",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
@@ -77,7 +78,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
     content = state.content
     changed = dict(changes(content["config"], to_dict(config), SftConfig))
     problems = [
-        *refused(changed),
+        *refused_changes(changed),
         *rates_changed(content, config, steps, content["updates"]),
         *_contents_changed(state, config, data),
     ]
@@ -99,13 +100,15 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
 def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
     """The newest checkpoint with trainer state that is complete on all ranks, and why newer ones were skipped."""
     listed = [complete_steps(checkpoints)]
-    dist.broadcast_object_list(listed, src=0)
+    dist.broadcast_object_list(listed, src=0, group=ranks.group)
     return newest(
-        checkpoints, listed[0], lambda folder: agreed(partial(whole, folder, ranks.rank, ranks.world, RUN), ranks)
+        checkpoints,
+        listed[0],
+        lambda folder: agree(partial(read_verified, folder, ranks.rank, ranks.world, RUN), ranks),
     )
 
 
-def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
+def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
     """Restore masters, moments and generators, then put the run folder in order; the messages for the user. UserError
     where the state does not fit this model; RUN is then unchanged."""
     notes = list(start.notes)
@@ -114,12 +117,12 @@ def take_up(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
     else:
         notes += fill_from(engine, start.state, config.train.seed)
     if engine.ranks.is_first:
-        notes += put_in_order(folder, start.step, start.evaluation)
+        notes += set_aside_later(folder, start.step, start.evaluation)
         write_config(config, folder)
     return notes
 
 
-def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
+def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
     """Move aside what the run wrote after this step. evaluation: the checkpoint's state of it."""
     notes, checkpoints = [], folder / "checkpoints"
     aside = set_aside(checkpoints, step)
@@ -127,7 +130,7 @@ def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list
         notes.append(f"aside    checkpoints after step {step} are now {', '.join(aside)}")
     if step:
         point_latest(step_folder(checkpoints, step))
-        notes += put_best_in_order(checkpoints, evaluation)
+        notes += reset_best(checkpoints, evaluation)
     for name in ("metrics.jsonl", SAMPLES):
         dropped = cut_lines(folder / name, step)
         if dropped:
@@ -136,7 +139,7 @@ def put_in_order(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list
     return notes
 
 
-def put_best_in_order(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
     """Point `best` at the best checkpoint up to this one; a later one may have been set aside."""
     forget_best(checkpoints)
     best = evaluation["step"] if evaluation.get("kept") else 0
@@ -177,7 +180,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> 
             yield name, (old, new)
 
 
-def refused(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
+def refused_changes(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
     """The changed keys that must not change. more: keys and sections that may change, in addition to MAY_CHANGE."""
     may = (*MAY_CHANGE, *_SCHEDULED, *more)
     return [

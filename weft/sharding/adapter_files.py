@@ -25,16 +25,16 @@ from weft.models.lora import (
     LoraPlan,
     Target,
     adaptable,
-    ends_like,
     find_trained,
     first_values,
     is_adapters,
+    matches_end,
     new_adapters,
 )
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule
 from weft.sharding.boxes import Box
-from weft.sharding.cuts import Cuts, shards_of, whole_shape
+from weft.sharding.cuts import Cuts, full_shape, shards_of
 from weft.sharding.safetensors_files import TensorFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -189,7 +189,7 @@ def _targets_in(
     found = []
     for target in candidates.values():
         if target.kind == "experts":
-            if any(ends_like(target.name, end) for end in parameters):
+            if any(matches_end(target.name, end) for end in parameters):
                 found.append(target)
         elif any(name in shapes for name in file_names(target.names).values()):
             found.append(target)
@@ -235,7 +235,7 @@ def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: Cuts, seed: int) -> N
     if plan.path is None:
         for name, parameter in parameters.items():
             if is_adapters(name):
-                values = first_values(name, whole_shape(name, parameter, cuts), seed)
+                values = first_values(name, full_shape(name, parameter, cuts), seed)
                 for shard in shards_of(parameter, cuts.get(name)):
                     shard.values.copy_(values[shard.box.within(Box.whole(tuple(values.shape)))])
         return

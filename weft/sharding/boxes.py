@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from weft.cluster.process import place_among_all
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -114,8 +116,7 @@ def shard_of(tensor: Tensor) -> Shard:
     """This rank's shard."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):
-        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return Shard(box, values, (world,))
+        return Shard(box, values, (place_among_all(),))
     mesh = tensor.device_mesh
     copied = [
         axis

@@ -1,7 +1,7 @@
-"""How tensor parallelism divides tensors: which part of a whole tensor a rank of the axis computes with.
+"""How tensor parallelism divides tensors: the part of a whole tensor that a rank of the axis computes with.
 
-A rank's part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole one, laid end
-to end: a fused projection is cut part by part.
+A part is a plain tensor, which FSDP2 shards like any other. It may consist of several ranges of the whole tensor, one
+after the other, because a fused projection is cut part by part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Range = tuple[int, int]  # first, how many
 
 @dataclass(frozen=True)
 class Cut:
-    """shape: of the whole tensor. dim: along which it is divided. ranges: of each rank of the axis, what it holds
-    along `dim`, in this order. copies: of each of these ranges, how many neighbours hold the same; all, of a tensor
-    that is not divided. place: this rank's on the axis."""
+    """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
+    axis, the ranges of `dim` that it holds, in order. copies: for each range of this rank, how many neighbouring ranks
+    hold the same; all ranks, for an undivided tensor. place: this rank's index on the axis."""
 
     shape: tuple[int, ...]
     dim: int
@@ -38,17 +38,17 @@ class Cut:
 
     @property
     def divides(self) -> bool:
-        """Whether some rank lacks some of it."""
+        """Whether any rank lacks a part of the tensor."""
         return any(copies < self.size for copies in self.copies)
 
     def local_shape(self, place: int | None = None) -> tuple[int, ...]:
-        """Of the part of a rank, by default this one."""
+        """Shape of a rank's part; default: this rank's."""
         ranges = self.ranges[self.place if place is None else place]
         return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
 
     def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
-        """(box of the whole tensor, box of the part, ranks that have the same) of what lies in `held`, a box of this
-        rank's part."""
+        """(box of the whole tensor, box of the part, number of ranks with the same) for everything in `held`, a box of
+        this rank's part."""
         if not self.shape:
             return [(held, held, self.size)]
         found, offset, dim = [], 0, self.dim
@@ -68,7 +68,8 @@ class Cut:
         return torch.cat([whole.narrow(self.dim, first, size) for first, size in self.ranges[self.place]], self.dim)
 
     def join(self, part: Tensor) -> Tensor:
-        """The whole tensor from all ranks' parts; collective over the axis. RuntimeError where they do not fill it."""
+        """The whole tensor from all ranks' parts. Collective over the axis. RuntimeError where the parts do not fill
+        it."""
         if not self.divides:
             return part
         shapes = [self.local_shape(place) for place in range(self.size)]
@@ -80,7 +81,7 @@ class Cut:
         if filled != whole:
             raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
         out = part.new_empty(self.shape)
-        for place, values in enumerate(self.ranks.gather(sent)):
+        for place, values in enumerate(self.ranks.all_gather(sent)):
             offset = 0
             for first, size in self.ranges[place]:
                 out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
@@ -92,35 +93,35 @@ Cuts = Mapping[str, Cut]
 
 
 @dataclass(frozen=True)
-class Held:
-    """A box of a whole tensor that this rank holds, from `first` on among its elements. replicas: as a Shard has
-    them."""
+class HeldBox:
+    """A box of a whole tensor that this rank holds. first: index of its elements' start in this rank's shard. replicas:
+    as in Shard."""
 
     box: Box
     first: tuple[int, ...]
     replicas: tuple[tuple[int, int], ...]
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """The slices of this rank's elements that are `box`, a part of this one."""
+        """The slices that cut `box`, a part of this box, out of this rank's shard."""
         starts = [a - b + c for a, b, c in zip(box.start, self.box.start, self.first, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
 
     def is_mine(self, number: int) -> bool:
-        """As a Shard has it."""
+        """See Shard.is_mine."""
         return all(index == number % size for index, size in self.replicas)
 
 
-def held_boxes(tensor: Tensor, cut: Cut | None) -> list[Held]:
-    """What this rank holds of a model's tensor, box by box of the whole one. cut: None without tensor parallelism."""
+def held_boxes(tensor: Tensor, cut: Cut | None) -> list[HeldBox]:
+    """The boxes of the model's whole tensor that this rank holds. cut: None without tensor parallelism."""
     shard = shard_of(tensor)
     return _held(shard, cut)
 
 
-def _held(shard: Shard, cut: Cut | None) -> list[Held]:
+def _held(shard: Shard, cut: Cut | None) -> list[HeldBox]:
     if cut is None:
-        return [Held(shard.box, (0,) * len(shard.box.start), shard.replicas)]
+        return [HeldBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
     return [
-        Held(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
+        HeldBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
         for box, part, copies in cut.boxes(shard.box)
     ]
 
@@ -130,7 +131,7 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shards_of(tensor: Tensor, cut: Cut | None) -> list[Shard]:
-    """As `held_boxes`, with the elements; at least one, which may be empty."""
+    """As `held_boxes`, with the elements. At least one shard, which may be empty."""
     shard = shard_of(tensor)
     found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
     nothing = Box((0,) * len(shard.box.start), shard.box.size)
@@ -138,35 +139,35 @@ def shards_of(tensor: Tensor, cut: Cut | None) -> list[Shard]:
 
 
 def split(parameter: Tensor, values: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
-    """(ranks of the axis that have the same, elements) of each box that a rank holds of a parameter, as `shards_of` has
-    them. values: of the shape of the rank's shard: its gradient, or what an optimizer keeps."""
+    """(number of ranks with the same, elements) for each box of a parameter, in the order of `shards_of`. values: of
+    the shard's shape, such as a gradient or optimizer state."""
     held = shard_of(parameter).box
     return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.size, values)]
 
 
 def module_shards(module: nn.Module, cuts: Cuts) -> dict[str, list[Shard]]:
-    """By the names of the state dict, tied ones under each of theirs."""
+    """The shards of every tensor of the state dict, tied ones under each name."""
     return {name: shards_of(t, cuts.get(name)) for name, t in module.state_dict(keep_vars=True).items()}
 
 
-def whole_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
-    """The shape of the model's tensor, however it is divided."""
+def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
+    """The shape of a tensor before tensor parallelism divided it."""
     return cuts[name].shape if name in cuts else tuple(tensor.shape)
 
 
-def even(count: int, ranks: int) -> list[Range]:
-    """`count` things dealt to ranks in order, as evenly as they go."""
+def even_ranges(count: int, ranks: int) -> list[Range]:
+    """`count` items distributed over ranks in order, as evenly as possible: one range per rank."""
     ends = [count * (rank + 1) // ranks for rank in range(ranks)]
     return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
 
 
-def repeated(count: int, ranks: int) -> list[Range]:
-    """Fewer things than ranks: each is given to so many neighbours."""
+def repeated_ranges(count: int, ranks: int) -> list[Range]:
+    """One item per rank where there are fewer items than ranks: neighbouring ranks share an item."""
     return [(rank * count // ranks, 1) for rank in range(ranks)]
 
 
-def scaled(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
-    """Ranges of things that are `width` wide each and begin at `offset`."""
+def scaled_ranges(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
+    """Ranges in elements from ranges in items that are `width` wide and start at `offset`."""
     return [(offset + first * width, size * width) for first, size in ranges]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.cluster.process import everyone, place_among_all
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.lora import is_adapters
@@ -91,7 +92,7 @@ def plan_load(
     _raise_for("the files do not fit config.json", wrong)
     tied = hf.tied_parameters(model)
     unused = sorted(set(names) - set(in_files.values()) - set(tied))
-    patterns = [re.compile(pattern) for pattern in hf.not_wanted(model)]
+    patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
     known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
         f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
@@ -131,7 +132,7 @@ def _differ(source: Source, a: str, b: str) -> bool:
     shape = source.shape(a)
     if shape != source.shape(b):
         return True
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = place_among_all()
     rows = max(1, _COMPARED_ROWS // max(1, Box.whole(shape[1:]).numel))
     differs = torch.zeros(1)
     for number, start in enumerate(range(0, shape[0], rows)):
@@ -139,7 +140,7 @@ def _differ(source: Source, a: str, b: str) -> bool:
             box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
             differs += not torch.equal(source.read(a, box), source.read(b, box))
     if world > 1:
-        dist.all_reduce(differs)
+        dist.all_reduce(differs, group=everyone())
     return bool(differs)
 
 

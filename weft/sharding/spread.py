@@ -1,6 +1,7 @@
-"""How a tensor of a sharded model is spread over ranks, and what each of them sends of it when it is gathered.
+"""How a sharded tensor is spread over ranks, and what each rank sends when it is gathered.
 
-FSDP2 shards over an axis of a mesh what tensor parallelism leaves of a tensor; either may leave it whole.
+Tensor parallelism divides a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may leave it
+whole.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.ops.communicator import Communicator
 from weft.sharding.boxes import Box, local_box, overlap
-from weft.sharding.cuts import Cut, Cuts, whole_shape
+from weft.sharding.cuts import Cut, Cuts, full_shape
 
 Place = tuple[int, int]  # of a rank: on the axis of tp, and on FSDP's
 
 
-class Lane(NamedTuple):
-    """The ranks that a tensor is gathered from: along an axis of a mesh, and those of tp; None for no others."""
+class GatherGroup(NamedTuple):
+    """The ranks that a tensor is gathered from: an axis of a mesh, and the ranks of tp; None where there are no
+    others."""
 
     axis: tuple[DeviceMesh, int] | None = None
     tp: Communicator | None = None
 
 
 class Share(NamedTuple):
-    """A box of the whole tensor, and where it lies among the elements of the rank that holds it."""
+    """A box of the whole tensor. within: where it lies in the shard of the rank that holds it."""
 
     box: Box
     within: tuple[slice, ...]
@@ -37,20 +39,20 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """shape: of the whole tensor. cut: how tp divides it; None where it does not."""
+    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp, or None."""
 
     tensor: Tensor
     shape: tuple[int, ...]
     cut: Cut | None
-    lane: Lane
+    group: GatherGroup
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> Spread:
-        """RuntimeError where a tensor is placed as nothing here knows."""
+        """RuntimeError where a tensor has an unknown placement."""
         cut = cuts.get(name)
         cut = cut if cut is not None and cut.divides else None
-        lane = Lane(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
-        return cls(tensor, whole_shape(name, tensor, cuts), cut, lane)
+        group = GatherGroup(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
+        return cls(tensor, full_shape(name, tensor, cuts), cut, group)
 
     @property
     def values(self) -> Tensor:
@@ -59,19 +61,20 @@ class Spread:
 
     @property
     def places(self) -> list[Place]:
-        """Of all ranks of the lane, in the order in which their parts are gathered."""
-        along = 1 if self.lane.axis is None else self.lane.axis[0].size(self.lane.axis[1])
+        """The places of all ranks of the group, in gathering order."""
+        along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
         over = 1 if self.cut is None else self.cut.size
         return [(tp, fsdp) for tp in range(over) for fsdp in range(along)]
 
     @property
     def own_place(self) -> Place:
-        """This rank's."""
-        along = 0 if self.lane.axis is None else self.lane.axis[0].get_local_rank(self.lane.axis[1])
+        """The place of this rank."""
+        along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
         return (0 if self.cut is None else self.cut.place), along
 
     def shares(self, part: Box, place: Place) -> list[Share]:
-        """What a rank sends of a box of the whole tensor. Of ranks of tp that have the same, the first sends it."""
+        """What the rank at `place` sends of `part`, a box of the whole tensor. Where several ranks of tp hold the same,
+        the first sends it."""
         held = self._held(place)
         boxes = [(held, held, 1)] if self.cut is None else replace(self.cut, place=place[0]).boxes(held)
         found = []
@@ -86,10 +89,10 @@ class Spread:
     def _held(self, place: Place) -> Box:
         """The box that a rank holds of the part that tp gives it."""
         shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # ranks of tp may differ in size
-        if self.lane.axis is None:
+        if self.group.axis is None:
             return Box.whole(shape)
         assert isinstance(self.tensor, DTensor)
-        mesh, axis = self.lane.axis
+        mesh, axis = self.group.axis
         coordinate = list(mesh.get_coordinate() or ())
         coordinate[axis] = place[1]
         size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.tensor.placements)
@@ -97,7 +100,7 @@ class Spread:
 
 
 def spreads_of(tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts) -> dict[str, Spread]:
-    """Of the named tensors."""
+    """The Spread of each named tensor."""
     return {name: Spread.of(name, tensors[name], cuts) for name in dict.fromkeys(names)}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.sharding.boxes import Box
 from weft.sharding.cuts import Cuts
 from weft.sharding.layout import Piece
-from weft.sharding.spread import Lane, Share, Spread, spreads_of
+from weft.sharding.spread import GatherGroup, Share, Spread, spreads_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
@@ -128,15 +128,15 @@ def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
 
 
 class _Gather:
-    """The parts of a bucket in flight: one shipment for each lane that some of them are spread over."""
+    """The parts of a bucket in flight: one shipment for each group that some of them are spread over."""
 
     def __init__(self, state: Mapping[str, Spread], bucket: list[_Part], manifest: Mapping[str, Tensor]) -> None:
         self.state, self.bucket, self.manifest = state, bucket, manifest
-        by_lane: dict[Lane, list[_Part]] = {}
+        by_group: dict[GatherGroup, list[_Part]] = {}
         for part in bucket:
-            by_lane.setdefault(state[part.runtime].lane, []).append(part)
-        by_lane.pop(Lane(), None)  # every rank holds these whole
-        self.shipments = {lane: _Shipment(lane, parts, state) for lane, parts in by_lane.items()}
+            by_group.setdefault(state[part.runtime].group, []).append(part)
+        by_group.pop(GatherGroup(), None)  # every rank holds these whole
+        self.shipments = {group: _Shipment(group, parts, state) for group, parts in by_group.items()}
 
     @property
     def bytes(self) -> int:
@@ -146,7 +146,7 @@ class _Gather:
         """In the order of the bucket's parts."""
         for part in self.bucket:
             spread = self.state[part.runtime]
-            shipment = self.shipments.get(spread.lane)
+            shipment = self.shipments.get(spread.group)
             values = _own(spread, part) if shipment is None else shipment.take(part)
             for piece in part.pieces:
                 tensor = piece.to_disk(values[piece.box.within(part.box)])
@@ -159,11 +159,11 @@ def _own(spread: Spread, part: _Part) -> Tensor:
 
 
 class _Shipment:
-    """The parts of one lane: each rank sends its boxes of all of them, end to end, as bytes."""
+    """The parts of one group: each rank sends its boxes of all of them, end to end, as bytes."""
 
-    def __init__(self, lane: Lane, parts: list[_Part], state: Mapping[str, Spread]) -> None:
+    def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, Spread]) -> None:
         """Casts this rank's shares, and begins to gather over FSDP's axis."""
-        self.lane, self.parts = lane, parts
+        self.group, self.parts = group, parts
         first = state[parts[0].runtime]
         self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
         self.length = max(length for _, length in self.laid)
@@ -174,12 +174,12 @@ class _Shipment:
             values, shares = spread.values, spread.shares(part.box, spread.own_place)
             for (begin, box), share in zip(own[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
-        self.in_order = lane.tp is None and len(parts) == 1 and _is_by_rows(first)
+        self.in_order = group.tp is None and len(parts) == 1 and _is_by_rows(first)
         self.gathered = [sent]  # by place on tp, once that is gathered too
         self.work: Any = None
         self.sent: Tensor | None = sent  # until it has arrived
-        if lane.axis is not None:
-            mesh, axis = lane.axis
+        if group.axis is not None:
+            mesh, axis = group.axis
             self.gathered = [torch.empty(mesh.size(axis) * self.length, dtype=torch.uint8, device=sent.device)]
             self.work = all_gather_single(self.gathered[0], sent, group=mesh.get_group(axis), async_op=True)
 
@@ -203,8 +203,8 @@ class _Shipment:
     def _arrive(self) -> None:
         if self.work is not None:
             self.work.wait()
-        if self.lane.tp is not None:
-            self.gathered = self.lane.tp.gather(self.gathered[0])
+        if self.group.tp is not None:
+            self.gathered = self.group.tp.all_gather(self.gathered[0])
         self.sent = None
 
 
@@ -230,7 +230,7 @@ def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
 
 def _is_by_rows(spread: Spread) -> bool:
     """Whether the ranks' parts, end to end, are the tensor."""
-    if spread.lane.axis is None or not isinstance(spread.tensor, DTensor):
+    if spread.group.axis is None or not isinstance(spread.tensor, DTensor):
         return False
-    placement = spread.tensor.placements[spread.lane.axis[1]]
+    placement = spread.tensor.placements[spread.group.axis[1]]
     return isinstance(placement, Shard) and placement.dim == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.strict_json import plain
-from weft.terminal import called
+from weft.terminal import display_name
 from weft.version import __version__
 from weft.versions import TESTED, installed_version
 
@@ -26,7 +26,7 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def go_on(self, seconds: Mapping[str, float]) -> None:
+    def add(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of another process."""
         for name, more in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + more
@@ -84,12 +84,12 @@ class RunSummary:
             self.first_evaluation = self.first_evaluation or self.last_evaluation
 
     def counts(self) -> dict[str, Any]:
-        """The accumulated state, for JSON; `go_on` restores it."""
+        """The accumulated state, for JSON; `restore` restores it."""
         left_out = ("model", "data")
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
 
-    def go_on(self, counts: Mapping[str, Any]) -> None:
+    def restore(self, counts: Mapping[str, Any]) -> None:
         """Restore the state of another process."""
         for name, value in counts.items():
             setattr(self, name, deque(value, maxlen=_KEPT) if isinstance(getattr(self, name), deque) else value)
@@ -118,9 +118,9 @@ class RunSummary:
         """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: what ended the
         run early: a signal, or a key of eval. best: the best evaluation, with its checkpoint where that is saved."""
         content = {
-            "model": called(self.model),
-            "data": called(self.data),
-            "saved": None if saved is None else called(str(saved)),
+            "model": display_name(self.model),
+            "data": display_name(self.data),
+            "saved": None if saved is None else display_name(str(saved)),
             "stopped": stopped,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,

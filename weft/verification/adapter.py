@@ -14,22 +14,22 @@ from weft.cluster.scratch import scratch_folder
 from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
 from weft.models.lora import is_adapters
-from weft.models.patterns import names_it
+from weft.models.patterns import matches
 from weft.sharding.adapter_files import PREFIX, names_of
 from weft.sharding.boxes import Box
-from weft.sharding.cuts import shards_of, whole_shape
+from weft.sharding.cuts import full_shape, shards_of
 from weft.verification.observed import Observed, Tensors
 
 
 @torch.no_grad()
-def stir(engine: Engine) -> None:
+def randomize_adapters(engine: Engine) -> None:
     """Give new adapters random values: where B is 0, A has no gradient, and errors in A would be invisible."""
     if engine.lora is None or engine.lora.path is not None:
         return
     cuts = engine.divided.cuts
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if is_adapters(name):
-            shape = whole_shape(name, parameter, cuts)
+            shape = full_shape(name, parameter, cuts)
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # a tenth of what would make a model chaotic
             for shard in shards_of(parameter, cuts.get(name)):
@@ -37,18 +37,18 @@ def stir(engine: Engine) -> None:
 
 
 @contextmanager
-def written(engine: Engine) -> Iterator[str | None]:
+def saved_adapter(engine: Engine) -> Iterator[str | None]:
     """Inside: a folder with the engine's current adapter; None where it has none. Collective."""
     if engine.lora is None:
         yield None
         return
     with scratch_folder("adapter-") as own:
         shared = [str(own)]
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         folder = f"{shared[0]}/adapter"
         save_adapter(engine, folder)
         yield folder
-        dist.barrier()
+        dist.barrier(engine.ranks.group)
 
 
 def _names(engine: Engine) -> dict[str, str]:
@@ -77,7 +77,7 @@ def optimizer_by_files(engine: Engine) -> OptimizerConfig:
 
 
 def _is_named(patterns: Iterable[str], name: str) -> bool:
-    return any(names_it(pattern, name) for pattern in patterns)
+    return any(matches(pattern, name) for pattern in patterns)
 
 
 def renamed(engine: Engine, seen: Observed) -> Observed:

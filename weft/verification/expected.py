@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.config.schema import OptimizerConfig
 from weft.models.flops import FlopFacts
 from weft.verification import reference
+from weft.verification.image_reference import ImageReference, Images
 from weft.verification.observed import Step, Tensors
 from weft.verification.peft_reference import PeftReference
 from weft.verification.reference_optimizer import Optimizer
@@ -48,7 +49,8 @@ class Trainer:
 
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
     over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
-    rounding; not so where rotary tables depend on the longest document.
+    rounding; not so where rotary tables depend on the longest document. divided: mesh.tp adds up sums in parts, so what
+    fp32 rounds off, the difference to fp64, is noise, too. images: of documents, by their ids.
     """
 
     path: str
@@ -61,18 +63,23 @@ class Trainer:
     whole_step: bool = False
     adapter: str | None = None
     pads: bool = True
+    images: Images = field(default_factory=dict)
+    divided: bool = False
 
     def reference(self) -> reference.Reference:
         """A fresh reference."""
         if self.adapter is not None:
             return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step)
-        return reference.Reference(self.path, self.device, self.freeze, self.balance, self.whole_step)
+        options = (self.path, self.device, self.freeze, self.balance, self.whole_step)
+        return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
 
     def train(
-        self, steps: Sequence[Step], *, padded: bool = False, recorder: Recorder | None = None
+        self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
-        """(weights before, weights after, (loss, gradient norm) of each step)."""
+        """(weights before, weights after, (loss, gradient norm) of each step). double: in fp64."""
         plain, c = self.reference(), self.config
+        if double:
+            plain.model.double()
         start = _on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
         groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
@@ -91,6 +98,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     """Compute all values that an engine will be compared with."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
+    rounded = trainer.divided and not facts.expert  # which might choose other experts
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
@@ -100,6 +108,8 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
         others = [_on_cpu(plain.gradients(list(step)[::-1])[1])]
         if trainer.pads:
             others.append(_on_cpu(plain.padded_gradients(step)))
+        if rounded:
+            others.append(_in_double(plain, step))
         out.steps.append(ExpectedGradient(loss, norm, gradients, others))
     del plain  # its room is that of the references that train
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
@@ -107,8 +117,18 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     out.others = [trainer.train(reordered)[1]]
     if trainer.pads:
         out.others.append(trainer.train(steps, padded=True)[1])
+    if rounded:
+        out.others.append(trainer.train(steps, double=True)[1])
     out.routes = recorder.routes if recorder is not None else {}
     return out
+
+
+def _in_double(plain: reference.Reference, step: Step) -> Tensors:
+    """Gradients computed in fp64, as far as the model's code does not ask for fp32."""
+    plain.model.double()
+    gradients = {name: g.float().cpu() for name, g in plain.gradients(step)[1].items()}
+    plain.model.float()  # every weight is what it was
+    return gradients
 
 
 @contextmanager

@@ -11,18 +11,23 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta
+from weft.errors import RanksDisagreeError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
+from weft.verification.image_reference import Images
 from weft.verification.routing import Differences, Replay, Routes
 
 Tensors = dict[str, Tensor]
 Step = Sequence[reference.Document]
+_NONE: Images = {}
 
 
 @dataclass
 class Observed:
-    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense."""
+    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense.
+    apart: how weights that several ranks hold came to differ between two steps, which ends them."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -35,56 +40,74 @@ class Observed:
     trained: list[tuple[float, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     routing: Differences | None = None
+    apart: str = ""
 
 
-def observe(engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes) -> Observed:
+def observe(
+    engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes, images: Images = _NONE
+) -> Observed:
     """Run the engine's side of every check, following the reference's routes where there are any; collective."""
     seen, facts = Observed(), engine.built.flops
     if not routes:
-        _observe(engine, steps, lrs, seen, None)
+        _observe(engine, steps, lrs, seen, None, images)
         return seen
     replay = Replay(routes, facts.experts, facts.experts_per_token)
-    with replay.steering(engine.module, [layer for _, layer in engine.module.layers]):
-        _observe(engine, steps, lrs, seen, replay)
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
+        _observe(engine, steps, lrs, seen, replay, images)
     seen.routing = replay.differences.summed()
     return seen
 
 
 def _observe(
-    engine: Engine, steps: Sequence[Step], lrs: Sequence[float], seen: Observed, replay: Replay | None
+    engine: Engine,
+    steps: Sequence[Step],
+    lrs: Sequence[float],
+    seen: Observed,
+    replay: Replay | None,
+    images: Images,
 ) -> None:
     for step in steps:
-        loss, gradients, norm = one_gradient(engine, step, None)
+        loss, gradients, norm = one_gradient(engine, step, None, images)
         seen.losses.append(loss)
         seen.gradients.append(gradients)
         seen.norms.append(norm)
-    longest = max(len(ids) for ids, _ in steps[0])
-    seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest)
-    seen.readouts = _readouts(engine, steps[0], None)
-    seen.alone = _readouts(engine, steps[0], longest)
-    seen.neighbours = neighbours(engine, steps[0])
-    for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
-        if replay is not None:
-            replay.stage = number
-        documents, metas = to_documents(engine, step)
-        metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-        result = engine.apply(lr)
-        seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    longest = max(meta.room for meta in to_documents(engine, steps[0], images)[1]) + 1
+    seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
+    seen.readouts = _readouts(engine, steps[0], None, images)
+    seen.alone = _readouts(engine, steps[0], longest, images)
+    seen.neighbours = neighbours(engine, steps[0], images)
+    try:
+        for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
+            if replay is not None:
+                replay.stage = number
+            documents, metas = to_documents(engine, step, images)
+            metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+            result = engine.apply(lr)
+            seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+    except RanksDisagreeError as error:  # the same on all ranks
+        seen.apart = " ".join(str(error).split())
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
 
 
-def to_documents(engine: Engine, step: Step) -> tuple[dict[int, Document], list[DocumentMeta]]:
-    """(Documents by index, their metadata) of a step."""
+def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
+    """(Documents by index, their metadata) of a step. images: of documents, by their ids."""
     documents = {
-        index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32))
+        index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images))
         for index, (ids, mask) in enumerate(step)
     }
     return documents, [engine.meta(document) for document in documents.values()]
 
 
-def one_gradient(engine: Engine, step: Step, budget: int | None) -> tuple[float, Tensors, float]:
+def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
+    inputs, vision = images.get(tuple(ids)), engine.built.vision
+    return None if inputs is None or vision is None else Media(dict(inputs), vision.patches(inputs))
+
+
+def one_gradient(
+    engine: Engine, step: Step, budget: int | None, images: Images = _NONE
+) -> tuple[float, Tensors, float]:
     """(loss, whole gradients on the CPU, their norm); the gradient is dropped afterwards."""
-    documents, metas = to_documents(engine, step)
+    documents, metas = to_documents(engine, step, images)
     metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
     norm = engine.gradient_norm()
@@ -92,21 +115,21 @@ def one_gradient(engine: Engine, step: Step, budget: int | None) -> tuple[float,
     return metrics["loss"] or 0.0, gradients, norm
 
 
-def _readouts(engine: Engine, step: Step, budget: int | None) -> dict[int, Tensors]:
+def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) -> dict[int, Tensors]:
     """Readouts of all documents, from all ranks, on every rank."""
-    documents, metas = to_documents(engine, step)
+    documents, metas = to_documents(engine, step, images)
     mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
     gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, mine, group=engine.ranks.group)
     return {index: values for part in gathered for index, values in part.items()}
 
 
-def neighbours(engine: Engine, step: Step) -> float:
-    """The largest change of any other document's logprobs when the longest document changes."""
-    before = _readouts(engine, step, None)
-    longest = max(range(len(step)), key=lambda i: len(step[i][0]))
+def neighbours(engine: Engine, step: Step, images: Images = _NONE) -> float:
+    """The largest change of any other document's logprobs when the longest document, of text, changes."""
+    before = _readouts(engine, step, None, images)
+    longest = max(range(len(step)), key=lambda i: (tuple(step[i][0]) not in images, len(step[i][0])))
     ids, mask = step[longest]
     changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
-    after = _readouts(engine, changed, None)
+    after = _readouts(engine, changed, None, images)
     moves = [float((after[i]["logprob"] - before[i]["logprob"]).abs().max()) for i in before if i != longest]
     return max(moves, default=0.0)

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.cluster.process import everyone, place_among_all
 from weft.errors import UserError
 from weft.verification.bugs import (  # they register their bugs
     PLANTS,
     Bug,
     Plant,
     adapters,  # noqa: F401
+    context_parallel,  # noqa: F401
     evaluation,  # noqa: F401
     resuming,  # noqa: F401
     rl,  # noqa: F401
     step,  # noqa: F401
+    tensor_parallel,  # noqa: F401
     training,  # noqa: F401
 )
 
@@ -75,7 +78,7 @@ def find(name: str) -> Bug:
     """The bug of this name. UserError where there is none, or where it needs more ranks."""
     if name not in PLANTS:
         raise UserError(f"--plant: there is no bug named {name!r}. Choose one of {', '.join(sorted(PLANTS))}.")
-    bug, world = PLANTS[name], dist.get_world_size() if dist.is_initialized() else 1
+    bug, (_, world) = PLANTS[name], place_among_all()
     if world < bug.ranks:
         raise UserError(f"--plant: {name} takes {bug.ranks} ranks to be a bug, not {world}. Add --nproc {bug.ranks}.")
     return bug
@@ -105,7 +108,7 @@ def _over_all_ranks(hits: int) -> int:
     if not dist.is_initialized():
         return hits
     total = torch.tensor(hits)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=everyone())
     return int(total)
 
 

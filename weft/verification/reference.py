@@ -33,8 +33,8 @@ class Reference:
         balance: float = 0.0,
         whole_step: bool = False,
     ) -> None:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        cls = getattr(transformers, config.architectures[0])
+        named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
+        cls = getattr(transformers, named)
         self.plain = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval().to(device)
         self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
@@ -45,7 +45,11 @@ class Reference:
     def logits(self, ids: list[int]) -> Tensor:
         """[T, V] of one document alone."""
         tensor = torch.tensor([ids], device=self.device)
-        return self.model(input_ids=tensor, use_cache=False).logits[0].float()
+        return self.model(input_ids=tensor, use_cache=False, **self.images([ids])).logits[0].float()
+
+    def images(self, ids: list[list[int]]) -> dict[str, Any]:
+        """Forward arguments for the images of a batch (image_reference.py)."""
+        return {}
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -59,8 +63,7 @@ class Reference:
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
         """loss = sum(w ce) / sum(w) over all documents, and every parameter's gradient (absent where unused)."""
-        loss = self._backward([([ids], [mask], None) for ids, mask in documents], documents)
-        return loss, self._gradients()
+        return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
         """The same from right-padded batches of `size` with a mask: the reference's own rounding noise."""
@@ -84,7 +87,9 @@ class Reference:
         for batch in batches:
             ce_sum, routed = self._forward(*batch)
             own = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
-            (ce_sum / total + self.balance * own).backward(retain_graph=self.whole_step)
+            part = ce_sum / total + self.balance * own
+            if part.requires_grad:  # else only a vision tower is trained, and this is text
+                part.backward(retain_graph=self.whole_step)
             loss, kept = loss + float(ce_sum.detach() / total), kept + routed if self.whole_step else []
         if self.whole_step:
             (self.balance * self._balance([torch.cat(layer) for layer in zip(*kept, strict=True)])).backward()
@@ -95,7 +100,7 @@ class Reference:
     ) -> tuple[Tensor, list[list[Tensor]]]:
         """(sum of w ce, of each document its routers' logits, [T, experts] of each layer, where they are asked for)."""
         tensor = torch.tensor(ids, device=self.device)
-        extra = {"output_router_logits": True} if self.balance else {}
+        extra = self.images(ids) | ({"output_router_logits": True} if self.balance else {})
         out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
         weights = torch.tensor(masks, device=self.device)[:, 1:]
         ce = -out.logits.float()[:, :-1].log_softmax(-1).gather(2, tensor[:, 1:, None])[:, :, 0]
@@ -141,8 +146,7 @@ class Reference:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["factor"]
         self.optimizer.step()
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.ndim:
-                    value.copy_(value.to(self.state))
+        for value in (value for state in self.optimizer.state.values() for value in state.values()):
+            if isinstance(value, Tensor) and value.ndim:
+                value.copy_(value.to(self.state))
         return loss, float(norm)

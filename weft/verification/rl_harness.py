@@ -20,20 +20,20 @@ import torch.distributed as dist
 from weft.config.presets import ADVANTAGES, POLICY_LOSSES
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
-from weft.engine.replay import LIVE, aligned
+from weft.engine.replay import LIVE, align_routes
 from weft.errors import UserError
-from weft.models.routing import replaced, steering
+from weft.models.routing import replace_choices, replaced
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
 from weft.rl import advantages
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, documents_of, is_trained
-from weft.rl.reference_critic import READS, Who, set_readings
+from weft.rl.reference_critic import READS, Role, set_readings
 from weft.rl.trainer import Trainer
 from weft.rollout.types import Floats, Group, Sample, samples_of
 from weft.telemetry import flight
 from weft.verification import rl_reference
-from weft.verification.adapter import as_in_files, optimizer_by_files, stir, written
+from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, saved_adapter
 from weft.verification.harness import (
     SCALAR,
     Figure,
@@ -56,10 +56,10 @@ Rollouts = Sequence[Sequence[Group]]
 
 
 @dataclass
-class Learner:
-    """One side's results for policy or critic. first: loss, size of its terms, norm and gradients. micro: the same
-    gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights: after
-    all."""
+class ModelResults:
+    """One side's results for the policy or the critic. first: loss, size of its terms, norm and gradients. micro: the
+    same gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights:
+    after all updates."""
 
     first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
     micro: Tensors = field(default_factory=dict)
@@ -68,22 +68,22 @@ class Learner:
 
 
 @dataclass
-class Side:
-    """One side's results. reads: per rollout step, arrays by name, sample by sample, of the drawn tokens."""
+class RunResults:
+    """One side's results. reads: for each rollout step, name -> per sample, the array of the sampled tokens."""
 
     reads: list[dict[str, list[Floats]]] = field(default_factory=list)
-    policy: Learner = field(default_factory=Learner)
-    critic: Learner | None = None
+    policy: ModelResults = field(default_factory=ModelResults)
+    critic: ModelResults | None = None
 
 
 def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
-    """Compare a trainer with the plain side on these rollouts, or on synthetic ones that its engine samples.
+    """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
 
-    The verdict is on rank 0. lr: of every update. Trains it. Collective.
+    Trains the trainer. The verdict is on rank 0, None elsewhere. lr: of every update.
     """
     config = trainer.config
     _require_known(config)
-    stir(trainer.engine)
+    randomize_adapters(trainer.engine)
     figures: list[Figure] = []
     if rollouts is None:
         rollouts = awkward_rollouts(trainer, trainer.engine.built.config.get_text_config().vocab_size)
@@ -95,7 +95,7 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
             cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
     plain = others = None
     start = _weights(trainer)
-    with written(trainer.engine) as adapter:
+    with saved_adapter(trainer.engine) as adapter:
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
             others = _Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)
@@ -140,9 +140,9 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     """Set what trainers read, on every rank."""
     rl = trainer.config.rl
     wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
-    whose: list[Who] = [who for who in READS if wanted[who]]
+    roles: list[Role] = [role for role in READS if wanted[role]]
     parts: list[Any] = [None] * trainer.ranks.world
-    dist.all_gather_object(parts, trainer.read_all(whose, samples))
+    dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
     flight.at(flight.ENDLESS)
     set_readings(samples, parts)
 
@@ -151,7 +151,7 @@ def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
     """Between what the engine said of each token when it drew it, and what the trainer reads."""
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     parts: list[Any] = [None] * trainer.ranks.world
-    dist.all_gather_object(parts, trainer.read("policy", samples))
+    dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
     flight.at(flight.ENDLESS)
     pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
     return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
@@ -162,9 +162,9 @@ def _difference(ours: Floats, theirs: Floats) -> float:
     return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
 
 
-def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> Side:
+def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
     config, number = trainer.config, 0
-    seen = Side(critic=None if trainer.critic is None else Learner())
+    seen = RunResults(critic=None if trainer.critic is None else ModelResults())
     fused = old_is_current(config)
     for groups in rollouts:
         samples = samples_of(groups)
@@ -203,13 +203,13 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: Side) -> None:
+def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunResults) -> None:
     """Of the first update, in one cut and in many micro-batches."""
     documents = dict(enumerate(documents_of(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
     fused = "old_logprob" not in documents[0].arrays if documents else False
-    pairs: list[tuple[Engine, Any, Learner]] = [
+    pairs: list[tuple[Engine, Any, ModelResults]] = [
         (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), seen.policy)
     ]
     if trainer.critic is not None and seen.critic is not None:
@@ -273,20 +273,20 @@ class _Plain:
         if row.routes is None or not facts.expert:
             yield
             return
-        routes = aligned(row.routes, len(row.ids)).long().to(self.device)
+        routes = align_routes(row.routes, len(row.ids)).long().to(self.device)
 
         def choose(layer: int, scores: Any, out: Any) -> Any:
             recorded = routes[:, layer]
             return replaced(scores, out, torch.where(recorded[:, :1] != LIVE, recorded, out[1]))
 
         layers = list(self.policy.plain.get_submodule(self.trainer.engine.module.facts.layers).children())
-        with steering(layers, facts.experts, facts.experts_per_token, choose):
+        with replace_choices(layers, facts.experts, facts.experts_per_token, choose):
             yield
 
-    def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> Side:
+    def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> RunResults:
         """reverse: documents in another order, which only rounds otherwise: what differs is the plain side's noise."""
         config, fused = self.config, old_is_current(self.config)
-        out = Side(critic=None if self.critic is None else Learner())
+        out = RunResults(critic=None if self.critic is None else ModelResults())
         for number, groups in enumerate(rollouts):
             samples = samples_of(groups)
             rows = self._rows(groups)
@@ -297,7 +297,7 @@ class _Plain:
             rl_reference.correct(rows, config.rl)
             rl_reference.compare(rows, config.rl)
             rows = rows[::-1] if reverse else rows
-            learners: list[tuple[Any, Learner, float]] = [(self.policy, out.policy, lr)]
+            learners: list[tuple[Any, ModelResults, float]] = [(self.policy, out.policy, lr)]
             if self.critic is not None and out.critic is not None:
                 learners.append((self.critic, out.critic, lr * config.critic.lr / config.optimizer.lr))
             if not number:
@@ -346,7 +346,7 @@ class _Plain:
 # ---------------------------------------------------------------- figures
 
 
-def _read_figures(seen: Side, plain: Side) -> list[Figure]:
+def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
     names = {"old": "readout: old logprob", "reference": "readout: reference logprob", "values": "readout: value"}
     figures = []
     for name in plain.reads[0]:
@@ -356,7 +356,13 @@ def _read_figures(seen: Side, plain: Side) -> list[Figure]:
 
 
 def _learner_figures(
-    seen: Learner, plain: Learner, other: Learner, start: Tensors, config: RlConfig, prefix: str, before: list[Figure]
+    seen: ModelResults,
+    plain: ModelResults,
+    other: ModelResults,
+    start: Tensors,
+    config: RlConfig,
+    prefix: str,
+    before: list[Figure],
 ) -> tuple[list[Figure], list[Figure]]:
     """Those before and of one of policy and critic; its parameters whose gradients differ most."""
     own = {figure.name: figure.value for figure in compare_gradients(other.first[3], plain.first[3], {})}

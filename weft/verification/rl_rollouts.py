@@ -32,7 +32,7 @@ def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
     shared: list[list[list[Group]]] = [[]]
     if trainer.ranks.is_first:
         shared[0] = [list(_sampled(trainer, step, number, vocabulary)) for number, step in enumerate(_GROUPS)]
-    dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(shared, src=0, group=trainer.ranks.group)
     trainer.embedded.sleep()
     return shared[0]
 
@@ -51,7 +51,7 @@ def _sampled(
         samples = []
         for place, (completion, reward) in enumerate(zip(found, rewards, strict=True)):
             transcript = Transcript(prompt)
-            transcript.sampled(completion)
+            transcript.add_completion(completion)
             samples.append(transcript.sample(place))
             samples[-1].reward, samples[-1].finish = reward, "length" if place == 1 else "end"
         yield Group(prompt, samples)

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.models.routing import differ, replaced, steering
+from weft.cluster.process import everyone
+from weft.models.routing import differ, replace_choices, replaced
 
 TIE = 1e-6  # relative to the k-th score
 
@@ -35,8 +36,9 @@ class Differences:
 
     def summed(self) -> Differences:
         """Summed over all ranks, which have different documents; collective."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong))
+        group = everyone()
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
         return Differences(*(sum(column) for column in zip(*gathered, strict=True)))
 
 
@@ -75,7 +77,7 @@ class Recorder:
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
-            with steering(layers, self.experts, self.chosen, keep):
+            with replace_choices(layers, self.experts, self.chosen, keep):
                 yield
         finally:
             handle.remove()
@@ -119,7 +121,7 @@ class Replay:
         self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
 
     @contextmanager
-    def steering(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Steer every forward inside, recomputed ones too."""
         place = _Place()
 
@@ -131,7 +133,7 @@ class Replay:
 
         handle = module.register_forward_pre_hook(begin)
         try:
-            with steering(layers, self.experts, self.chosen, choose):
+            with replace_choices(layers, self.experts, self.chosen, choose):
                 yield
         finally:
             handle.remove()

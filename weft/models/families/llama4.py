@@ -28,7 +28,6 @@ def _chunked(bounds: Bounds, size: int, device: torch.device) -> Bounds:
     if "chunked" not in bounds.cache:
         lengths = tuple(min(size, n - start) for n in bounds.lengths for start in range(0, n, size))
         bounds.cache["chunked"] = Bounds.packed(lengths, device)
-    bounds.seen += 1
     return bounds.cache["chunked"]
 
 

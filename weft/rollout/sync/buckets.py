@@ -21,7 +21,7 @@ from weft.checkpoint.export import manifest_of, plan_export, save_planned
 from weft.engine.engine import Engine
 from weft.rollout.sync.protocol import Entry
 from weft.sharding.boxes import Box, local_values, overlap
-from weft.sharding.cuts import Held, held_boxes, module_shards
+from weft.sharding.cuts import HeldBox, held_boxes, module_shards
 from weft.sharding.layout import Piece
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.walker import checked, walk
@@ -155,7 +155,7 @@ class _Share:
     target: tuple[slice, ...]
 
 
-def _share(row: Row, piece: Piece, held: Held) -> _Share | None:
+def _share(row: Row, piece: Piece, held: HeldBox) -> _Share | None:
     part = overlap(piece.box, held.box)
     if part is None:
         return None

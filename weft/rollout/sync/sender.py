@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.machine import own_address
+from weft.cluster.process import everyone
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -371,7 +372,7 @@ class Sender:
             action()
             return _nothing
         failed = torch.tensor(self._error is not None, dtype=torch.int32)
-        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
+        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=everyone(), async_op=True)
 
         def finish() -> None:
             work.wait()
@@ -387,7 +388,7 @@ class Sender:
         if self._world == 1:
             return [value]
         out: list[Any] = [None] * self._world
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, group=everyone())
         return out
 
 

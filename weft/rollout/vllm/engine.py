@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import resource
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -113,12 +112,6 @@ class VllmEngine:
         """Load all weights from a HuggingFace directory, otherwise like `receive`."""
         async with self._update(version):
             await self._workers("weft_reload", [str(folder)], f"reading {folder}")
-
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """Load the adapter (peft's format) of a folder, over the present base."""
-        async with self._update(version):
-            shutil.copytree(folder, self._adapters, dirs_exist_ok=True)
-            await self._load_adapter()
 
     async def sleep(self) -> None:
         """Free memory. Weights are discarded, because a sync brings others (level 2); weights under an adapter, which

@@ -6,9 +6,12 @@ what it does makes a difference.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from weft.engine.division_check import STAND_IN
 
 # Figures of `weft verify`.
 LOSS = "loss, documents 1"
@@ -16,6 +19,7 @@ GRADIENTS = "gradients, every parameter"
 NORM = "gradient norm, documents 1"
 LOGPROB = "readout: logprob"
 NEIGHBOURS = "neighbours do not move"
+AGREE = "ranks that hold the same agree"
 # Tests: an SFT run, step by step, against the reference.
 RUN_LOSSES = "tests/test_plants.py: losses of a run"
 RUN_RATES = "tests/test_plants.py: learning rates of a run"
@@ -62,6 +66,11 @@ class Bug:
 
 
 PLANTS: dict[str, Bug] = {}
+
+
+def rehearsing() -> bool:
+    """Whether a small copy is being tried before the start, by threads that stand for ranks."""
+    return threading.current_thread().name.startswith(STAND_IN)
 
 
 def bug(

@@ -30,7 +30,7 @@ def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) ->
 
 
 @bug(
-    "B30", "weft.models.low_rank:Switch.off",
+    "B30", "weft.models.low_rank:AdapterSwitch.off",
     "the adapter stays on when the base model is asked for",
     caught_by=BASE, seen="huggingface/trl#6527", needs="adapters (lora.rank)",
 )  # fmt: skip

@@ -23,7 +23,7 @@ from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Origina
 
 
 @dataclass
-class _Altered:
+class Altered:
     """An objective with another normaliser, or with other terms."""
 
     inner: Objective
@@ -66,7 +66,7 @@ def equal_micro_batches(
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum / share)
 
-    return original(self, plan, documents, _Altered(objective, change=change))
+    return original(self, plan, documents, Altered(objective, change=change))
 
 
 @bug(
@@ -81,7 +81,7 @@ def rank_local_count(
         plant.hit()
         return (_own_weight(plan, documents) or 1.0) * dist.get_world_size()
 
-    return original(self, plan, documents, _Altered(objective, count=count))
+    return original(self, plan, documents, Altered(objective, count=count))
 
 
 @bug(
@@ -140,7 +140,7 @@ def micro_batch_left_out(
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum * 0.0)
 
-    return original(self, plan, documents, _Altered(objective, change=change))
+    return original(self, plan, documents, Altered(objective, change=change))
 
 
 @bug(

@@ -20,7 +20,7 @@ _ONE_BLOCK = 1024  # up to so many tokens, cumulative probabilities are taken ov
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """tokens_R int64; logprobs_R and kept_logmass_R (None without truncation) fp32, as in Completion."""
 
     tokens_R: Tensor
@@ -39,11 +39,11 @@ def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[n
     return numbers
 
 
-def draw(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> Drawn:
+def sample_tokens(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> SampledTokens:
     """Sample a token for each row. logits_RV: fp32, before temperature. uniforms_R: fp64 in [0, 1)."""
     if sampling.temperature == 0:
         tokens_R = logits_RV.argmax(-1)
-        return Drawn(tokens_R, _chosen(logits_RV.log_softmax(-1), tokens_R), None)
+        return SampledTokens(tokens_R, _chosen(logits_RV.log_softmax(-1), tokens_R), None)
     if sampling.temperature != 1:
         logits_RV = logits_RV / sampling.temperature
     logprobs_RV, mass_R = logits_RV.log_softmax(-1), None
@@ -52,7 +52,7 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> Drawn:
         mass_R = logprobs_RV.logsumexp(-1)
         logprobs_RV = logprobs_RV - mass_R[:, None]
     tokens_R = _at(logprobs_RV.exp(), uniforms_R)
-    return Drawn(tokens_R, _chosen(logprobs_RV, tokens_R), mass_R)
+    return SampledTokens(tokens_R, _chosen(logprobs_RV, tokens_R), mass_R)
 
 
 def kept(logprobs_RV: Tensor, sampling: Sampling) -> Tensor:

@@ -1,0 +1,236 @@
+"""Opening the images of rows: their sizes before training, their pixels when a step needs them.
+
+Every image is turned as its EXIF orientation says and made RGB, as transformers' load_image does. What cannot be opened
+is a BadRowError with row, image and reason.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from weft.data.image_columns import Image
+from weft.errors import BadRowError, UserError, first_line
+from weft.files import regular_file
+
+# Those that PIL decodes by itself: others run programs (EPS), or are no pictures.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; those for which height and width change places
+_DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # which convert to white
+MAX_PIXELS = 89_478_485  # of an image that is decoded, as in PIL
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images."""
+
+    decode: bool = True
+    max_pixels: int = MAX_PIXELS
+    fetch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of an image: its height and width in pixels, as it is seen; bytes of its file; when that was changed last, in
+    nanoseconds (0: it is no file)."""
+
+    height: int
+    width: int
+    size: int
+    changed: int = 0
+
+
+def need_pillow(where: str) -> None:
+    """UserError where PIL is missing. where: what needs it."""
+    if find_spec("PIL") is None:
+        raise UserError(
+            f"{where}: images are read by Pillow, which is not installed: pip install pillow, or install weft with its "
+            "extra [vision]."
+        )
+
+
+def measured(image: Image, where: str, checks: Checks) -> Measured:
+    """What has to be known of an image before training. where: names the row and the image. Raises BadRowError."""
+    with _opened(image, where, checks) as (picture, size, changed):
+        if checks.decode:
+            picture.load()
+        turned = picture.getexif().get(_ORIENTATION) in _TURNED
+        width, height = reversed(picture.size) if turned else picture.size
+        return Measured(height, width, size, changed)
+
+
+def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
+    """(the image as a PIL image in RGB, what `measured` says of it). Raises BadRowError."""
+    from PIL import ImageOps
+
+    with _opened(image, where, checks) as (picture, size, changed):
+        picture.load()
+        seen = ImageOps.exif_transpose(picture)
+        if seen.mode == "P" and "transparency" in seen.info:
+            seen = seen.convert("RGBA")  # PIL warns of what it does otherwise
+        seen = seen.convert("RGB")
+        return seen, Measured(seen.height, seen.width, size, changed)
+
+
+@contextmanager
+def _opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
+    """(PIL image, bytes, time of change); what goes wrong inside becomes a BadRowError."""
+    name = f"{where} ({image})"
+    need_pillow(name)
+    try:
+        if image.picture is not None:
+            yield _checked(image.picture.copy(), name, checks), _held(image.picture), 0
+            return
+        if image.path is None:
+            assert image.data is not None
+            with _decoder(io.BytesIO(image.data)) as picture:
+                yield _checked(picture, name, checks), len(image.data), 0
+            return
+        if not os.path.exists(image.path):
+            raise FileNotFoundError
+        found = regular_file(Path(image.path), "an image").stat()
+        with open(image.path, "rb") as file, _decoder(file) as picture:
+            yield _checked(picture, name, checks), found.st_size, found.st_mtime_ns
+    except UserError as error:
+        raise error if isinstance(error, BadRowError) else BadRowError(f"{name}: {error}") from None
+    except FileNotFoundError:
+        raise BadRowError(f"{name}: there is no such file. Paths are relative to the file of the row.") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # PIL's decoders raise errors of any type for what they cannot read
+        raise BadRowError(f"{name}: {_reason(image, error)} Mend the image, or remove the row.") from None
+
+
+def _decoder(file: Any) -> Any:
+    from PIL import Image as Pil
+
+    return Pil.open(file, formats=_known())
+
+
+@cache
+def _known() -> list[str]:
+    """The formats that this Pillow was built with. Its warnings (of sizes, which are checked here, and of damaged EXIF)
+    are silenced for good, because threads share the filters."""
+    from PIL import Image as Pil
+
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    Pil.init()
+    return [name for name in FORMATS if name in Pil.OPEN]
+
+
+def _checked(picture: Any, name: str, checks: Checks) -> Any:
+    width, height = picture.size
+    if width * height > checks.max_pixels:
+        raise BadRowError(
+            f"{name}: has {width:,} x {height:,} pixels, more than data.max_image_pixels = {checks.max_pixels:,}: "
+            "decoding it could fill the memory. Make it smaller, or set data.max_image_pixels to more."
+        )
+    if min(picture.size) < 1:
+        raise BadRowError(f"{name}: has {width} x {height} pixels. Remove it.")
+    if picture.mode in _DEEP:
+        raise BadRowError(
+            f"{name}: has {'16' if '16' in picture.mode else '32'} bits for a pixel ({picture.mode}), which would turn "
+            "white. Save it with 8 bits for each of red, green and blue."
+        )
+    return picture
+
+
+def _held(picture: Any) -> int:
+    width, height = picture.size
+    return int(width * height)
+
+
+def _reason(image: Image, error: Exception) -> str:
+    from PIL import Image as Pil
+    from PIL import UnidentifiedImageError
+
+    empty = len(image.data) == 0 if image.data is not None else image.path is not None and _is_empty(image.path)
+    if empty:
+        return "is empty."
+    if isinstance(error, UnidentifiedImageError):
+        return f"is no image that can be read (formats: {', '.join(FORMATS)})."
+    if isinstance(error, Pil.DecompressionBombError):
+        return f"has more than {2 * MAX_PIXELS:,} pixels, which Pillow refuses."
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot be read: {error.strerror}."
+    return f"is damaged: {first_line(error)}."
+
+
+def _is_empty(path: str) -> bool:
+    try:
+        return os.stat(path).st_size == 0
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- where images are found again
+
+# Of each image of a table: what it is found by, its size as seen, its bytes, and by kind: when its file was changed, or
+# the position of its row and its place among the row's images.
+_HEAD = struct.Struct("<BIIQqI")
+HEAD_BYTES = _HEAD.size
+PATH, _ROW, _COPY = b"PRC"
+
+
+def identity(packed: Any) -> Any:
+    """Of the bytes of a packed place those that belong to the digest of its document: nothing of where it is."""
+    return packed[1:17].tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an image is found again. measured: as it was when it was tokenised. path, or data: a copy of its bytes; or
+    its place among the images of the row at `position`."""
+
+    measured: Measured
+    path: str | None = None
+    data: bytes | None = None
+    position: int = 0
+    place: int = 0
+
+    def is_as_it_was(self) -> bool:
+        """Whether a file has the size and time of change that it had."""
+        assert self.path is not None
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        return (now.st_size, now.st_mtime_ns) == (self.measured.size, self.measured.changed)
+
+    def packed(self) -> bytes:
+        """The bytes that a table keeps."""
+        seen, kind = self.measured, _ROW if self.path is None else PATH
+        tail = b"" if self.path is None else os.fsencode(self.path)
+        if self.data is not None:
+            kind, tail = _COPY, self.data
+        number = seen.changed if kind == PATH else self.position
+        return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
+
+    @classmethod
+    def of(cls, packed: bytes) -> Place:
+        """What `packed` made."""
+        kind, height, width, size, number, place = _HEAD.unpack_from(packed)
+        tail = packed[_HEAD.size :]
+        seen = Measured(height, width, size, number if kind == PATH else 0)
+        if kind == PATH:
+            return cls(seen, path=os.fsdecode(tail))
+        return cls(seen, data=tail) if kind == _COPY else cls(seen, position=number, place=place)
+
+
+def place_of(image: Image, measured: Measured, position: int | None, place: int) -> Place:
+    """Where an image is found again. position: of its row, if that can be read again."""
+    if image.path is not None:
+        return Place(measured, path=image.path)
+    if position is None or image.url is not None:
+        assert image.data is not None
+        return Place(measured, data=image.data)
+    return Place(measured, position=position, place=place)

@@ -1,0 +1,110 @@
+"""Before a model takes images: on the small copy, documents with images in a row must have the logits that
+HuggingFace's eager forward gives each alone, and an image may change no document but its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weft.engine.media import joined
+from weft.errors import first_line
+from weft.models import hf
+from weft.models.train_module import TrainModule
+from weft.models.vision import Vision, count_features, find_vision
+from weft.ops.attention_call import Bounds
+
+Sample = tuple[Tensor, dict[str, Tensor]]  # token ids, forward arguments of its images
+
+
+def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
+    """Why this model cannot take images; empty where it can."""
+    vision = find_vision(ours.base, ours.facts)
+    if vision is None:
+        return "weft knows of no vision tower in it"
+    try:
+        samples = documents_with_images(vision, ours.base, len(ours.head.weight))
+        expected = [_alone(theirs, vision, *sample) for sample in samples]
+        found = _row(ours, vision, samples)
+        moved = [_row(ours, vision, [*samples[:at], _other_image(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
+    except Exception as error:  # whatever the family's code raises of such a row
+        return f"its code does not run on a row of documents with images ({first_line(error)})"
+    scale = max(float(logits.abs().max()) for logits in expected)
+    worst = max(_distance(a, b) for a, b in zip(found, expected, strict=True)) / scale
+    if not worst <= tolerance:
+        return f"logits of documents with images differ from HuggingFace's by {worst:.1e} of the largest"
+    for at, row in zip((0, 2), moved, strict=True):
+        distances = [_distance(a, b) / scale for a, b in zip(row, found, strict=True)]
+        if not distances[at] > tolerance:
+            return "another image changes nothing of its document"
+        if max(distances[:at] + distances[at + 1 :]) > tolerance:
+            return "an image changes other documents of its row"
+    return ""
+
+
+@torch.no_grad()
+def documents_with_images(vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
+    """Two images, none, one, none; in each, text between and around images."""
+    generator = torch.Generator().manual_seed(3)
+    samples: list[Sample] = []
+    for wides in ((1, 3), (), (2,), ()):
+        ids = _words(generator, vocabulary, vision, 3)
+        images = [vision.sample(generator, wide) for wide in wides]
+        for image in images:
+            ids += [vision.image] * count_features(base, image) + _words(generator, vocabulary, vision, 5)
+        ids += _words(generator, vocabulary, vision, 0 if wides else 20)
+        samples.append((torch.tensor(ids), joined(images)))
+    return samples
+
+
+def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: int) -> list[int]:
+    """Ids of text: no placeholders."""
+    ids = [i for i in range(1, vocabulary) if i not in (vision.image, vision.video)]
+    return [ids[n] for n in torch.randint(len(ids), (count,), generator=generator).tolist()]
+
+
+def _other_image(sample: Sample) -> Sample:
+    ids, inputs = sample
+    return ids, {name: value + 1 if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+@torch.no_grad()
+def _alone(model: PreTrainedModel, vision: Vision, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    types = vision.token_types(ids)[None]
+    named = {n: types for n in ("mm_token_type_ids", "token_type_ids") if inputs and hf.accepts_by_name(model, n)}
+    logits: Tensor = model(input_ids=ids[None], use_cache=False, **inputs, **named).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def _row(module: TrainModule, vision: Vision, samples: Sequence[Sample]) -> list[Tensor]:
+    """Logits of each document, from one packed row."""
+    lengths = [len(ids) for ids, _ in samples]
+    bounds, at, last = Bounds(tuple(lengths)), 0, []
+    positions = [_positions(module, vision, *sample) for sample in samples]
+    for ids, _ in samples:
+        last.append(at + vision.last_seen(ids))
+        at += len(ids)
+    if vision.both_ways:
+        bounds.last_seen = torch.cat(last)
+    hidden = module.hidden(
+        torch.cat([ids for ids, _ in samples])[None], torch.cat(positions, -1)[..., None, :], bounds,
+        joined([inputs for _, inputs in samples]),
+    )  # fmt: skip
+    head = module.head
+    return list(head.transform(torch.nn.functional.linear(hidden[0], head.weight, head.bias)).split(lengths))
+
+
+def _positions(module: TrainModule, vision: Vision, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    own = vision.positions(module.base, ids, inputs) if inputs else None
+    if own is not None:
+        return own
+    positions = torch.arange(len(ids))
+    return positions.repeat(3, 1) if hasattr(module.base, "get_rope_index") else positions
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())

@@ -1,0 +1,41 @@
+"""Images and videos of a document, as the model's own processor gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """The images and videos of one document.
+
+    inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), in the order of the placeholders.
+    patches: positions that the vision tower forwards.
+    """
+
+    inputs: dict[str, Tensor]
+    patches: int
+
+
+def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The arguments of several documents as one: images follow each other.
+
+    Images lie along the first dimension; along the second where a batch of documents is the first (SmolVLM's
+    pixel_values [1, images, 3, H, W]). Smaller images are padded with zeros, at the right and below, to the largest, as
+    the processors do.
+    """
+    names = {name: None for inputs in each for name in inputs}
+    return {name: _joined([inputs[name] for inputs in each if name in inputs]) for name in names}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    images = 1 if parts[0].ndim == 5 or (parts[0].ndim == 4 and not parts[0].is_floating_point()) else 0
+    if parts[0].ndim > 2:
+        size = [max(part.shape[dim] for part in parts) for dim in (-2, -1)]
+        parts = [F.pad(part, (0, size[1] - part.shape[-1], 0, size[0] - part.shape[-2])) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=images)

@@ -1,0 +1,141 @@
+"""What several ranks hold alike is compared in the reduction that ends a step: parameters that mesh.tp or replicas have
+twice, and documents of ranks that share them.
+
+Each rank has a term of a sum that is 0 where all that hold the same agree (`Alike.of`). Parameters are compared as the
+optimizer left them the step before, so that its state is compared by what it does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.cluster.consistency import Alike, require_alike, term
+from weft.engine.document import Document
+from weft.engine.metrics import Sums
+from weft.engine.plan import StepPlan
+from weft.engine.row import Row
+from weft.parallel.mesh import Axis, Mesh
+from weft.sharding.boxes import local_values
+from weft.sharding.cuts import Cuts, HeldBox, held_boxes
+
+_PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # what their sums are called in the step's reduction
+_BITS = 0xFFFFFF
+
+Groups = tuple[tuple[int, int], ...]  # as a Shard has its replicas: they say which ranks hold the same
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Elements of a trained parameter that other ranks have, too."""
+
+    name: str
+    parameter: nn.Parameter
+    held: HeldBox
+
+    @property
+    def values(self) -> Tensor:
+        return local_values(self.parameter)[self.held.within(self.held.box)]
+
+    def __str__(self) -> str:
+        box = self.held.box
+        return f"{self.name}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.end, strict=True))}]"
+
+
+class Replicas:
+    """Compares the trained parameters of one engine."""
+
+    def __init__(self, module: nn.Module, cuts: Cuts) -> None:
+        self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
+        for name, parameter in module.named_parameters():
+            for held in held_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
+                if _place(held.replicas)[1] > 1 and held.box.numel:
+                    self._copies[held.replicas].append(_Copy(name, parameter, held))
+
+    def add_to(self, sums: Sums, documents: Sequence[Alike], device: torch.device) -> None:
+        """Add this rank's terms, without waiting for the device. documents: of its rows."""
+        sums.add(_PARAMETERS, self._term(device), 1.0)
+        sums.add(_DOCUMENTS, sum(term(own.number, own.place, own.size) for own in documents), 1.0)
+
+    @torch.no_grad()
+    def _term(self, device: torch.device) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for groups, copies in self._copies.items():
+            total = total + term(_number(copies), *_place(groups)).double().to(device, non_blocking=True)
+        return total
+
+    def check(self, metrics: dict[str, float | None], documents: Sequence[Alike], mesh: Mesh) -> None:
+        """Take the sums out of `metrics`. RanksDisagreeError on all ranks, which names parameters or documents that
+        differ, and the ranks."""
+        unlike, weights = metrics.pop(_DOCUMENTS), metrics.pop(_PARAMETERS)
+        if unlike:
+            said = {own.what: f"{own.number:06x}" for own in documents}
+            require_alike(
+                "ranks that train the same documents have different tokens or weights", said, mesh.world_group
+            )
+        if weights:
+            said = {str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies}
+            require_alike("ranks that hold the same weights have different ones", said, mesh.world_group)
+
+
+def _place(groups: Groups) -> tuple[int, int]:
+    """This rank's among all that hold the same, and how many these are."""
+    place, several = 0, 1
+    for index, size in groups:
+        place, several = place * size + index, several * size
+    return place, several
+
+
+def _number(copies: Sequence[_Copy]) -> Tensor:
+    """Below 2**24: the bits of all elements as integers, added up. Small tensors are joined, to be one kernel."""
+    values = [_integers(copy.values) for copy in copies]
+    small = [v for v in values if v.numel() < 65536]
+    by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for value in small:
+        by_type[value.dtype].append(value)
+    parts = [*(v for v in values if v.numel() >= 65536), *(torch.cat(group) for group in by_type.values())]
+    total = sum((part.sum(dtype=torch.int64) for part in parts), torch.zeros((), dtype=torch.int64))
+    return (total ^ (total >> 24) ^ (total >> 48)) & _BITS
+
+
+def _integers(values: Tensor) -> Tensor:
+    """The bits of a tensor, flat, in integers as wide as they go: few of them are quicker to add."""
+    flat = values.reshape(-1)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        each = dtype.itemsize // flat.element_size()
+        if each and flat.numel() % each == 0 and flat.storage_offset() % each == 0:
+            return flat.view(dtype)
+    return flat.view(torch.uint8)
+
+
+# ---------------------------------------------------------------- documents
+
+
+def shared_documents(
+    row: Row, plan: StepPlan, documents: Mapping[int, Document], micro_batch: int, rank: int, tp: Axis | None
+) -> tuple[Alike, ...]:
+    """What a row has in common with other ranks. row: of whole documents. rank: among those with different ones."""
+    found = []
+    if tp is not None:
+        number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
+        sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
+        what = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
+        found.append(Alike(what, number, tp.place, tp.size))
+    for index in plan.shared(micro_batch, rank):
+        if index in row.documents:
+            own, having = documents[index], plan.having(micro_batch, rank, index)
+            number = _crc([own.tokens, own.weights, *own.arrays.values()])
+            found.append(Alike(f"document {own.source or index}", number, having.index(rank), len(having)))
+    return tuple(found)
+
+
+def _crc(tensors: Iterable[Tensor]) -> int:
+    number = 0
+    for tensor in tensors:
+        number = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), number)
+    return number & _BITS

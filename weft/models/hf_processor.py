@@ -1,0 +1,284 @@
+"""transformers' internals (hf.py) that turn images into the inputs of a model: its processors, used as they are.
+
+Used, checked on transformers 5.17 to 5.19:
+- ProcessorMixin.{get_attributes, _get_arguments_from_pretrained, check_argument_for_proper_class, image_token,
+  image_token_ids, replace_image_token(image_inputs, image_idx)}; its call with return_text_replacement_offsets=True
+  (for each placeholder `replacement`, in order)
+- models.auto.image_processing_auto.AutoImageProcessor (the public name wants torchvision in 5.17); AutoVideoProcessor
+- of image processors .model_input_names, .to_dict, .get_number_of_image_patches(height, width) and .size:
+  shortest_edge and longest_edge are pixels of an image where model_input_names has image_grid_thw; longest_edge alone
+  is a length
+- models.auto.processing_auto.PROCESSOR_MAPPING_NAMES; .configuration_auto.model_type_to_module_name; utils.cached_file
+
+Video processors need torchvision, which the registry builds for CUDA: it breaks beside a torch for the CPU. Where it is
+absent, processors are made without theirs, and images are processed by transformers' PIL-backed classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.errors import UserError, first_line, runs_own_code
+from weft.files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Size = tuple[int, int]  # height, width
+
+# Of what a processor returns these are no inputs of the vision tower.
+_OF_TEXT = frozenset(
+    ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "position_ids")
+)
+_KEPT = 1 << 14  # layouts that are remembered
+_TRIED = ((40, 60), (100, 17), (230, 300))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stands for the images of a document. texts: by image, what replaces its placeholder. patches: positions that
+    the vision tower forwards for all of them."""
+
+    texts: tuple[str, ...]
+    patches: int
+
+
+class ImageProcessor:
+    """A model's processor. placeholder: what its chat template writes for an image. marks: texts that stand for images
+    and videos, which no other text may hold. template: its own chat template, if any."""
+
+    def __init__(self, processor: Any, patch_size: int) -> None:
+        self._processor, self._patch_size = processor, patch_size
+        self.placeholder: str = processor.image_token
+        self.template: str | None = processor.chat_template if isinstance(processor.chat_template, str) else None
+        ids = [token for token in processor.image_token_ids if token is not None]
+        tokens = processor.tokenizer.convert_ids_to_tokens(ids)
+        named = (self.placeholder, getattr(processor, "video_token", None), *tokens)
+        self.marks = tuple(dict.fromkeys(text for text in named if text))
+        self.layout = lru_cache(_KEPT)(self._layout)
+        self._counts = False
+        if self._apart and hasattr(processor.image_processor, "get_number_of_image_patches"):
+            self._counts = all(self._counted(size) == self._processed((size,)) for size in _TRIED)
+
+    @property
+    def settings(self) -> str:
+        """All that texts and inputs depend on, besides the images."""
+        own = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)}
+        images = self._processor.image_processor
+        said = [type(self._processor).__name__, type(images).__name__, own, images.to_dict(), self._patch_size]
+        return json.dumps(said, sort_keys=True, default=str)
+
+    def _layout(self, sizes: tuple[Size, ...]) -> Layout:
+        """The layout of images of these sizes. Raises what the processor raises for a size that it refuses."""
+        if self._apart and len(sizes) > 1:
+            found = [self.layout((size,)) for size in sizes]
+            return Layout(tuple(text for one in found for text in one.texts), sum(one.patches for one in found))
+        return self._counted(sizes[0]) if self._counts else self._processed(sizes)
+
+    def _counted(self, size: Size) -> Layout:
+        """The layout of an image by the processor's own count of its patches, tens of milliseconds faster; used where
+        it agrees with `_processed` on some sizes."""
+        patches = int(self._processor.image_processor.get_number_of_image_patches(*size))
+        grid = {"image_grid_thw": np.array([[1, 1, patches]])}
+        return Layout((str(self._processor.replace_image_token(grid, 0)),), patches)
+
+    def _processed(self, sizes: tuple[Size, ...]) -> Layout:
+        """The layout of blank images of these sizes: only sizes count."""
+        from PIL import Image
+
+        blank = [Image.new("RGB", (width, height)) for height, width in sizes]
+        options = {"do_rescale": False, "do_normalize": False}  # which changes no shape
+        out = self._call(blank, return_text_replacement_offsets=True, return_tensors="pt", **options)
+        texts = tuple(item["replacement"] for item in out["text_replacement_offsets"][0])
+        assert len(texts) == len(sizes)
+        return Layout(texts, self._patches(out["pixel_values"]))
+
+    @property
+    def _apart(self) -> bool:
+        """Whether images are rows of patches, of which none depends on other images of the document."""
+        return "image_grid_thw" in self._processor.image_processor.model_input_names
+
+    def inputs(self, images: Sequence[Any]) -> tuple[dict[str, Any], int]:
+        """(the model's inputs for a document's images in order, tensors by name, their patches). images: of PIL."""
+        out = self._call(images, return_tensors="pt")
+        found = {name: value for name, value in out.items() if name not in _OF_TEXT}
+        return found, self._patches(found["pixel_values"])
+
+    def _call(self, images: Sequence[Any], **options: Any) -> Any:
+        text = " ".join([self.placeholder] * len(images))
+        return self._processor(text=[text], images=list(images), **options)
+
+    def _patches(self, pixel_values: Any) -> int:
+        """Rows of patches are counted; of images [..., channels, height, width] the patches that they have."""
+        shape = tuple(pixel_values.shape)
+        if len(shape) < 4:
+            return math.prod(shape[:-1])
+        return math.prod(shape[:-3]) * (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether a model's config has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_processor(
+    path: str, config: Any, tokenizer: PreTrainedTokenizerBase, pixels: Mapping[str, int]
+) -> ImageProcessor:
+    """The processor of a model. config: of the model. pixels: `min` and `max`, as data.image_pixels. UserError where
+    there is none that works, or it has no such limits."""
+    check_torchvision()
+    try:
+        made = _class_of(path, config, tokenizer).from_pretrained(path, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # of any type: files of others, classes of many families
+        if refusal := runs_own_code(path, error):
+            raise refusal from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"model.path: the image processor of {path} cannot be made: {reason.rstrip('.')}. It needs "
+            "preprocessor_config.json (and processor_config.json, if the model has one) beside config.json."
+        ) from error
+    if getattr(made, "image_token", None) is None:
+        raise UserError(f"model.path: the processor of {path} ({type(made).__name__}) has no placeholder for images.")
+    _set_pixels(made, pixels)
+    patch = getattr(config.vision_config, "patch_size", None) or 14
+    return ImageProcessor(made, int(patch[0] if isinstance(patch, list | tuple) else patch))
+
+
+def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The family's processor class, made to take this tokenizer, and no video processor where none can be made."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    family, videos = _family(path, config), find_spec("torchvision") is not None
+
+    class Processor(family):  # type: ignore[misc, valid-type]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            made = {
+                "tokenizer": lambda: tokenizer,
+                "image_processor": lambda: AutoImageProcessor.from_pretrained(path, trust_remote_code=False),
+                "video_processor": lambda: _videos(path) if videos else None,
+            }
+            return [made[name]() for name in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != "video_processor" or argument is not None:
+                return super().check_argument_for_proper_class(argument_name, argument)
+            return None
+
+    Processor.__name__ = family.__name__
+    return Processor
+
+
+def _videos(path: str) -> Any:
+    from transformers import AutoVideoProcessor
+
+    return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
+
+
+def _family(path: str, config: Any) -> Any:
+    """The processor class that the model's files name, else that of its model_type, as AutoProcessor finds it."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    wanted = _named_class(path) or PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    owners = [model for model, name in PROCESSOR_MAPPING_NAMES.items() if name == wanted and _has(model)]
+    if not owners:
+        raise UserError(
+            f"model.path: transformers has no processor of images {wanted or f'for {config.model_type}'} ({path})."
+        )
+    own = model_type_to_module_name(owners[0])
+    module = f"transformers.models.{own}"
+    with _without_torchvision(module, own):
+        return getattr(importlib.import_module(f"{module}.processing_{own}"), str(wanted))
+
+
+def _named_class(path: str) -> str | None:
+    from transformers.utils import cached_file
+
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        file = cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if file is not None and (found := read_object(Path(file), "a config of a model").get("processor_class")):
+            return str(found)
+    return None
+
+
+@cache
+def _has(model: str) -> bool:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    name = model_type_to_module_name(model)
+    try:
+        return find_spec(f"transformers.models.{name}.processing_{name}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextmanager
+def _without_torchvision(module: str, name: str) -> Iterator[None]:
+    """Inside, a family's processor that asks for functions of its torchvision-backed image processor (pixtral) is given
+    those of the PIL-backed one, which has the same."""
+    wanted, pil = f"{module}.image_processing_{name}", f"{module}.image_processing_pil_{name}"
+    if find_spec("torchvision") is not None or wanted in sys.modules or find_spec(pil) is None:
+        yield
+        return
+    sys.modules[wanted] = importlib.import_module(pil)
+    try:
+        yield
+    finally:
+        del sys.modules[wanted]
+
+
+@cache
+def check_torchvision() -> None:
+    """UserError where a torchvision is installed that does not work beside this torch."""
+    if find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # of another build: RuntimeError, OSError, ImportError
+        raise UserError(
+            f"model.path: images are processed by torchvision where it is installed, and this one does not work beside "
+            f"torch ({first_line(error)}): install the build that belongs to torch, or remove it, and Pillow serves."
+        ) from error
+
+
+def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
+    """Put data.image_pixels into the image processor's own limits."""
+    if not pixels:
+        return
+    images = processor.image_processor
+    size = {name: value for name, value in dict(images.size).items() if value is not None}
+    if "image_grid_thw" in images.model_input_names and {"shortest_edge", "longest_edge"} <= set(size):
+        limits = {"shortest_edge": pixels.get("min"), "longest_edge": pixels.get("max")}
+    elif set(size) == {"longest_edge"} and "min" not in pixels:
+        limits = {"longest_edge": math.isqrt(pixels["max"])}
+    else:
+        named = ", ".join(f"{name}: {value}" for name, value in size.items())
+        what = "min" if set(size) == {"longest_edge"} else "such limits"
+        raise UserError(
+            f"data.image_pixels: {type(images).__name__} of model.path has no {what}: it makes images of {named}. "
+            f"Leave data.image_pixels{'.min' if what == 'min' else ''} out."
+        )
+    size |= {name: value for name, value in limits.items() if value is not None}
+    if size.get("shortest_edge", 0) > size["longest_edge"]:
+        raise UserError(
+            f"data.image_pixels: the least ({size['shortest_edge']:,}) is above the most ({size['longest_edge']:,}) of "
+            f"{type(images).__name__}: set both."
+        )
+    images.size = type(images.size)(**size) if not isinstance(images.size, dict) else size

@@ -1,0 +1,69 @@
+"""Synthetic documents with images of noise, for checks without user data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.engine.engine import Engine
+from weft.engine.media import joined
+from weft.models.vision import Vision, count_features
+from weft.verification.image_reference import Images
+from weft.verification.reference import Document, Reference
+
+
+def steps_with_images(
+    steps: Sequence[Sequence[Document]], vision: Vision, base: Any, seed: int = 0, bare: bool = True
+) -> tuple[list[list[Document]], Images]:
+    """The same steps with images in some documents: none, one or two; none at all in the last step, if `bare`.
+
+    base: a base model with weights, whose tower says how many placeholders an image has.
+    """
+    source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    out: list[list[Document]] = []
+    images: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+    for number, step in enumerate(steps):
+        out.append([])
+        for place, (ids, mask) in enumerate(step):
+            text = [3 if i in (vision.image, vision.video) else i for i in ids]
+            count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
+            found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
+            document = text, list(mask)
+            for inputs in found:
+                document = _inserted(document, vision.image, count_features(base, inputs), source)
+            if found:
+                images[tuple(document[0])] = joined(found)
+            out[-1].append(document)
+    return out, images
+
+
+def _inserted(document: Document, image: int, count: int, source: random.Random) -> Document:
+    """The document with one more image behind those that it has, text before and after it."""
+    ids, mask = document
+    first = max((n + 1 for n, i in enumerate(ids) if i == image), default=0) + 1
+    if first >= len(ids):  # text between two images
+        ids, mask = [*ids, 5, 6], [*mask, 1.0, 1.0]
+    at = source.randrange(first, len(ids))
+    return [*ids[:at], *[image] * count, *ids[at:]], [*mask[:at], *[0.0] * count, *mask[at:]]
+
+
+def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) -> tuple[list[list[Document]], Images]:
+    """The steps, with images if the model takes any; the same on every rank. Collective.
+
+    path: of the model's weights, which the first rank reads to learn how many placeholders an image has.
+    """
+    vision = engine.built.vision
+    if vision is None or engine.built.findings.images:
+        return [list(step) for step in steps], {}
+    made: list[Any] = [None]
+    if engine.ranks.is_first:
+        plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
+        with torch.no_grad():
+            made = [steps_with_images(steps, vision, plain)]
+    dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
+    found: tuple[list[list[Document]], Images] = made[0]
+    return found

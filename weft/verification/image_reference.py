@@ -1,0 +1,40 @@
+"""The reference for documents with images. Imports nothing of weft, on purpose."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.verification.reference import Reference
+
+Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a document -> forward arguments of its images
+
+
+class ImageReference(Reference):
+    """Gives the model the images of documents, as its processor would.
+
+    Images of a batch follow each other, in the order of its documents; SmolVLM's lie along the second dimension. Which
+    tokens are of images is said by their placeholders, to models that ask for it.
+    """
+
+    def __init__(self, images: Images, *options: Any) -> None:
+        """options: as of Reference."""
+        super().__init__(*options)
+        self.given = images
+
+    def images(self, ids: list[list[int]]) -> dict[str, Any]:
+        found = [own for one in ids for known, own in self.given.items() if tuple(one[: len(known)]) == known]
+        if not found:
+            return {}
+        arguments: dict[str, Any] = {
+            name: torch.cat([own[name] for own in found], dim=int(found[0][name].ndim == 5)).to(self.device)
+            for name in found[0]
+        }
+        config: Any = self.plain.config
+        named = inspect.signature(self.plain.forward).parameters
+        types = (torch.tensor(ids, device=self.device) == config.image_token_id).int()
+        return arguments | {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
