@@ -32,7 +32,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 AXES = ("dp", "tp", "cp")
 KINDS = ("proven", "checked", "refused", "not run", "failed")
 HEAD = "| family | model_type | layout | dp | tp | cp |\n| --- | --- | --- | --- | --- | --- |\n"
-PADDED = "not run: padded, so that no document is cut"
+WHOLE = "not run: its documents are never cut"
 _LONGEST = 140  # letters of a reason
 INTRODUCTION = """\
 # Families and axes
@@ -44,7 +44,8 @@ on a small random copy, and refused by name where it does not pass.
 - **proven**: on real ranks (gloo, fp32, tiny random models) readouts, loss, the gradient of every parameter and the
   weights after three steps are those of plain transformers in one process. The mesh is named as in tests/cases.py:
   `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks of cp, `cp4u2` a ring of
-  two with Ulysses over two; `whole` is said where documents are padded, which are not cut, but dealt to these ranks.
+  two with Ulysses over two; `whole` is said where documents are never cut, but dealt to these ranks: of layers that
+  carry state, and where documents are padded.
 - **checked**: the check that every run makes before it loads passes. On a small copy, over threads that stand for
   ranks, readouts and gradients are those of the whole (tp: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2);
   dp: logits are those of transformers, and documents do not see each other.
@@ -88,8 +89,8 @@ def row(family: str) -> list[str]:
         "cp": lambda: cut(config),
     }
     cells = [proven(family, axis) or checked(checks[axis]) for axis in AXES]
-    if findings.layout == "padded" and not cells[-1].startswith("proven"):
-        cells[-1] = PADDED
+    if (findings.mixers or findings.layout == "padded") and not cells[-1].startswith("proven"):
+        cells[-1] = WHOLE
     return [model_type, findings.layout, *cells]
 
 

@@ -50,7 +50,7 @@ def test_what_of_a_neighbour_is_no_number_stays_there() -> None:
 
 def cost(lengths: tuple[int, ...], ends: list[int]) -> float:
     starts = [0, *ends[:-1]]
-    return sum(128 + (2 + e - s) * max(lengths[s:e]) for s, e in zip(starts, ends, strict=True))
+    return sum(32 + (1 + e - s) * max(lengths[s:e]) for s, e in zip(starts, ends, strict=True))
 
 
 def test_groups_are_the_cheapest() -> None:

@@ -28,7 +28,7 @@ from weft.verification.observed import to_documents
 
 K = 5
 IDS = (7, 11, 30)
-HIDDEN = {"qwen3": "model.layers.1.mlp", "gemma2": "model.layers.1.mlp", "lfm2": "model.layers.1.feed_forward"}
+HIDDEN = {"qwen3": "model.layers.1.mlp", "gemma2": "model.layers.1.mlp", "lfm2": "model.layers.0.conv"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -282,6 +282,13 @@ def test_parts_of_states_are_refused() -> None:
     for said in run(2, opened, saved_model("qwen3"), inside, False, "tp2"):
         assert "each rank has a part of what is inside of model.layers.1.mlp. Read model.layers.1.mlp or" in said
     assert run(2, opened, saved_model("qwen3"), inside[:1], False, "tp2") == ["", ""]
+
+
+def test_what_is_inside_of_a_module_that_carries_state_is_refused() -> None:
+    """It runs documents in groups, padded; what the module itself gives is of the row."""
+    (said,) = run(1, opened, saved_model("lfm2"), ["hidden/model.layers.0.conv.in_proj"])
+    assert "model.layers.0.conv carries state" in said and "Read model.layers.0.conv or its layer." in said
+    assert run(1, opened, saved_model("lfm2"), ["hidden/model.layers.0.conv"]) == [""]
 
 
 def test_a_module_that_gives_no_vector_for_each_token() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from weft.ops.attention_call import Bounds
 
 # What calls cost beside the tokens of their batches, in tokens: each of them, and each token of their longest document,
-# because many functions go along the sequence in Python. Measured with benchmarks/hybrids.py.
-_CALL, _STEP = 128, 2
+# because many functions go along the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md): from half of
+# this to twice as much makes no difference there.
+_CALL, _STEP = 32, 1
 _SHORTEST = 2  # a single token would be a decoding step to some models
 
 

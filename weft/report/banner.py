@@ -134,7 +134,8 @@ def print_model(
     for line in untested_versions():
         say(f"warning  {line}")
     say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters")
-    say(f"layout   documents {built.layout}; {_attention(config, engine)}")
+    apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
+    say(f"layout   documents {built.layout}; {apart}{_attention(config, engine)}")
     if engine.mesh.cp_size > 1:
         say(f"cp       {_context(engine)}")
     if engine.mesh.tp_size > 1:
