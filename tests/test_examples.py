@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from tests.toy_tokenizers import byte_tokenizer
+from tests.vision_zoo import vision_folder
 from tests.zoo import tiny_config
 from weft import cli
 
@@ -44,6 +45,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".demo" / "chat.jsonl").write_text("")
     for data in ("additions", "held-out"):
         (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
+    vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
+    for data in ("train", "held-out"):
+        (tmp_path / f".demo/shapes/{data}.jsonl").write_text("")
     return tmp_path
 
 

@@ -89,7 +89,7 @@ def counted_twice() -> Iterator[None]:
 
 
 PLANTS = {
-    "unsummed": (unsummed, {"gradients, every parameter", "weights after 3 steps"}),
+    "unsummed": (unsummed, {"gradients, every parameter", "ranks that hold the same agree"}),
     "counted twice": (counted_twice, {"gradient norm, documents 1", "gradient norm along 3 steps"}),
 }
 

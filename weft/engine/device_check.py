@@ -47,7 +47,7 @@ def check_on_device(
 
     per_document is the reference for the other kernels, and is not checked itself.
     """
-    if not findings.uses_bounds or kernel == "per_document":
+    if not (findings.uses_bounds and findings.attends) or kernel == "per_document":
         return
     content = _content(config, kernel, findings, device, dtype)
     file = FOLDER.expanduser() / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
