@@ -1,7 +1,7 @@
 """Writes what `make demo-vision` trains on: drawings of coloured shapes, and a small vision model that has seen
 nothing.
 
-    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape of any size, anywhere, on a noisy ground
+    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape, about in the middle, on a noisy ground
     .demo/shapes/train.jsonl       questions with a drawing, and answers: "a green triangle"
     .demo/shapes/held-out.jsonl    200 drawings that nothing is trained on
     .demo/shapes/model             tokenizer, image processor and config of a 0.6M-parameter Qwen2.5-VL
@@ -43,8 +43,8 @@ def draw(colour: str, shape: str, source: random.Random) -> Image.Image:
     ground = [tuple(source.randrange(0, 40) for _ in range(3)) for _ in range(SIDE * SIDE)]
     image = Image.new("RGB", (SIDE, SIDE))
     image.putdata(ground)
-    size = source.randrange(15, 26)
-    x, y = (source.randrange(1, SIDE - size) for _ in range(2))
+    size = source.randrange(20, 25)
+    x, y = ((SIDE - size) // 2 + source.randrange(-3, 4) for _ in range(2))
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
     if shape == "circle":
         pen.ellipse((x, y, x + size, y + size), fill=fill)

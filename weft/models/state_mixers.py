@@ -21,11 +21,13 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class Boundary:
-    """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer."""
+    """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer.
+    calls: of packed rows."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
         self.bounds: Bounds | None = None
+        self.calls = 0
         self._run: Callable[..., Any] = self._apart
         mixer.__dict__["forward"] = self.forward
 
@@ -47,7 +49,7 @@ class Boundary:
             raise RuntimeError(f"{type(self.mixer).__name__}: a packed row cannot be continued from a cache")
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
-        bounds.mixed += 1
+        self.calls += 1
         return by_document(own, bounds, *args, **kwargs)
 
 

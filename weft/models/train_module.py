@@ -192,14 +192,18 @@ class TrainModule(nn.Module):
             extra[self.bounds_argument] = bounds
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
-        before = 0 if bounds is None else bounds.mixed
+        before = self._mixed()
         out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
-        if bounds is not None and not bounds.padded and bounds.mixed - before != len(self.mixers):
+        if bounds is not None and not bounds.padded and self._mixed() - before != len(self.mixers):
             raise RuntimeError(
-                f"document bounds reached {bounds.mixed - before} of {len(self.mixers)} modules that carry state, so "
+                f"document bounds reached {self._mixed() - before} of {len(self.mixers)} modules that carry state, so "
                 "that documents would see each other. This family is not supported packed; please report it."
             )
         return out
+
+    def _mixed(self) -> int:
+        """Calls so far of modules that carry state, document by document."""
+        return sum(boundary.calls for boundary in set(self.mixers.values()))
 
     def forward(
         self,

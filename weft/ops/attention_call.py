@@ -28,8 +28,8 @@ class Bounds:
     position here; None: 0. key_lengths, cu_keys: the same for keys, where a document has more keys than queries; its
     queries are then the last of them. last_seen: [T] int32 of a packed row, the place of the last token that each sees,
     where tokens of an image see later ones of it; None: itself. context: shared documents of the row (mesh.cp). cache:
-    what kernels derive once per row. mixed: calls of modules that carry state, counted for checks. past: in generation,
-    [B] tokens before each entry's new one; keys and values come from a cache. even: all of `past` are equal.
+    what kernels derive once per row. past: in generation, [B] tokens before each entry's new one; keys and values come
+    from a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
@@ -40,7 +40,6 @@ class Bounds:
     cu_keys: Tensor | None = None
     last_seen: Tensor | None = None
     context: ContextRow | None = None
-    mixed: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
     even: bool = False
