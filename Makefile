@@ -9,6 +9,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 COMPAT := 5.17
 COMPAT_DIR := .compat/transformers-$(COMPAT)
+ORACLE := 5.23
+ORACLE_DIR := .compat/transformers-$(ORACLE)
 VLLM_BIN := .venv-vllm/bin
 TRL_BIN := .venv-trl/bin
 # torch-transformers-Python: the ends of the ranges of pyproject.toml.
@@ -16,7 +18,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -101,9 +103,13 @@ test-install: .venv-install/.installed
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed
 	WEFT_COMPAT=$(COMPAT) PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
 
-$(COMPAT_DIR)/.installed: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT_DIR) --no-deps \
-		'transformers==$(COMPAT).*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
+# Gradients with tensor parallelism against those of a transformers that divides models by itself, in processes of its own.
+test-oracle: $(STAMP) $(ORACLE_DIR)/.installed
+	WEFT_ORACLE=$(CURDIR)/$(ORACLE_DIR) $(BIN)/python -m pytest -m oracle tests/test_oracle.py $(PYTEST_ARGS)
+
+.compat/transformers-%/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(@D) --no-deps \
+		'transformers==$*.*' 'huggingface-hub>=1.31,<2' httpx httpcore certifi
 	touch $@
 
 # The ends of the ranges, in environments of several GB each: never in CI. Writes docs/reference/versions.md.
