@@ -16,7 +16,7 @@ from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
 from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig
-from weft.engine.document import metas
+from weft.engine.document import Costs, metas
 from weft.errors import UserError
 from weft.objectives.correction import importance_ratios
 from weft.recipes import rl as recipe
@@ -349,10 +349,11 @@ def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
         given.old = given.advantages = given.correction = np.zeros(len(given), np.float32)
         given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
     trained = TrainedSamples(samples, rl_config(algorithm(aggregation=aggregation), max_new_tokens=77))
-    measured, built = (metas(given, lambda n: 1, float) for given in (trained, list(trained)))
+    costs = Costs(lambda n: 1, float, lambda count: (0.0, 0))
+    measured, built = (metas(given, costs) for given in (trained, list(trained)))
     assert measured == built and len(built) == 50
     read = ReadSamples(samples, routed=False)
-    assert metas(read, lambda n: 1, float) == metas(list(read), lambda n: 1, float)
+    assert metas(read, costs) == metas(list(read), costs)
 
 
 def test_dealing() -> None:
