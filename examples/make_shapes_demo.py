@@ -1,7 +1,7 @@
 """Writes what `make demo-vision` trains on: drawings of coloured shapes, and a small vision model that has seen
 nothing.
 
-    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape, about in the middle, on a noisy ground
+    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape, anywhere, on a noisy ground
     .demo/shapes/train.jsonl       questions with a drawing, and answers: "a green triangle"
     .demo/shapes/held-out.jsonl    200 drawings that nothing is trained on
     .demo/shapes/model             tokenizer, image processor and config of a 0.6M-parameter Qwen2.5-VL
@@ -43,8 +43,8 @@ def draw(colour: str, shape: str, source: random.Random) -> Image.Image:
     ground = [tuple(source.randrange(0, 40) for _ in range(3)) for _ in range(SIDE * SIDE)]
     image = Image.new("RGB", (SIDE, SIDE))
     image.putdata(ground)
-    size = source.randrange(20, 25)
-    x, y = ((SIDE - size) // 2 + source.randrange(-3, 4) for _ in range(2))
+    size = source.randrange(16, 25)
+    x, y = (source.randrange(0, SIDE - size) for _ in range(2))
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
     if shape == "circle":
         pen.ellipse((x, y, x + size, y + size), fill=fill)
@@ -74,15 +74,15 @@ def make_model(folder: Path) -> None:
             "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 256,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
-            "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"],
+            "tie_word_embeddings": True, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<pad>"],
         },
         vision_config={
             "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 96, "window_size": 32,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 96, "window_size": 32, "initializer_range": 0.1,
             "fullatt_block_indexes": [1, 2],
         },
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, initializer_range=0.1,
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
         architectures=["Qwen2_5_VLForConditionalGeneration"],
