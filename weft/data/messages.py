@@ -46,6 +46,14 @@ class Parts(str):
         return [part["text"] for part in self.parts if part["type"] == "text"]
 
 
+def with_parts(message: Message) -> Message:
+    """A message whose images, which have no text, are not lost where it is printed or written: its content as a list."""
+    content = message.get("content")
+    if not isinstance(content, Parts) or all(part["type"] == "text" for part in content.parts):
+        return message
+    return {**message, "content": content.parts}
+
+
 MEDIA = ("images", "videos", "audios")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 

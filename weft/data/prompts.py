@@ -136,5 +136,12 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
 def as_text(messages: Sequence[dict[str, Any]]) -> str:
     """The text of a single user message; of several messages, with their roles."""
     if len(messages) == 1:
-        return str(messages[0].get("content"))
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)
+        return _content(messages[0])
+    return "\n".join(f"{message['role']}: {_content(message)}" for message in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text") or f"<{part.get('type')}>" for part in content)
