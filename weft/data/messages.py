@@ -47,7 +47,7 @@ class Parts(str):
 
 
 def with_parts(message: Message) -> Message:
-    """A message whose images, which have no text, are not lost where it is printed or written: its content as a list."""
+    """The message with its content as a list, where it has images: as text it would lose them."""
     content = message.get("content")
     if not isinstance(content, Parts) or all(part["type"] == "text" for part in content.parts):
         return message
