@@ -20,10 +20,10 @@ class PromptImages:
     sizes: tuple[Measured, ...]
     patches: int
 
-    def __str__(self) -> str:
-        """Which images they are: what rollouts record, and what belongs to the digest of prompts."""
-        pairs = zip(self.images, self.sizes, strict=True)
-        return ", ".join(f"{image} ({size.width} x {size.height}, {size.size} bytes)" for image, size in pairs)
+    @property
+    def names(self) -> list[str]:
+        """Of each image the path, as rollouts and samples record it."""
+        return [str(image) for image in self.images]
 
     def pictures(self) -> list[Any]:
         """The images, opened: PIL images in RGB. Raises BadRowError where one can no longer be opened."""

@@ -103,7 +103,7 @@ class Prompts(Sequence[Prompt]):
         for prompt in self.prompts:
             digest.update(np.array([len(prompt.tokens), *prompt.tokens], np.int64).tobytes())
             if prompt.images is not None:
-                digest.update(str(prompt.images).encode())
+                digest.update(repr([(s.height, s.width, s.size) for s in prompt.images.sizes]).encode())
         return digest.hexdigest()
 
 
