@@ -47,11 +47,11 @@ ROWS = [asked("who is it?", "a"), asked("and these?", "b", "c"), asked("a longer
 NAMES = [("a",), ("b", "c"), ()]
 
 
-def read(family: str, rows: list[dict[str, Any]], **rules: Any) -> tuple[list[Prompt], Images]:
+def read(family: str, rows: list[dict[str, Any]], longest: int = 1000, **rules: Any) -> tuple[list[Prompt], Images]:
     tokenizer = vision_tokenizer(family)
     images = read_images(folder(family), tokenizer, DataConfig(path="unused"))
     assert images is not None
-    return list(read_prompts(rows, tokenizer, Encoding(), PromptRules(1000, **rules), images)), images
+    return list(read_prompts(rows, tokenizer, Encoding(), PromptRules(longest, **rules), images)), images
 
 
 def expected(family: str, images: Images) -> list[list[int]]:

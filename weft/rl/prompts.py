@@ -236,7 +236,7 @@ class _Reader:
 
     def _opened(self, rows: Sequence[tuple[int, _Read]], bad: OnBad) -> Iterator[_Read]:
         """Rows whose images can be opened; texts have what stands for each."""
-        if self.images is None or not any(row.images for _, row in rows):
+        if self.images is None:
             yield from (row for _, row in rows)
             return
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
@@ -252,8 +252,7 @@ class _Reader:
             text, opened = self.images.prompt(row.where, row.text, row.images)
         except UserError as error:
             return error
-        columns = row.columns if opened is None else {**row.columns, COLUMN: opened}
-        return replace(row, text=text, columns=columns, opened=opened)
+        return replace(row, text=text, columns={**row.columns, COLUMN: opened or ()}, opened=opened)
 
     def _tokenised(self, rows: Sequence[_Read], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
