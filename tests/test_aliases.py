@@ -40,9 +40,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.jsonl").write_text("")
 
 
-def refusal(*files: str, overrides: tuple[str, ...] = ()) -> str:
+def refusal(*files: str, overrides: tuple[str, ...] = (), schema: type = SftConfig) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(files, ["model.path=m", "data.path=d.jsonl", *overrides])
+        load_config(files, ["model.path=m", "data.path=d.jsonl", *overrides], schema)
     return str(caught.value)
 
 
@@ -238,20 +238,26 @@ CONFIGS = {
     "roll.yaml": "roll",
     "torchtitan.yaml": "torchtitan",
     "automodel.yaml": "automodel",
+    "trl_vision.yaml": "trl",
+    "axolotl_vision.yaml": "axolotl",
+    "llama_factory_vision.yaml": "llama_factory",
+    "verl_vision.yaml": "verl",
+    "roll_vision.yaml": "roll",
 }
+REINFORCED = ("verl_vision.yaml", "roll_vision.yaml")
 
 
 @pytest.mark.parametrize("file", CONFIGS)
 def test_every_key_of_a_real_config_is_answered_at_once(file: str) -> None:
     """Each key is one of weft's, or it stands in the message (itself or its section) with advice from the table."""
-    path = FOREIGN / file
-    message = refusal(str(path))
+    path, schema = FOREIGN / file, RlConfig if file in REINFORCED else SftConfig
+    message = refusal(str(path), overrides=("rl.reward=[math]",) if file in REINFORCED else (), schema=schema)
     assert "did you mean" not in message and "the sections are" not in message, message
     keys = leaves(read_file(str(path)))
     for key in keys:
         above = [".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 2)]
         answered = any(re.search(rf"[ ,]{re.escape(name)}(?= is| are|,| and)", message) for name in above)
-        assert answered or key in schema_keys(SftConfig), key
+        assert answered or key in schema_keys(schema), key
     assert f"docs/coming-from/{CONFIGS[file]}.md" in message.splitlines()[-1]
 
 
