@@ -57,6 +57,7 @@ def weft_command() -> str:
 
 def main() -> int:
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     run = Path(sys.argv[1] if len(sys.argv) > 1 else RUN)
     path = run / "checkpoints" / "latest"
     if not path.is_dir():

@@ -4,6 +4,7 @@ nothing.
     .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape, anywhere, on a noisy ground
     .demo/shapes/train.jsonl       questions with a drawing, and answers: "a green triangle"
     .demo/shapes/held-out.jsonl    200 drawings that nothing is trained on
+    .demo/shapes/shown.jsonl       the first 8 of them, which the report shows with the answers
     .demo/shapes/model             tokenizer, image processor and config of a 0.6M-parameter Qwen2.5-VL
 
 usage: python examples/make_shapes_demo.py [OUT]
@@ -22,7 +23,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 
-DRAWINGS, HELD_OUT, SIDE = 4000, 200, 32
+DRAWINGS, HELD_OUT, SHOWN, SIDE = 4000, 200, 8, 32
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle", "cross")
 QUESTION = "what is drawn ?"
@@ -115,6 +116,8 @@ def main(out: Path) -> None:
     source = random.Random(0)
     write(out / "train.jsonl", range(DRAWINGS), source)
     write(out / "held-out.jsonl", range(DRAWINGS, DRAWINGS + HELD_OUT), source)
+    shown = (out / "held-out.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:SHOWN]
+    (out / "shown.jsonl").write_text("".join(shown), encoding="utf-8")
     print(f"wrote {DRAWINGS} drawings, {HELD_OUT} to hold out, and a model to be trained, into {out}")
 
 

@@ -35,6 +35,7 @@ def test_files_are_short() -> None:
 
 # Short files that a reader would not look for elsewhere, and why; `__init__` and `__main__` apart.
 SHORT = {
+    "weft/data/prompt_images.py": "what processes of rewards and environments open, without torch",
     "weft/engine/media.py": "what data/ makes and engine/ forwards: neither's own",
     "weft/engine/prefetch.py": "a thread that knows neither engine nor recipe",
     "weft/engine/value_head.py": "build.py and builder.py need it, and one imports the other",

@@ -131,9 +131,13 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "content": "a"}]}, "holds no message that could be answered"),
         ({"prompt": "a", "tools": [{"name": "f"}]}, "has `tools`, but `prompt` is a text .* rl.chat=true"),
         ({"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "does not render"),
-        ({"prompt": "a", "images": ["x"]}, "`images` is not in this version"),
+        ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text .* rl.chat=true"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "images": ["x"]},
+            "has images, and model.path is a model of text",
+        ),
     ],
-    ids=["question", "both", "nothing asked", "tools of a text", "tools unread", "images"],
+    ids=["question", "both", "nothing asked", "tools of a text", "tools unread", "images of a text", "images"],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

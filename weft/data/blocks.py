@@ -60,6 +60,9 @@ class Block(Protocol):
     @property
     def size(self) -> int: ...
 
+    def folder(self) -> str:
+        """What paths in its rows are relative to."""
+
     def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
         """Its readable rows, in order."""
 
@@ -83,7 +86,7 @@ class _Rows(ABC, Generic[_Item]):
     def _origin(self) -> str:
         """The file or table of the rows."""
 
-    def _folder(self) -> str:
+    def folder(self) -> str:
         """What paths in its rows are relative to."""
         origin = self._origin()
         return origin if os.path.isdir(origin) else os.path.dirname(origin)
@@ -98,7 +101,7 @@ class _Rows(ABC, Generic[_Item]):
                 yield row
 
     def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
-        folder = self._folder()
+        folder = self.folder()
         for row in self.rows(bad):
             try:
                 record = parse_row(row.where, row.values, reading, folder)

@@ -15,6 +15,7 @@ from weft.data.image_columns import Image
 from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, pixels, place_of
 from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
+from weft.data.prompt_images import PromptImages
 from weft.data.records import Record
 from weft.errors import BadRowError, UserError, first_line
 
@@ -83,9 +84,10 @@ class Images:
         if not any(record.images for record in records):
             return [(record, []) for record in records]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
-            return list(pool.map(self._read, records))
+            return list(pool.map(self.read_one, records))
 
-    def _read(self, record: Record) -> tuple[Record, list[Measured]]:
+    def read_one(self, record: Record) -> tuple[Record, list[Measured]]:
+        """As read, for one record."""
         if not record.images:
             return record, []
         if self.problem:
@@ -133,14 +135,21 @@ class Images:
         placed, replaced = expanded(chat, self.placeholder, layout.texts)
         return Placed(placed, replaced, tuple(places), layout.patches)
 
-    def inputs(self, where: str, images: Sequence[tuple[Image, Place]]) -> tuple[dict[str, Any], int]:
+    def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
+        """(a rendered prompt with what stands for its images, these images). UserError where one cannot be opened, or
+        the text has not one place for each."""
+        record, sizes = self.read_one(Record(where, "messages", {}, given))
+        placed = self.place(record, MaskedText(text, ()), sizes)
+        found = PromptImages(where, record.images, tuple(sizes), placed.patches) if given else None
+        return placed.chat.text, found
+
+    def inputs(self, where: str, images: Sequence[tuple[Image, Measured]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images, their patches). Raises UserError where an image is not what it
         was when it was tokenised."""
         opened = []
-        for number, (image, place) in enumerate(images, start=1):
+        for number, (image, was) in enumerate(images, start=1):
             name = _name(where, number, len(images))
             picture, seen = pixels(image, name, self.checks)
-            was = place.measured
             if (seen.height, seen.width, seen.size) != (was.height, was.width, was.size) or was.changed != seen.changed:
                 raise UserError(
                     f"{name} ({image}): has changed since the data were read: it is {seen.width} x {seen.height} "
@@ -151,10 +160,13 @@ class Images:
         return self.processor().inputs(opened)
 
 
-def read_images(model: str, sees: bool, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Images | None:
-    """How a config's images are read; None for a model of text. sees: whether the model has a vision tower. A chat
-    template that only the processor has becomes the tokenizer's. Raises UserError."""
-    if not sees:
+def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Images | None:
+    """How a config's images are read; None for a model of text. A chat template that only the processor has becomes
+    the tokenizer's. Raises UserError."""
+    from weft.models import hf
+    from weft.models.hf_processor import is_vision_config
+
+    if not is_vision_config(hf.read_config(model)):
         if data.image_pixels:
             raise UserError(f"data.image_pixels: model.path {model} has no vision tower: leave it out.")
         return None

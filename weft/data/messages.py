@@ -46,6 +46,20 @@ class Parts(str):
         return [part["text"] for part in self.parts if part["type"] == "text"]
 
 
+def as_parts(message: Message) -> Message:
+    """A message whose content is no list: templates read Parts as a text or as a list."""
+    content = message.get("content")
+    return {**message, "content": Parts(content)} if isinstance(content, list) else message
+
+
+def with_parts(message: Message) -> Message:
+    """The message with its content as a list, where it has images: as text it would lose them."""
+    content = message.get("content")
+    if not isinstance(content, Parts) or all(part["type"] == "text" for part in content.parts):
+        return message
+    return {**message, "content": content.parts}
+
+
 MEDIA = ("images", "videos", "audios")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 

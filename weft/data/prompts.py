@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, has_template, renderer, unbounded
-from weft.data.messages import Message, read_messages
+from weft.data.image_columns import Image, take_images
+from weft.data.images import Images
+from weft.data.messages import Message, as_parts, read_messages
+from weft.data.prompt_images import PromptImages
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -27,10 +30,11 @@ _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt. text: for people. tokens: the model's input."""
+    """A prompt. text: for people. tokens: the model's input. images: those of its placeholders."""
 
     text: str
     tokens: tuple[int, ...]
+    images: PromptImages | None = None
 
 
 def load_prompts(
@@ -38,17 +42,19 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     encoding: Encoding | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
+    images: Images | None = None,
 ) -> list[Prompt]:
     """The prompts of a JSONL file, or of a list of texts.
 
     A text of the list is what a user says where the tokenizer has a chat template, else a text to be continued. In a
     file, `messages` goes through the chat template, without the answers that end it, and `prompt` is continued as it
     is, so that a file of training data serves too. encoding: the chat template, if it is not the tokenizer's own, and
-    what it is told. roles: as data.roles. Raises UserError, naming file and line.
+    what it is told. roles: as data.roles. images: of a vision model. Raises UserError, naming file and line.
     """
     encoding = encoding or Encoding()
     if isinstance(source, str):
-        prompts = [_of_line(where, line, tokenizer, encoding, roles) for where, line in _lines(source)]
+        folder = str(Path(source).parent)
+        prompts = [_of_line(where, line, tokenizer, encoding, roles, images, folder) for where, line in _lines(source)]
     else:
         chat = has_template(tokenizer, encoding)
         prompts = [
@@ -75,7 +81,13 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_line(
-    where: str, line: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, roles: Mapping[str, str]
+    where: str,
+    line: str,
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding,
+    roles: Mapping[str, str],
+    images: Images | None,
+    folder: str,
 ) -> Prompt:
     try:
         value = parse(line)
@@ -88,7 +100,11 @@ def _of_line(
     if isinstance(given, str):
         return _of_text(where, given, tokenizer)
     if isinstance(given, list):
-        return _of_chat(where, read_messages(where, column, given, roles), tokenizer, encoding)
+        read = read_messages(where, column, given, roles, images=images is not None)
+        messages, found = take_images(where, read, value, folder)
+        if found and images is None:
+            raise UserError(f"{where}: has images, and model.path is a model of text alone.")
+        return _of_chat(where, messages, tokenizer, encoding, images, found)
     keys = ", ".join(f"`{key}`" for key in value) or "no keys"
     raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
@@ -102,7 +118,14 @@ def _of_text(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Promp
     return Prompt(text, tuple(tokens))
 
 
-def _of_chat(where: str, messages: list[Message], tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> Prompt:
+def _of_chat(
+    where: str,
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding,
+    images: Images | None = None,
+    given: tuple[Image, ...] = (),
+) -> Prompt:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
@@ -112,14 +135,17 @@ def _of_chat(where: str, messages: list[Message], tokenizer: PreTrainedTokenizer
             f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be continued, "
             "or use the model's chat (instruct) variant."
         )
+    if given and images is not None and images.template:
+        encoding = replace(encoding, chat_template=encoding.chat_template or images.template)
     try:
-        text = up_to_the_answer(renderer(tokenizer, encoding), messages)
+        text = up_to_the_answer(renderer(tokenizer, encoding), [as_parts(message) for message in messages])
     except RenderError as error:
         raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
     except UnboundedError as error:
         raise UserError(unbounded(where, error)) from None
+    text, opened = (text, None) if images is None else images.prompt(where, text, given)
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return Prompt(as_text(messages), tuple(tokens))
+    return Prompt(as_text(messages), tuple(tokens), opened)
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
@@ -136,5 +162,12 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
 def as_text(messages: Sequence[dict[str, Any]]) -> str:
     """The text of a single user message; of several messages, with their roles."""
     if len(messages) == 1:
-        return str(messages[0].get("content"))
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)
+        return _content(messages[0])
+    return "\n".join(f"{message['role']}: {_content(message)}" for message in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text") or f"<{part.get('type')}>" for part in content)

@@ -91,12 +91,12 @@ def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str 
     return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
 
 
-def refuse_media(where: str, row: Mapping[str, Any], images: bool = True) -> None:
-    """Raises UserError where a row has more than text. images: whether images are read."""
-    if unread := [name for name in (*UNREAD_COLUMNS, *(() if images else ("images",))) if row.get(name)]:
+def refuse_media(where: str, row: Mapping[str, Any]) -> None:
+    """Raises UserError where a row has more than text and images."""
+    if unread := [name for name in UNREAD_COLUMNS if row.get(name)]:
         raise UserError(
-            f"{where}: `{unread[0]}` is not in this version, which reads {'text and images' if images else 'text'} "
-            "here. Remove the column if the document is right without it."
+            f"{where}: `{unread[0]}` is not in this version, which reads text and images. Remove the column if the "
+            "document is right without it."
         )
 
 

@@ -67,7 +67,7 @@ class Work:
                 return Image(path=place.path, data=place.data)
             return rows[place.position][place.place]
 
-        return self.images.inputs(where, [(found(place), place) for place in places])
+        return self.images.inputs(where, [(found(place), place.measured) for place in places])
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block."""

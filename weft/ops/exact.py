@@ -2,7 +2,7 @@
 
 A trainer computes whole documents and a sampler one token at a time: the same sums, but not always in the same order.
 Measured on CPU in fp32 (docs/explanation/exact.md), three things depend on the shape: matrix products with fewer
-than four rows per thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads
+than 16 rows per thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads
 the first two to shapes in which results do not change; `attend_exactly` is the third.
 """
 
@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_ROWS = 4  # a product of fewer rows is computed by other code
+_ROWS = 16  # a product of fewer rows is computed by other code: of 4 on some CPUs, of 16 on others
 _ELEMENTS = 32  # that vector code takes at a time; what is left over goes through scalar code
 _MOST_SPLITS = 8  # threads whose shares of a tensor are kept whole
 
 
 def row_multiple() -> int:
-    """The multiple to which rows are padded, so that every thread has at least four."""
+    """The multiple to which rows are padded, so that every thread has enough of them."""
     return _ROWS * torch.get_num_threads()
 
 

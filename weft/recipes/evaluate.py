@@ -17,6 +17,7 @@ from weft.config.schema import DataConfig, SftConfig
 from weft.config.sources import source_name
 from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
+from weft.data.images import read_images
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -88,8 +89,9 @@ def read_held_out(
         found[source_name(source)] = documents, report.sources[0]
     questions = None
     if config.eval.prompts is not None:
-        prompts = load_prompts(config.eval.prompts, tokenizer, read_encoding(config.data, tokenizer), config.data.roles)
-        questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer))
+        images, encoding = read_images(config.model.path, tokenizer, config.data), read_encoding(config.data, tokenizer)
+        prompts = load_prompts(config.eval.prompts, tokenizer, encoding, config.data.roles, images)
+        questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer), images)
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},
         {name: report for name, (_, report) in found.items()},

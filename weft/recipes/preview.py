@@ -73,13 +73,13 @@ def _sampled(part: Part) -> Iterator[Block]:
 
 def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
     from weft.data.encode import has_template, load_tokenizer, read_encoding
+    from weft.data.images import read_images
     from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
     from weft.data.tokenise import Tokenising, Work, tokenise
-    from weft.recipes.run_data import images_of
 
     tokenizer, read = load_tokenizer(config.model.path), []
-    images = images_of(config, config.data, tokenizer)
+    images = read_images(config.model.path, tokenizer, config.data)
     encoding = read_encoding(config.data, tokenizer)
     with loading(what="tokenising") as shown:
         how = Tokenising(config.data.workers, config.data.cache, shown)

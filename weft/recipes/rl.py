@@ -22,6 +22,7 @@ from weft.cluster.rays import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.encode import load_tokenizer
+from weft.data.images import read_images
 from weft.errors import StoppedError, UserError
 from weft.models import hf
 from weft.objectives.policy import choose_policy_loss
@@ -44,7 +45,7 @@ from weft.rl.failure import report_failures
 from weft.rl.meter import Meter, Show
 from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import Producer
-from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts
+from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts, with_images
 from weft.rl.recorder import RlRecorder, print_rl_opening
 from weft.rl.reference_critic import Role
 from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, prepare_folder
@@ -148,10 +149,11 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
     """Read prompts and load rewards and environment. Raises UserError for whatever the user has to fix."""
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
-    episodes = load_environment(config, tokenizer)
-    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary)
+    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
+    episodes = load_environment(config, tokenizer, images=images)
+    prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary, images=images)
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
-    held_out = read_held_out_prompts(config, tokenizer, vocabulary)
+    held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
     return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes)
 
 
@@ -392,6 +394,7 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
         for sample in samples_of(groups):
+            sample.prompt = with_images(sample.prompt, run.task.prompts)
             sample.forget_readings()
         return RolloutStep(number, groups, taken=0)
 

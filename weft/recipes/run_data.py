@@ -12,13 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
 from weft.data.encode import load_tokenizer, read_encoding
-from weft.data.images import Images, read_images
+from weft.data.images import read_images
 from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
 from weft.engine.document import Document
 from weft.models import hf
-from weft.models.hf_processor import is_vision_config
 from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out
 
 Shown = Callable[[int, int], None]
@@ -59,7 +58,7 @@ def read_data(
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
     """Read and tokenise the documents of one data section. shown: called with (bytes done, total bytes)."""
-    images = images_of(config, config.data, tokenizer)  # first: it may bring the chat template
+    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,
@@ -73,12 +72,6 @@ def read_data(
         images=images,
         how=Tokenising(config.data.workers, config.data.cache, shown),
     )
-
-
-def images_of(config: SftConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Images | None:
-    """How the images of the data are read; None for a model of text. A chat template that only the model's processor
-    has becomes the tokenizer's."""
-    return read_images(config.model.path, is_vision_config(hf.read_config(config.model.path)), tokenizer, data)
 
 
 def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:

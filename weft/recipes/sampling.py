@@ -12,6 +12,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import SftConfig
+from weft.data.image_opener import ImageOpener
+from weft.data.images import Images
 from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -28,11 +30,13 @@ _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts of eval.prompts. ends: tokens that end every answer of the training data."""
+    """The prompts of eval.prompts. ends: tokens that end every answer of the training data. images: of a vision
+    model."""
 
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int] = ()
+    images: Images | None = None
 
 
 class Sampler:
@@ -44,7 +48,7 @@ class Sampler:
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
-        self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS)
+        self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS, opener=ImageOpener(questions.images))
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
@@ -73,7 +77,7 @@ class Sampler:
         sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=self.ends)
         prompts = {number: self.questions.prompts[number] for number in mine}
         asked = [
-            Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling)
+            Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling, prompt.images)
             for number, prompt in prompts.items()
         ]
         answered = {}
@@ -87,6 +91,8 @@ class Sampler:
                 "tokens": len(tokens),
                 "finished": finished,
             }
+            if prompt.images is not None:
+                answered[number]["images"] = prompt.images.names
         return answered
 
     def _seed(self, step: int, number: int) -> int:

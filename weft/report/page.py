@@ -22,6 +22,7 @@ from weft.cluster.options import ReportOptions
 from weft.config.yaml12 import read_sections
 from weft.errors import UserError
 from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
+from weft.report.pictures import pictures
 from weft.report.progress import duration
 from weft.report.rl_page import is_rl, last_samples, rl_charts
 from weft.telemetry.timing import METRICS as PHASES
@@ -424,13 +425,13 @@ def _status(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> list[dict[str, Any]]:
-    """By prompt, in order: the answers, the newest first."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    """By prompt and its images, in order: the answers, the newest first."""
+    found: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
-        by_prompt.setdefault(_words(sample.get("prompt", "")), []).append(
-            {"step": sample.get("step"), "text": _words(sample["answer"])}
-        )
-    return [{"prompt": prompt, "answers": answers[::-1]} for prompt, answers in by_prompt.items()]
+        prompt, images = _words(sample.get("prompt", "")), sample.get("images")
+        own = found.setdefault(f"{prompt}\n{images}", {"prompt": prompt, "images": images, "answers": []})
+        own["answers"].insert(0, {"step": sample.get("step"), "text": _words(sample["answer"])})
+    return [{**own, "pictures": pictures(own["images"])} for own in found.values()]
 
 
 def _words(value: object) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.report.charts import Chart, Series, numeric
+from weft.report.pictures import pictures
 from weft.report.rollouts import ending, reward_text
 from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 from weft.rollout.types import Group, Sample
@@ -175,9 +176,10 @@ def _of_other_prompts(samples: Sequence[Sample], most: int) -> list[Sample]:
     return list(found.values())[:most]
 
 
-def _shown(sample: Sample) -> dict[str, str]:
+def _shown(sample: Sample) -> dict[str, Any]:
     about = f"reward {reward_text(sample)}; {sample.length} tokens, {ending(sample)}"
-    return {"prompt": _shortened(sample.prompt.text), "text": _shortened(sample.text), "about": about}
+    texts = {"prompt": _shortened(sample.prompt.text), "text": _shortened(sample.text), "about": about}
+    return {**texts, "pictures": pictures(sample.prompt.columns.get("images"))}
 
 
 def _shortened(text: str) -> str:

@@ -14,6 +14,7 @@ from weft.cluster.options import RlOptions
 from weft.cluster.rays import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import load_tokenizer
+from weft.data.image_opener import image_opener
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
 from weft.rl.served_pool import SERVERS
@@ -135,7 +136,9 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     flight.at("load")
     auto = "bf16" if options.device == "cuda" else "fp32"
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
+    tokenizer = load_tokenizer(config.model.path)
     return Standalone(
         config.model.path, config.lora, dtype=DTYPES[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
+        tokenizer=tokenizer, exact=config.rl.on_policy == "exact",
+        opener=image_opener(config.model.path, tokenizer, config.data),
     )  # fmt: skip

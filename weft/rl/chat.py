@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding, unbounded
+from weft.data.image_columns import Image
+from weft.data.images import Images
 from weft.data.loss_mask import AssistantMasks
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, template_inputs
@@ -34,20 +36,25 @@ class Continuation:
 class ChatRenderer:
     """Renders chats with the chat template that training documents use."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
+    ) -> None:
+        """images: of a vision model."""
         self.tokenizer = tokenizer
         self.encoding = encoding or Encoding()
-        self._encoder = Encoder(tokenizer, self.encoding)
+        self._encoder = Encoder(tokenizer, self.encoding, images)
         self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # behind a message of a role, whether it writes something
 
-    def question(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[Conversation, str]:
+    def question(
+        self, where: str, messages: Sequence[Message], row: Mapping[str, Any], images: Sequence[Image] = ()
+    ) -> tuple[Conversation, str]:
         """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
         invalid row.
 
-        row: its columns; `tools` and `chat_template_kwargs` are read.
+        row: its columns; `tools` and `chat_template_kwargs` are read. images: of the messages.
         """
         chat = self._conversation(where, messages, row)
-        answers, kwargs = self._answers(where, chat)
+        answers, kwargs = self._answers(where, chat, images)
         try:
             return chat, self._asked(answers.template, chat, kwargs)
         except RenderError as error:
@@ -70,7 +77,7 @@ class ChatRenderer:
             answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
         chat = self._conversation(where, [*asked, answer, *then], prompt.columns)
         chat = replace(chat, trained=(len(asked),))
-        answers, kwargs = self._answers(where, chat)
+        answers, kwargs = self._answers(where, chat, () if prompt.images is None else prompt.images.images)
         question = replace(chat, messages=chat.messages[: len(asked)])
         try:
             found = answers.find(chat, kwargs)
@@ -124,6 +131,8 @@ class ChatRenderer:
     def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
         return conversation(Record(where, "messages", {"messages": messages, **template_inputs(where, row)}), "answers")
 
-    def _answers(self, where: str, chat: Conversation) -> tuple[AssistantMasks, dict[str, Any]]:
-        answers = self._encoder.masks_of(Record(where, "messages", {}), chat)
+    def _answers(
+        self, where: str, chat: Conversation, images: Sequence[Image]
+    ) -> tuple[AssistantMasks, dict[str, Any]]:
+        answers = self._encoder.masks_of(Record(where, "messages", {}, tuple(images)), chat)
         return answers, {**self.encoding.template_kwargs, **chat.kwargs}

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
+from weft.data.image_opener import ImageOpener
 from weft.engine.document import Document, MeasuredDocuments, Measures
+from weft.engine.media import Media
 from weft.engine.replay import align_routes
 from weft.rl.corrections import comparable
 from weft.rollout.types import Flags, Floats, Group, Sample
@@ -24,10 +26,13 @@ from weft.rollout.types import Flags, Floats, Group, Sample
 
 class _Samples(MeasuredDocuments):
     """Documents of samples, without their arrays until they are built. weights: the loss weight of each sampled token
-    of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have."""
+    of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have. opener: opens
+    the images of prompts."""
 
-    def __init__(self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool) -> None:
-        self.samples, self._weights, self._routed = samples, weights, routed
+    def __init__(
+        self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool, opener: ImageOpener | None
+    ) -> None:
+        self.samples, self._weights, self._routed, self._opener = samples, weights, routed, opener
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -40,7 +45,7 @@ class _Samples(MeasuredDocuments):
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
-            patches=np.zeros(len(self.samples), np.int64),
+            patches=np.array([s.prompt.images.patches if s.prompt.images else 0 for s in self.samples], np.int64),
         )
 
     def source(self, index: int) -> str:
@@ -65,6 +70,7 @@ class _Samples(MeasuredDocuments):
                 arrays={name: column[place] for name, column in columns.items()},
                 routes=self._routes(chosen[place]),
                 source=self.source(index),
+                media=self._media(chosen[place]),
             )
             for place, index in enumerate(indices)
         }
@@ -73,6 +79,12 @@ class _Samples(MeasuredDocuments):
         """[T] of each of these samples, by the names that losses know."""
         return {}
 
+    def _media(self, sample: Sample) -> Media | None:
+        if sample.prompt.images is None:
+            return None
+        assert self._opener is not None, "who reads prompts with images can open them"
+        return self._opener(sample.prompt.images)
+
     def _routes(self, sample: Sample) -> Tensor | None:
         return align_routes(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
 
@@ -80,8 +92,8 @@ class _Samples(MeasuredDocuments):
 class ReadSamples(_Samples):
     """Documents for readouts. routed: with the experts that the samples were drawn with."""
 
-    def __init__(self, samples: Sequence[Sample], routed: bool) -> None:
-        super().__init__(samples, [np.float32(1.0)] * len(samples), routed)
+    def __init__(self, samples: Sequence[Sample], routed: bool, opener: ImageOpener | None = None) -> None:
+        super().__init__(samples, [np.float32(1.0)] * len(samples), routed, opener)
 
 
 class TrainedSamples(_Samples):
@@ -91,12 +103,12 @@ class TrainedSamples(_Samples):
     finish `length`.
     """
 
-    def __init__(self, samples: Sequence[Sample], config: RlConfig) -> None:
+    def __init__(self, samples: Sequence[Sample], config: RlConfig, opener: ImageOpener | None = None) -> None:
         self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
         trained = [samples[place] for place in self.places]
         # Of rl.mask_truncated: what counts but for its end.
         self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
-        super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True)
+        super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True, opener=opener)
         self.old_is_known = bool(trained) and trained[0].old is not None  # else old is the policy that is trained
         self._corrects = config.rl.corrects
         counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _READ}

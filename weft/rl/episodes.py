@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
+from weft.data.images import Images
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
 from weft.rl.environment_pool import EnvironmentPool
@@ -101,12 +102,16 @@ class Conversation:
 
 
 def load_environment(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding | None = None,
+    images: Images | None = None,
 ) -> Episodes | None:
-    """The Episodes of a config, or None without rl.environment. encoding: the chat template; default: the config's."""
+    """The Episodes of a config, or None without rl.environment. encoding: the chat template; default: the config's.
+    images: of a vision model."""
     kind, path = environment_class(config), config.rl.environment
     if kind is None or path is None:
         return None
-    chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer))
+    chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer), images)
     longest = config.rollout.max_new_tokens
     return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)

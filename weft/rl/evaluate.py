@@ -10,12 +10,14 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import comb
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
+from weft.data.images import Images
 from weft.rl.episodes import Episodes
 from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
@@ -65,16 +67,16 @@ class Evaluated:
 
 
 def read_held_out_prompts(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, images: Images | None = None
 ) -> HeldOutPrompts:
-    """The prompts of eval.path or eval.sources. UserError as in `load_rl_prompts`."""
-    found = {}
+    """The prompts of eval.path or eval.sources. images, and UserError, as in `load_rl_prompts`."""
+    found, read = {}, partial(load_rl_prompts, config, tokenizer, vocab_size=vocab_size, images=images)
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
-        found[_UNNAMED] = load_rl_prompts(config, tokenizer, data, vocab_size=vocab_size)
+        found[_UNNAMED] = read(data)
     for source in config.eval.sources or ():
         data = replace(config.data, path=None, sources=(source,))
-        found[source_name(source)] = load_rl_prompts(config, tokenizer, data, vocab_size=vocab_size)
+        found[source_name(source)] = read(data)
     return HeldOutPrompts(found)
 
 

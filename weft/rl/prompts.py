@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
@@ -16,16 +17,20 @@ from weft.config.rl_schema import RlConfig
 from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
-from weft.data.messages import read_messages
+from weft.data.image_columns import COLUMN, Image, take_images
+from weft.data.images import Images, texts_of
+from weft.data.messages import read_messages, with_parts
 from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, order_of
+from weft.data.prompt_images import PromptImages
 from weft.data.prompts import as_text
-from weft.data.records import check_unicode, is_json_list, refuse_media, with_system
+from weft.data.records import Record, check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError, first_line
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
 
+_THREADS = 4  # that open images
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
 # Columns that users bring in place of `prompt` and `messages`.
@@ -97,6 +102,8 @@ class Prompts(Sequence[Prompt]):
         digest = hashlib.blake2b(repr([(s.documents, s.weight) for s in self.shares]).encode(), digest_size=8)
         for prompt in self.prompts:
             digest.update(np.array([len(prompt.tokens), *prompt.tokens], np.int64).tobytes())
+            if prompt.images is not None:
+                digest.update(repr([(s.height, s.width, s.size) for s in prompt.images.sizes]).encode())
         return digest.hexdigest()
 
 
@@ -106,12 +113,13 @@ def load_rl_prompts(
     data: Data | None = None,
     *,
     vocab_size: int | None = None,
+    images: Images | None = None,
 ) -> Prompts:
     """The prompts that a config names. UserError with file and line for invalid data.
 
     A row has `prompt` (a text or messages) or `messages`, whose final answers are removed; the other columns are kept
     for rewards. data: replaces the config's: rows in memory, or another data section. vocab_size: token ids must be
-    below it.
+    below it. images: of a vision model.
     """
     environment = environment_class(config)
     rules = PromptRules(
@@ -123,12 +131,19 @@ def load_rl_prompts(
         tools=() if environment is None else tuple(environment.tools),
         vocab_size=vocab_size,
     )
-    return read_prompts(config.data if data is None else data, tokenizer, read_encoding(config.data, tokenizer), rules)
+    encoding = read_encoding(config.data, tokenizer)
+    return read_prompts(config.data if data is None else data, tokenizer, encoding, rules, images)
 
 
-def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> Prompts:
+def read_prompts(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding,
+    rules: PromptRules,
+    images: Images | None = None,
+) -> Prompts:
     """Read, check and tokenise prompts, source by source."""
-    reader = _Reader(tokenizer, encoding, rules)
+    reader = _Reader(tokenizer, encoding, rules, images)
     shares: list[Share] = []
     prompts: list[Prompt] = []
     dropped, bad = 0, list[tuple[str, str]]()
@@ -181,39 +196,64 @@ def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rule
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row before it is tokenised. text: rendered, of a chat."""
+    """A row before it is tokenised. text: rendered, of a chat. images: found in the row; opened: with their sizes."""
 
     where: str
     text: str
     shown: str
     messages: tuple[Mapping[str, Any], ...] | None
     columns: Mapping[str, Any]
+    images: tuple[Image, ...] = ()
+    opened: PromptImages | None = None
 
 
 class _Reader:
     """Rows -> prompts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules) -> None:
-        self.tokenizer, self.rules = tokenizer, rules
-        self.chats = ChatRenderer(tokenizer, encoding)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rules: PromptRules, images: Images | None
+    ) -> None:
+        self.tokenizer, self.rules, self.images = tokenizer, rules, images
+        self.chats = ChatRenderer(tokenizer, encoding, images)
         self.has_template = has_template(tokenizer, encoding)
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
         """The prompts of a source; indices are yet to be given."""
         for part in source.parts:
             for block in part.blocks():
-                rows = []
+                rows, folder = [], block.folder()
                 for row in block.rows(bad):
                     try:
-                        rows.append(self._checked(row, source))
+                        rows.append((row.number, self._checked(row, source, folder)))
                     except UserError as error:
                         bad(row.number, error)
-                yield from self._tokenised(rows, bad)
+                yield from self._tokenised(list(self._opened(rows, bad)), bad)
 
-    def _checked(self, row: Row, source: Source) -> _Read:
+    def _checked(self, row: Row, source: Source, folder: str) -> _Read:
         if row.escaped:
             check_unicode(row.where, row.values)
-        return self._row(row.where, with_named(row.where, row.values, source.columns), source)
+        return self._row(row.where, with_named(row.where, row.values, source.columns), source, folder)
+
+    def _opened(self, rows: Sequence[tuple[int, _Read]], bad: OnBad) -> Iterator[_Read]:
+        """Rows whose images can be opened; texts have what stands for each."""
+        if self.images is None or not any(row.images for _, row in rows):
+            yield from (row for _, row in rows)
+            return
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+            for (number, _), found in zip(rows, pool.map(self._placed, [row for _, row in rows]), strict=True):
+                if isinstance(found, UserError):
+                    bad(number, found)
+                else:
+                    yield found
+
+    def _placed(self, row: _Read) -> _Read | UserError:
+        assert self.images is not None
+        try:
+            text, opened = self.images.prompt(row.where, row.text, row.images)
+        except UserError as error:
+            return error
+        columns = row.columns if opened is None else {**row.columns, COLUMN: opened}
+        return replace(row, text=text, columns=columns, opened=opened)
 
     def _tokenised(self, rows: Sequence[_Read], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
@@ -225,7 +265,7 @@ class _Reader:
             if not ids[i]:
                 bad(i, UserError(f"{row.where}: `prompt` is empty: write what is to be answered."))
                 continue
-            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where)
+            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, row.opened)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         """Texts that are to be continued: with what the tokenizer puts before one, without what it puts behind."""
@@ -233,8 +273,8 @@ class _Reader:
         eos = self.tokenizer.eos_token_id
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
-    def _row(self, where: str, row: dict[str, Any], source: Source) -> _Read:
-        refuse_media(where, row, images=False)
+    def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _Read:
+        refuse_media(where, row)
         name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
@@ -244,9 +284,9 @@ class _Reader:
                 return _text_prompt(where, text, rest)
             messages = with_system(where, rest, [{"role": "user", "content": text}])
         else:
-            messages = with_system(where, rest, read_messages(where, name, value, source.roles))
+            messages = with_system(where, rest, read_messages(where, name, value, source.roles, images=True))
             messages = self._instructed(_to_be_answered(where, name, messages))
-        return self._chat(where, messages, rest)
+        return self._chat(where, messages, rest, folder)
 
     def _instructed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with rl.instruction behind its last message."""
@@ -259,7 +299,7 @@ class _Reader:
             return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n{text}"}]}]
         return [*before, {**last, "content": f"{content}\n{text}"}]
 
-    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any]) -> _Read:
+    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any], folder: str) -> _Read:
         if not self.has_template:
             raise UserError(
                 f"{where}: is a chat, but the tokenizer has no chat template. Use the model's chat (instruct) variant, "
@@ -267,12 +307,18 @@ class _Reader:
             )
         if self.rules.tools and not rest.get("tools"):
             rest = {**rest, "tools": [dict(tool) for tool in self.rules.tools]}
-        chat, text = self.chats.question(where, messages, rest)
-        return _Read(where, text, as_text(chat.messages), tuple(chat.messages), rest)
+        messages, images = take_images(where, messages, rest, folder)
+        if images and self.images is None:
+            raise UserError(f"{where}: has images, and model.path is a model of text alone.")
+        if self.images is not None:
+            self.images.refuse_marks(Record(where, "messages", {}), texts_of(messages))
+        chat, text = self.chats.question(where, messages, rest, images)
+        asked = tuple(with_parts(message) for message in chat.messages)
+        return _Read(where, text, as_text(asked), asked, rest, images)
 
 
 def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:
-    if unread := [name for name in ("system", "tools", "chat_template_kwargs") if rest.get(name)]:
+    if unread := [name for name in ("system", "tools", "chat_template_kwargs", COLUMN) if rest.get(name)]:
         raise UserError(
             f"{where}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true if "
             f"it is what a user says, write it as messages, or remove `{unread[0]}`."
@@ -303,6 +349,17 @@ def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> li
     if not any(message["role"] != "system" for message in messages):
         raise UserError(f"{where}: `{name}` holds no message that could be answered: end it with one of the user.")
     return messages
+
+
+def with_images(prompt: Prompt, prompts: Sequence[Prompt]) -> Prompt:
+    """A recorded prompt with the images of the same prompt of the data, because recordings hold none. UserError where
+    the data have another one."""
+    own = prompts[prompt.index] if prompt.index < len(prompts) else None
+    if own is None or own.images is None:
+        return prompt
+    if own.tokens != prompt.tokens:
+        raise UserError(f"{prompt.source}: the recorded prompt is not {own.source} of data.path, which has its images.")
+    return replace(prompt, images=own.images)
 
 
 class PromptStream:

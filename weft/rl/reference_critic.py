@@ -24,6 +24,8 @@ from weft.cluster.process import Ranks, join, leave
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
+from weft.data.encode import load_tokenizer
+from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine, StepResult
@@ -132,6 +134,7 @@ class ReferenceCriticRank:
         assert engine is not None
         self.engine, self.values = engine, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
+        self.opener = image_opener(config.model.path, load_tokenizer(config.model.path), config.data)
         self.saver: Saver | None = None
 
     def describe(self) -> list[str]:
@@ -154,12 +157,13 @@ class ReferenceCriticRank:
 
     def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
         """What it reads of this rank's samples: logprobs, or values."""
-        return {self.role: readout(self.engine, samples, "logprob" if self.values is None else "value")}
+        what = "logprob" if self.values is None else "value"
+        return {self.role: readout(self.engine, samples, what, self.opener)}
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, share: float) -> dict[str, object]:
         """The critic's step beside the policy's optimizer step `number`; returns metrics."""
         assert self.values is not None
-        documents = TrainedSamples(samples, self.config)
+        documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
             return {}
         flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
@@ -191,9 +195,11 @@ class ReferenceCriticRank:
         leave()
 
 
-def readout(engine: Engine, samples: Sequence[Sample], what: str, routes: bool = False) -> dict[int, Floats]:
+def readout(
+    engine: Engine, samples: Sequence[Sample], what: str, opener: ImageOpener, routes: bool = False
+) -> dict[int, Floats]:
     """[T] per sample of this rank, by index; zero at tokens that the policy did not sample."""
     flight.at("logprobs")
-    plan, own = engine.deal(ReadSamples(samples, routes))
+    plan, own = engine.deal(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))
     return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}

@@ -13,7 +13,7 @@ import math
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from weft.errors import UserError
@@ -96,6 +96,7 @@ class RewardFunction:
 
         Raises UserError where a call gives more or fewer values than it was given completions.
         """
+        batch = replace(batch, columns={name: _opened(values) for name, values in batch.columns.items()})
         try:
             return self._outcomes(batch, runner)
         except _CountError as error:
@@ -202,6 +203,17 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
     reference = spec.path in COMPARING or (spec.path == "regex" and "(" in str(spec.options.get("pattern", "")))
     return RewardSignature("async" if is_async else "list", tuple(names), tuple(wanted), takes_all, reference)
+
+
+def _opened(values: Sequence[Any]) -> Sequence[Any]:
+    """A column, with images of prompts as lists of PIL images, opened once for all samples of a prompt."""
+    pictures = {id(value): value.pictures() for value in {id(v): v for v in values}.values() if _is_images(value)}
+    return [pictures.get(id(value), value) for value in values] if pictures else values
+
+
+def _is_images(value: Any) -> bool:
+    """Whether it is weft.data.prompt_images.PromptImages, which nobody who sends none has imported here."""
+    return type(value).__name__ == "PromptImages"
 
 
 def _outcomes(found: Any, count: int) -> list[Outcome]:

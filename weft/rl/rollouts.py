@@ -43,7 +43,7 @@ async def rollout_group(
         return Group(prompt, list(await asyncio.gather(*plays)))
     name = label + prompt.id
     seeds = tuple(seed_of(seed, name, number) for number in range(count))
-    return group_of(prompt, await engine.generate(Request(name, prompt.tokens, seeds, sampling)))
+    return group_of(prompt, await engine.generate(Request(name, prompt.tokens, seeds, sampling, prompt.images)))
 
 
 def group_of(prompt: Prompt, completions: Sequence[Completion]) -> Group:
@@ -79,7 +79,7 @@ async def episode(
             turn, name = transcript.turns, label + prompt.id
             asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
-            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked)
+            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, prompt.images)
             (completion,) = await engine.generate(request)
             transcript.add_completion(completion)
             text, ended = _heard(completion, sampling, episodes.chats.tokenizer)

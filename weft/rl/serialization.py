@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.prompt_images import PromptImages
 from weft.rollout.types import Prompt, Sample
 
 # Arrays with an entry for each token, as they travel; of what the engine says not the versions.
@@ -46,10 +47,12 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """labels: (index, visit and source of the prompt, number, how it ended, reward, whether it is trained). routes: of
-    each sample; they are large, and not copied together."""
+    """labels: (index, visit and source of the prompt, number, how it ended, reward, whether it is trained). images: of
+    the prompts; a pickle holds those that samples share once. routes: of each sample; they are large, and not copied
+    together."""
 
     labels: list[tuple[int, int, str, int, str, float | None, bool]]
+    images: list[PromptImages | None]
     columns: dict[str, _Column]
     routes: list[Any]
 
@@ -60,7 +63,7 @@ def _pack(samples: Sequence[Sample]) -> _Packed:
     ]
     columns = {name: _column([getattr(s, name) for s in samples], dtype) for name, dtype in _BY_TOKEN.items()}
     there = {name: column for name, column in columns.items() if column is not None}
-    return _Packed(labels, there, [s.routes for s in samples])
+    return _Packed(labels, [s.prompt.images for s in samples], there, [s.routes for s in samples])
 
 
 def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:
@@ -80,8 +83,10 @@ def _unpacked(packed: _Packed) -> list[Sample]:
         own["routes"] = routes
     return [
         Sample(
-            prompt=Prompt(index, visit, (), "", source=source), number=number, finish=finish, reward=reward,
-            trained=trained, versions=_NO_VERSIONS, **own,
+            prompt=Prompt(index, visit, (), "", source=source, images=images), number=number, finish=finish,
+            reward=reward, trained=trained, versions=_NO_VERSIONS, **own,
         )
-        for (index, visit, source, number, finish, reward, trained), own in zip(packed.labels, arrays, strict=True)
+        for (index, visit, source, number, finish, reward, trained), images, own in zip(
+            packed.labels, packed.images, arrays, strict=True
+        )
     ]  # fmt: skip

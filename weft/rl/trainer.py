@@ -29,6 +29,7 @@ from weft.cluster.process import leave
 from weft.config.rl_schema import RlConfig
 from weft.data.chat_template import chosen_template
 from weft.data.encode import load_tokenizer
+from weft.data.image_opener import image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
@@ -98,8 +99,9 @@ class Trainer:
         self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
+        self.opener = image_opener(config.model.path, self.tokenizer, config.data)
         tokens = config.rollout.max_tokens_per_device
-        self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True)
+        self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True, opener=self.opener)
         self.throughput = Throughput.of(self.engine)
         self.saver: Saver | None = None
         self.sender: Sender | None = None
@@ -243,13 +245,13 @@ class Trainer:
         critic's value before it."""
         if role == CRITIC:
             assert self.critic is not None
-            return readout(self.critic, samples, "value")
+            return readout(self.critic, samples, "value", self.opener)
         if role == "reference" and self.reference is None:
             with self.engine.without_adapter():
-                return readout(self.engine, samples, "logprob")
+                return readout(self.engine, samples, "logprob", self.opener)
         engine = self.engine if role == "policy" else self.reference
         assert engine is not None
-        return readout(engine, samples, "logprob", routes=role == "policy")
+        return readout(engine, samples, "logprob", self.opener, routes=role == "policy")
 
     # ------------------------------------------------------------ training
 
@@ -260,7 +262,7 @@ class Trainer:
         lr: the policy's; the critic's is critic.lr x lr / optimizer.lr.
         """
         began = time.perf_counter()
-        documents = TrainedSamples(samples, self.config)
+        documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
             nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
             return Updated({**nothing, **_NOTHING})

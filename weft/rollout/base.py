@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from weft.data.prompt_images import PromptImages
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or because the engine was told to stop.
 Finish = Literal["end", "length", "abort"]
@@ -36,12 +39,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to be completed once per seed. id: for messages, as in "step 3, prompt 17, turn 1"."""
+    """A prompt to be completed once per seed. id: for messages, as in "step 3, prompt 17, turn 1". images: of the
+    placeholders among the tokens."""
 
     id: str
     tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

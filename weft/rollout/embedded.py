@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.export import manifest_of
+from weft.data.image_opener import ImageOpener
 from weft.engine.engine import Engine
 from weft.engine.sleep import Emptied
 from weft.engine.startup import implementation
@@ -36,9 +37,11 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = MAX_TOKENS,
         routes: bool = False,
+        opener: ImageOpener | None = None,
     ) -> None:
-        """tokenizer, max_tokens, routes: as in Generator."""
+        """tokenizer, max_tokens, routes, opener: as in Generator."""
         self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
+        self.opener = opener
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
         self._emptied: Emptied | None = None
@@ -71,7 +74,7 @@ class EmbeddedEngine:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
             exact = self.engine.config.exact
-            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes)
+            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes, self.opener)
         else:
             assert not self.generator.busy
             self.generator.version = version

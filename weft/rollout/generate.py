@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from weft.data.image_opener import ImageOpener
+from weft.engine.media import Media
 from weft.engine.startup import compute_exactly, implementation
 from weft.errors import UserError
 from weft.models import hf
@@ -127,17 +129,19 @@ class Generator:
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
         routes: bool = False,
+        opener: ImageOpener | None = None,
     ) -> None:
         """tokenizer: needed only for stop texts. max_tokens: capacity of the cache; a sample counts with its greatest
-        possible length. One sample can always run. exact: as in EngineConfig. routes: record experts."""
+        possible length. One sample can always run. exact: as in EngineConfig. routes: record experts.
+        opener: opens images of requests."""
         hf.register_kernels()
         if exact:
             compute_exactly(model)
         else:
-            model.set_attn_implementation(implementation(model.config, "auto"))
+            model.set_attn_implementation(hf.attention_by_part(model.config, implementation(model.config, "auto")))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
-        self._device = model.device
+        self._device, self._opener = model.device, opener
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Sample] = []  # row by row
         self._asked: dict[int, int] = {}  # by advance(): id of a request under way -> its number
@@ -153,6 +157,8 @@ class Generator:
             raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
         if request.sampling.stop and self._tokenizer is None:
             raise UserError(f"{request.id}: stop texts need a tokenizer.")
+        if request.images is not None and self._opener is None:
+            raise UserError(f"{request.id}: has images, and this engine was opened for a model of text.")
         job = _Job(request)
         self._waiting.append(_Waiting(job, request.tokens, list(job.samples)))
 
@@ -249,9 +255,10 @@ class Generator:
         if not joining:
             return []
         joining.sort(key=lambda entry: len(entry.tokens))  # alike ones side by side: less padding
-        logits_PV = self._rows.join([entry.tokens for entry in joining], [len(entry.samples) for entry in joining])
+        counts, media = [len(entry.samples) for entry in joining], [self._media(entry) for entry in joining]
+        logits_PV = self._rows.join([entry.tokens for entry in joining], counts, media)
         new = [sample for entry in joining for sample in entry.samples]
-        owner = np.repeat(np.arange(len(joining)), [len(entry.samples) for entry in joining])
+        owner = np.repeat(np.arange(len(joining)), counts)
         self.work.prompts += len(joining)
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
@@ -262,6 +269,10 @@ class Generator:
         self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
         self._leave()
         return [entry.job for entry in joining]
+
+    def _media(self, entry: _Waiting) -> Media | None:
+        images = entry.job.request.images
+        return None if images is None or self._opener is None else self._opener(images)
 
     def _fitting(self, entry: _Waiting, joining: Sequence[_Waiting]) -> int:
         """How many samples of an entry may join now, beside those that run and `joining`: all, where they ever fit."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.prompt_images import PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.importing import import_extra
@@ -123,10 +124,14 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "turns": sample.turns,
         "prompt_tokens": len(prompt.tokens),
         "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
-        "columns": json.dumps(prompt.columns, default=str),
+        "columns": json.dumps(prompt.columns, default=_plain),
         "notes": json.dumps(sample.notes, default=str),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    return value.names if isinstance(value, PromptImages) else str(value)
 
 
 def _packed_routes(routes: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ prompts, T tokens of the longest prompt, S slots, K key heads, D head width, V v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from weft.engine.media import Media
 from weft.models import hf
 from weft.models.cost import experts_of
 from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
 from weft.models.state_mixers import mixers_of
+from weft.models.vision import find_vision
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
@@ -40,8 +43,11 @@ class Rows(Protocol):
     lengths: NDArray[np.int64]
     routes: list[Routes]
 
-    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
-        """Add `copies` rows for each prompt, after the existing rows; [P, V] logits after each prompt."""
+    def join(
+        self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
+    ) -> Tensor:
+        """Add `copies` rows for each prompt, after the existing rows; [P, V] logits after each prompt. media: the
+        images of each prompt, if any has."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
@@ -66,6 +72,18 @@ def _without(gone: Sequence[int], rows: int) -> list[int]:
     return order
 
 
+@dataclass(frozen=True)
+class _Laid:
+    """Prompts laid out for one forward. positions: [P, T], or [3, P, T]. ahead: how far the position after a prompt's
+    last token is ahead of its length, which images change."""
+
+    ids_PT: Tensor
+    positions: Tensor
+    bounds: Bounds
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+    ahead: int = 0
+
+
 class _Model:
     """The forward of a causal LM in two parts: last hidden states, and logits where they are needed."""
 
@@ -73,6 +91,7 @@ class _Model:
         facts = find_facts(model)
         self.config, self.device = model.config.get_text_config(), model.device
         self._base, self._transform = model.get_submodule(facts.base), facts.transform
+        self._vision = find_vision(self._base, facts)
         head = model.get_submodule(facts.head)
         assert isinstance(head, nn.Linear)
         self._head = head
@@ -87,11 +106,18 @@ class _Model:
             layers = list(model.get_submodule(facts.layers).children())
             self._recorder = RouteRecorder(layers, *experts_of(self.config))
 
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, bounds: Bounds, cache: hf.RowCache | None) -> Tensor:
-        """Last hidden states [B, T, H]."""
-        extra: dict[str, Any] = {"use_cache": False}
+    def hidden(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        bounds: Bounds,
+        cache: hf.RowCache | None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Last hidden states [B, T, H]. media: as in TrainModule."""
+        extra: dict[str, Any] = {"use_cache": False, **(media or {})}
         if cache is not None:
-            extra = {"use_cache": True, self._cache_argument: cache}
+            extra |= {"use_cache": True, self._cache_argument: cache}
         if self._positions:
             extra["position_ids"] = positions_BT
         if self._bounded:
@@ -111,14 +137,30 @@ class _Model:
         weight = self._head.weight
         return self._transform(F.linear(hidden_NH.to(weight.dtype), weight, self._head.bias).float())
 
-    def padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Bounds]:
-        """Prompts in one batch: ids and positions [P, T], right-padded, and bounds that keep them apart."""
+    def laid(self, prompts: Sequence[Sequence[int]], media: Media | None = None) -> _Laid:
+        """Prompts in one batch, right-padded, and bounds that keep them apart. media: of the only prompt."""
+        if media is not None:
+            return self._with_images(prompts[0], media)
         longest = max(map(len, prompts))
         ids = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
         positions_PT = torch.arange(longest, device=self.device).expand(len(prompts), -1)
-        return torch.from_numpy(ids).to(self.device), positions_PT, Bounds((longest,) * len(prompts), padded=True)
+        bounds = Bounds((longest,) * len(prompts), padded=True)
+        return _Laid(torch.from_numpy(ids).to(self.device), positions_PT, bounds)
+
+    def _with_images(self, prompt: Sequence[int], media: Media) -> _Laid:
+        vision, tokens_T, length = self._vision, torch.tensor(prompt), len(prompt)
+        assert vision is not None, "prompts with images are refused by models of text"
+        positions = vision.positions(self._base, tokens_T, media.inputs)
+        ahead = 0 if positions is None else int(positions.max()) + 1 - length
+        positions = torch.arange(length) if positions is None else positions
+        bounds = Bounds((length,), padded=True)
+        if vision.both_ways:
+            last_T = vision.last_seen(tokens_T).to(self.device)
+            bounds = replace(Bounds.packed((length,), self.device), last_seen=last_T)
+        inputs = {name: value.to(self.device) for name, value in media.inputs.items()}
+        return _Laid(tokens_T[None].to(self.device), positions[..., None, :].to(self.device), bounds, inputs, ahead)
 
 
 class CachedRows:
@@ -129,19 +171,23 @@ class CachedRows:
         self.lengths = np.zeros(0, dtype=np.int64)
         self.routes: list[Routes] = []
         self._model = _Model(model, routes)
+        self._ahead = np.zeros(0, dtype=np.int64)  # of each row, as in _Laid
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # rows and slots of those tensors
         self._states = self._new_cache()
         # Of the forward that runs: slots that are in use, prompt of each new row, tokens of each row, all alike or not.
         self._longest, self._owner_R, self._past_R, self._even = 0, torch.empty(0), torch.empty(0), True
 
-    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+    def join(
+        self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
+    ) -> Tensor:
         """See Rows. Prompts ordered by length are padded least."""
-        found, place = [], 0
+        found = []
         self.routes = []
-        for part in self._forwards(prompts):
-            found.append(self._prefill(part, copies[place : place + len(part)]))
-            place += len(part)
+        media = [None] * len(prompts) if media is None else media
+        for start, end in self._forwards(prompts, media):
+            laid = self._model.laid(prompts[start:end], media[start])
+            found.append(self._prefill(laid, [len(prompt) for prompt in prompts[start:end]], copies[start:end]))
         return torch.cat(found)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
@@ -155,7 +201,8 @@ class CachedRows:
         bounds = Bounds((1,) * rows, padded=True, past=self._past_R, even=self._even)
         ids_R1 = torch.tensor(tokens, device=device)[:, None]
         self._states.hold = self._hold_token
-        hidden_R1H = self._model.hidden(ids_R1, self._past_R[:, None], bounds, self._states)
+        positions_R = self._past_R + torch.from_numpy(self._ahead).to(device)
+        hidden_R1H = self._model.hidden(ids_R1, positions_R[:, None], bounds, self._states)
         self.routes = self._model.routes(rows, [1] * rows)
         self.lengths = self.lengths + 1
         return self._model.logits(hidden_R1H[:, 0])
@@ -171,16 +218,18 @@ class CachedRows:
                 for kept in both:
                     kept[gaps, :, :longest] = kept[movers, :, :longest]
         self._states.keep(order)
-        self.lengths = self.lengths[order]
+        self.lengths, self._ahead = self.lengths[order], self._ahead[order]
         return order
 
     def drop(self) -> None:
         """See Rows."""
         self.lengths, self._kept, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
+        self._ahead = self.lengths.copy()
         self._states = self._new_cache()
 
-    def _forwards(self, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-        """Runs of prompts that are forwarded in one batch. A state would run through padding: there is none then."""
+    def _forwards(self, prompts: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Iterator[tuple[int, int]]:
+        """Runs of prompts, start and end, that are forwarded in one batch; one with images alone. A state would run
+        through padding: there is none then."""
         fill = 1.0 if self._states.has_states else _FILL
         start = 0
         while start < len(prompts):
@@ -188,30 +237,30 @@ class CachedRows:
             while end < len(prompts):
                 wider, more = max(longest, len(prompts[end])), real + len(prompts[end])
                 area = wider * (end + 1 - start)
-                if end > start and (area > _PREFILL_TOKENS or more < fill * area):
+                pictured = media[start] is not None or media[end] is not None
+                if end > start and (pictured or area > _PREFILL_TOKENS or more < fill * area):
                     break
                 end, longest, real = end + 1, wider, more
-            yield prompts[start:end]
+            yield start, end
             start = end
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+    def _prefill(self, laid: _Laid, lengths: Sequence[int], copies: Sequence[int]) -> Tensor:
         """[P, V]"""
-        owner = np.repeat(np.arange(len(prompts)), copies)
-        ids_PT, positions_PT, bounds = self._model.padded(prompts)
-        self._reserve(len(self.lengths) + len(owner), ids_PT.shape[1])
+        owner = np.repeat(np.arange(len(lengths)), copies)
+        self._reserve(len(self.lengths) + len(owner), laid.ids_PT.shape[1])
         self._owner_R = torch.from_numpy(owner).to(self._model.device)
         cache = self._new_cache()
-        hidden_PTH = self._model.hidden(ids_PT, positions_PT, bounds, cache)
-        self.routes += self._model.routes(len(prompts), [len(prompt) for prompt in prompts])
+        hidden_PTH = self._model.hidden(laid.ids_PT, laid.positions, laid.bounds, cache, laid.media)
+        self.routes += self._model.routes(len(lengths), lengths)
         cache.keep(owner.tolist())
         if len(self.lengths):
             self._states.append(cache)
         else:
             self._states = cache
-        lengths = np.array([len(prompt) for prompt in prompts])
-        self.lengths = np.concatenate([self.lengths, lengths[owner]])
-        last_P = torch.from_numpy(lengths - 1).to(self._model.device)
-        return self._model.logits(hidden_PTH[torch.arange(len(prompts), device=last_P.device), last_P])
+        self.lengths = np.concatenate([self.lengths, np.array(lengths)[owner]])
+        self._ahead = np.concatenate([self._ahead, np.full(len(owner), laid.ahead)])
+        last_P = torch.tensor(lengths, device=self._model.device) - 1
+        return self._model.logits(hidden_PTH[torch.arange(len(lengths), device=last_P.device), last_P])
 
     def _new_cache(self) -> hf.RowCache:
         return hf.RowCache(self._model.config, self._hold_prompts)
@@ -275,19 +324,24 @@ class WholeRows:
         self.routes: list[Routes] = []
         self._model = _Model(model, routes)
         self._tokens: list[list[int]] = []
+        self._media: list[Media | None] = []
 
-    def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
+    def join(
+        self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
+    ) -> Tensor:
         """See Rows."""
+        media = [None] * len(prompts) if media is None else media
         self._tokens += [list(prompt) for prompt, n in zip(prompts, copies, strict=True) for _ in range(n)]
+        self._media += [images for images, n in zip(media, copies, strict=True) for _ in range(n)]
         self._count()
-        return self._logits(prompts)
+        return self._logits(prompts, media)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
         """See Rows."""
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
         self._count()
-        logits_RV = self._logits(self._tokens)
+        logits_RV = self._logits(self._tokens, self._media)
         self.routes = [routes[-1:] for routes in self.routes]
         return logits_RV
 
@@ -295,29 +349,31 @@ class WholeRows:
         """See Rows."""
         order = _without(gone, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
+        self._media = [self._media[row] for row in order]
         self._count()
         return order
 
     def drop(self) -> None:
         """See Rows."""
-        self._tokens = []
+        self._tokens, self._media = [], []
         self._count()
 
     def _count(self) -> None:
         self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)
 
-    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        by_length: dict[int, list[int]] = {}
+    def _logits(self, rows: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Tensor:
+        alike: dict[tuple[int, int], list[int]] = {}  # rows of one length, or one row with images
         for place, row in enumerate(rows):
-            by_length.setdefault(len(row), []).append(place)
+            alike.setdefault((len(row), 0 if media[place] is None else place + 1), []).append(place)
         logits: dict[int, Tensor] = {}
         routes: dict[int, Routes] = {}
-        for length, places in by_length.items():
-            ids_RT, positions_RT, bounds = self._model.padded([rows[place] for place in places])
-            if self._model.packs:
-                ids_RT, positions_RT = ids_RT.view(1, -1), positions_RT.reshape(1, -1)
+        for (length, _), places in alike.items():
+            laid = self._model.laid([rows[place] for place in places], media[places[0]])
+            ids_RT, positions, bounds = laid.ids_PT, laid.positions, laid.bounds
+            if self._model.packs and not laid.media:
+                ids_RT, positions = ids_RT.view(1, -1), positions.reshape(1, -1)
                 bounds = Bounds.packed((length,) * len(places), ids_RT.device)
-            hidden = self._model.hidden(ids_RT, positions_RT, bounds, None)
+            hidden = self._model.hidden(ids_RT, positions, bounds, None, laid.media)
             last_RH = hidden.flatten(0, 1).unflatten(0, (len(places), length))[:, -1]
             logits.update(zip(places, self._model.logits(last_RH), strict=True))
             routes.update(zip(places, self._model.routes(len(places), [length] * len(places)), strict=False))

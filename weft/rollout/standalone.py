@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.cluster.machine import own_address
 from weft.config.schema import LoraConfig
+from weft.data.image_opener import ImageOpener
 from weft.engine.sleep import Emptied
 from weft.models import hf
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
@@ -42,11 +43,12 @@ class Standalone:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = MAX_TOKENS,
         exact: bool = False,
+        opener: ImageOpener | None = None,
     ) -> None:
         """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of the
-        weights, which syncs bring. tokenizer, max_tokens, exact: as in Generator."""
+        weights, which syncs bring. tokenizer, max_tokens, exact, opener: as in Generator."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
-        self.tokenizer, self.max_tokens, self.exact = tokenizer, max_tokens, exact
+        self.tokenizer, self.max_tokens, self.exact, self.opener = tokenizer, max_tokens, exact, opener
         self.version: int | None = None
         self._had: int | None = None  # the last that was proven, also while asleep
         self._filled: Filled | None = None
@@ -92,7 +94,9 @@ class Standalone:
                     raise
         assert self._filled is not None, "a sync without a part"
         if self._generator is None:
-            self._generator = Generator(self._filled.model, version, self.tokenizer, self.max_tokens, self.exact)
+            self._generator = Generator(
+                self._filled.model, version, self.tokenizer, self.max_tokens, self.exact, opener=self.opener
+            )
         self._generator.renew(version, keep)
         self.version = self._had = version
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from weft.data.prompt_images import PromptImages
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -21,7 +24,8 @@ Flags = NDArray[np.bool_]
 class Prompt:
     """A prompt. index: its position in the data. visit: how often it was drawn before (0: the first time). text: as
     users read it. messages: the conversation, if it is one. columns: the row's other columns, which rewards get by
-    name. source: file and line, for messages."""
+    name. source: file and line, for messages. images: those that it shows, in the order of the parts of its messages
+    that stand for them."""
 
     index: int
     visit: int
@@ -30,6 +34,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    images: PromptImages | None = None
 
     @property
     def id(self) -> str:

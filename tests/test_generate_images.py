@@ -1,0 +1,128 @@
+"""Generation from prompts with images: greedy tokens are those of transformers, on families whose images differ."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.vision_zoo import FAMILIES, encoded, picture, saved_vision_model, vision_folder, vision_tokenizer
+from weft.config.schema import DataConfig
+from weft.data.encode import Encoding
+from weft.data.image_opener import ImageOpener
+from weft.data.images import Images, read_images
+from weft.errors import UserError
+from weft.rl.prompts import PromptRules, read_prompts
+from weft.rollout.base import Completion, Request, Sampling
+from weft.rollout.generate import Generator
+from weft.rollout.rows import CachedRows
+from weft.rollout.types import Prompt
+
+NEW = 8
+PICTURES = {"a": picture(24, 40), "b": picture(32, 32, 3), "c": picture(40, 24, 1)}
+
+
+@cache
+def folder(family: str) -> str:
+    """A tiny random model with its processor."""
+    path = Path(saved_vision_model(family) + "-whole")
+    shutil.copytree(saved_vision_model(family), path)
+    config = (path / "config.json").read_bytes()
+    vision_folder(path, family)
+    (path / "config.json").write_bytes(config)
+    return str(path)
+
+
+def asked(text: str, *names: str) -> dict[str, Any]:
+    parts = [{"type": "image", "image": encoded(PICTURES[name])} for name in names]
+    return {"prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+
+
+ROWS = [asked("who is it?", "a"), asked("and these?", "b", "c"), asked("a longer text without any picture in it")]
+NAMES = [("a",), ("b", "c"), ()]
+
+
+def read(family: str, rows: list[dict[str, Any]], **rules: Any) -> tuple[list[Prompt], Images]:
+    tokenizer = vision_tokenizer(family)
+    images = read_images(folder(family), tokenizer, DataConfig(path="unused"))
+    assert images is not None
+    return list(read_prompts(rows, tokenizer, Encoding(), PromptRules(1000, **rules), images)), images
+
+
+def expected(family: str, images: Images) -> list[list[int]]:
+    """Greedy tokens of transformers' generate, from what its processor makes of each prompt."""
+    model: Any = getattr(transformers, FAMILIES[family].model).from_pretrained(folder(family), dtype=torch.float32)
+    processor, tokenizer = images.processor()._processor, vision_tokenizer(family)
+    out = []
+    for row, names in zip(ROWS, NAMES, strict=True):
+        bare = [{**part, "image": None} for part in row["prompt"][0]["content"]]
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": bare}], tokenize=False, add_generation_prompt=True
+        )
+        given = {"images": [PICTURES[name] for name in names]} if names else {}
+        inputs = processor(text=[text], return_tensors="pt", **given)
+        options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+        found = model.eval().generate(**inputs, **options)
+        out.append(found[0, inputs["input_ids"].shape[1] :].tolist())
+    return out
+
+
+def completed(family: str, prompts: list[Prompt], images: Images, count: int = 2, **sampling: Any) -> list[Completion]:
+    """The first completion of each prompt; all are asked for together."""
+    model: Any = getattr(transformers, FAMILIES[family].model).from_pretrained(folder(family), dtype=torch.float32)
+    generator = Generator(model, opener=ImageOpener(images))
+    requests = [
+        Request(str(n), prompt.tokens, tuple(range(count)), Sampling(NEW, **sampling), prompt.images)
+        for n, prompt in enumerate(prompts)
+    ]
+    return [completions[0] for completions in generator.generate(requests)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    prompts, images = read(family, ROWS)
+    found = completed(family, prompts, images, temperature=0.0)
+    assert [list(one.tokens) for one in found] == expected(family, images)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_images_are_seen(family: str) -> None:
+    """The same tokens with another image of the same size get other logprobs."""
+    prompts, images = read(family, [asked("what?", "a"), asked("what?", "a")])
+    others, _ = read(family, [asked("what?", "c")])
+    first, second = (completed(family, [prompt], images)[0].logprobs for prompt in prompts)
+    assert first == second
+    assert len(others[0].tokens) != len(prompts[0].tokens) or completed(family, others, images)[0].logprobs != first
+
+
+def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values are computed again, images included."""
+    prompts, images = read("qwen2_5_vl", ROWS)
+    whole = completed("qwen2_5_vl", prompts, images, temperature=0.0)
+    model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder("qwen2_5_vl"), dtype=torch.float32
+    )
+    generator = Generator(model, opener=ImageOpener(images))
+    assert isinstance(generator._rows, CachedRows)
+    for n, prompt in enumerate(prompts):
+        generator.add(Request(str(n), prompt.tokens, (0,), Sampling(NEW, 0.0), prompt.images))
+    found: dict[str, Completion] = {}
+    for step in range(2 * NEW):
+        if step == 3:
+            generator.renew(1)
+        found |= {request.id: completions[0] for request, completions in generator.step()} if generator.busy else {}
+    assert [found[str(n)].tokens for n in range(3)] == [one.tokens for one in whole]
+
+
+def test_an_engine_of_texts_refuses_images() -> None:
+    prompts, _ = read("qwen2_5_vl", ROWS[:1])
+    model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder("qwen2_5_vl"), dtype=torch.float32
+    )
+    with pytest.raises(UserError, match="has images, and this engine was opened for a model of text"):
+        Generator(model).add(Request("7", prompts[0].tokens, (0,), Sampling(2), prompts[0].images))

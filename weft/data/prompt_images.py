@@ -1,0 +1,30 @@
+"""The images of a prompt: measured when prompts are read, opened where they are needed. Reward functions and
+environments get it in processes that import no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.image_columns import Image
+from weft.data.image_files import Checks, Measured, pixels
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a prompt, not yet opened. where: names the prompt, for messages. images: in the order of their
+    placeholders. sizes: of each. patches: as in Media."""
+
+    where: str
+    images: tuple[Image, ...]
+    sizes: tuple[Measured, ...]
+    patches: int
+
+    @property
+    def names(self) -> list[str]:
+        """Of each image the path, as rollouts and samples record it."""
+        return [str(image) for image in self.images]
+
+    def pictures(self) -> list[Any]:
+        """The images, opened: PIL images in RGB. Raises BadRowError where one can no longer be opened."""
+        return [pixels(image, self.where, Checks())[0] for image in self.images]
