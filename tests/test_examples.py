@@ -47,7 +47,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for data in ("additions", "held-out"):
         (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
     vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
-    for data in ("train", "held-out"):
+    for data in ("train", "held-out", "shown"):
         (tmp_path / f".demo/shapes/{data}.jsonl").write_text("")
     return tmp_path
 
