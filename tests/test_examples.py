@@ -65,7 +65,7 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert f"weights  there are none in examples/models/{name} yet" in out
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
-        assert "reward   " in out and "memory of a rank" in out
+        assert "reward   " in out and "memory of a rank" in out and "None x" not in out
         assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
 
 
