@@ -40,9 +40,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.jsonl").write_text("")
 
 
-def refusal(*files: str, overrides: tuple[str, ...] = ()) -> str:
+def refusal(*files: str, overrides: tuple[str, ...] = (), schema: type = SftConfig) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(files, ["model.path=m", "data.path=d.jsonl", *overrides])
+        load_config(files, ["model.path=m", "data.path=d.jsonl", *overrides], schema)
     return str(caught.value)
 
 
@@ -74,6 +74,11 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("roll.yaml", "SEED: [seed", "SEED: [train.seed", "roll.yaml: names: train.seed is a key of weft"),
         ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.rate: 5.0e-5", "defaults: optimizer.rate is no key of weft."),
         ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.lr: 1.0e-5", "optimizer.lr: 1e-05 is weft's default, too"),
+        ("roll.yaml", "rl.kl: [kl_loss_coef", "rl.kll: [kl_loss_coef", "rl_draft: rl.kll is no key of `weft rl`"),
+        ("roll.yaml", "rl.epochs: [ppo_epochs]", "rl.epochs: [ppo_epocs]", "rl_draft: ppo_epocs stands neither under"),
+        ("roll.yaml", "rl.algorithm: grpo}", "rl.algoritm: grpo}", "roll.yaml: rl_draft: rl.algoritm is no key of"),
+        ("roll.yaml", "  longest: [", "  longst: [", "rl_draft: `longst` is no key of a table: did"),
+        ("roll.yaml", "{max_pixels: 1048576", "{max_pixel: 1048576", "vision: max_pixel stands under no `means`."),
         ("torchtune.yaml", "train.epochs: [epochs]", "train.epoch: [epochs]", "moves: train.epoch is no key of weft."),
         ("torchtune.yaml", "train.epochs: [epochs]", "train.epochs: [epocs]", "torchtune.yaml: epocs stands under"),
         ("torchtune.yaml", "fp32: {fsdp.param_dtype", "fp32: {fsdp.dtype", "means: dtype: fsdp.dtype is no key"),
@@ -238,20 +243,26 @@ CONFIGS = {
     "roll.yaml": "roll",
     "torchtitan.yaml": "torchtitan",
     "automodel.yaml": "automodel",
+    "trl_vision.yaml": "trl",
+    "axolotl_vision.yaml": "axolotl",
+    "llama_factory_vision.yaml": "llama_factory",
+    "verl_vision.yaml": "verl",
+    "roll_vision.yaml": "roll",
 }
+REINFORCED = ("verl_vision.yaml", "roll_vision.yaml")
 
 
 @pytest.mark.parametrize("file", CONFIGS)
 def test_every_key_of_a_real_config_is_answered_at_once(file: str) -> None:
     """Each key is one of weft's, or it stands in the message (itself or its section) with advice from the table."""
-    path = FOREIGN / file
-    message = refusal(str(path))
+    path, schema = FOREIGN / file, RlConfig if file in REINFORCED else SftConfig
+    message = refusal(str(path), overrides=("rl.reward=[math]",) if file in REINFORCED else (), schema=schema)
     assert "did you mean" not in message and "the sections are" not in message, message
     keys = leaves(read_file(str(path)))
     for key in keys:
         above = [".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 2)]
         answered = any(re.search(rf"[ ,]{re.escape(name)}(?= is| are|,| and)", message) for name in above)
-        assert answered or key in schema_keys(SftConfig), key
+        assert answered or key in schema_keys(schema), key
     assert f"docs/coming-from/{CONFIGS[file]}.md" in message.splitlines()[-1]
 
 

@@ -25,6 +25,7 @@ PARAMETERS = {
     "Qwen3-4B-128k": 4_022_468_096,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
 }
 
 
@@ -46,7 +47,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for data in ("additions", "held-out"):
         (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
     vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
-    for data in ("train", "held-out"):
+    for data in ("train", "held-out", "shown"):
         (tmp_path / f".demo/shapes/{data}.jsonl").write_text("")
     return tmp_path
 
@@ -64,7 +65,7 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert f"weights  there are none in examples/models/{name} yet" in out
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
-        assert "reward   " in out and "memory of a rank" in out
+        assert "reward   " in out and "memory of a rank" in out and "None x" not in out
         assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
 
 
@@ -110,6 +111,33 @@ def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixtu
     assert "rows of 32,768 tokens, a rank's part of 131,072, keep 11.55 GiB for backward" in out
     assert cli.main([*words, "mesh.cp=2", "mesh.dp_shard=4"]) == 2
     assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is frozen, what an image takes, and that only text is cut."""
+    words = ["sft", "examples/sft_qwen2.5_vl_7b.yaml", "--dry-run", "--assume", "h100-80gb"]
+    assert cli.main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dp_shard 2 0,2 | 1,3 | 4,6 | 5,7" in out and "cp 2 0-1 | 2-3 | 4-5 | 6-7" in out
+    assert "cp documents of text longer than 16,384 tokens are cut over up to 2 ranks (ulysses 2)" in out
+    assert "eager forward, documents, with images and without, do not see each other" in out
+    assert "parts vision 632M frozen, projector 44.6M frozen, language 7.62B trained (model.freeze)" in out
+    assert "images an image takes up to 3,520 tokens of a row: 1,337, and 2,183 for its patches; a document" in out
+    assert "weights 7.723 GiB + gradients 7.093 GiB + optimizer 14.19 GiB = 29 GiB a rank" in out
+    assert re.search(r"frozen 0 390 677M model.visual rows", out)
+    alone = ["mesh.cp=1", "mesh.ulysses=null", "mesh.dp_shard=4", "data.max_length=16384"]
+    assert cli.main([*words, "model.freeze=[vision]", *alone]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "projector 44.6M trained" in out and "632M model.visual.patch_embed, model.visual.blocks" in out
+    assert cli.main([*words, "lora.rank=8", "model.freeze=null"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"parts vision [\d.]+M [\d.]+M of it trained, projector", out)
+
+
+def test_the_images_of_the_examples_are_read(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "preview", "model.path=.demo/shapes/model", "model.init=random", "data.path=examples/seen.jsonl"]
+    assert cli.main([*words, "step.documents=5"]) == 0
+    assert "5 documents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,21 @@ import yaml
 
 from weft import cli
 from weft.config import SftConfig, load_config
+from weft.config.compat.draft import Draft
 from weft.config.compat.migrate import migrate
 from weft.config.compat.names import entry_of
 from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys
+from weft.config.rl_checks import INERT
+from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import Node, read_file
 
 FOREIGN = Path(__file__).parent / "foreign"
-FILES = sorted(path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh"))
+WITHOUT_DRAFT = "verl_vision.yaml"  # reinforcement learning of a trainer whose table has names of it alone
+FILES = sorted(
+    path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh") and path.name != WITHOUT_DRAFT
+)
+REINFORCED = ("roll_vision.yaml",)
 
 
 def values(*files: str, ranks: int | None = None) -> dict[str, Any]:
@@ -166,6 +173,182 @@ def test_roll() -> None:
     )  # fmt: skip
 
 
+ROLL_VISION = {
+    "model.path": "org/base-VL-7B", "model.freeze": ["vision", "projector"], "model.recompute": "full",
+    "data.sources": [{"path": "data/geometry.parquet"}, {"path": "data/charts.parquet"}],
+    "data.long_documents": "drop", "data.image_pixels": {"max": 1048576, "min": 3136},
+    "rl.algorithm": "grpo", "rl.reward": ["math"], "rl.prompts": 256, "rl.group_size": 8, "rl.updates": 2,
+    "rl.epochs": 1, "rl.kl": 0.01, "rl.kl_in": "loss", "rl.kl_clamp": 10.0, "rl.aggregation": "sequence_mean",
+    "rl.correction": "none", "rollout.engine": "vllm", "rollout.engines": 4, "rollout.tp": 2, "rollout.memory": 0.8,
+    "rollout.max_prompt_tokens": 2048, "rollout.max_new_tokens": 4096, "rollout.temperature": 0.99,
+    "rollout.bucket_mb": 512, "cluster.trainer": 8,
+    "cluster.placement": "colocated", "mesh.dp_replicate": 2, "mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ulysses": 2,
+    "fsdp.param_dtype": "bf16", "fsdp.reduce_dtype": "fp32", "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
+    "schedule.name": "linear", "train.steps": 600, "checkpoint.every": 50, "eval.every": 10, "eval.samples": 1,
+    "eval.path": "data/geometry-test.parquet",
+}  # fmt: skip
+
+
+def test_images_and_rewards_of_roll() -> None:
+    """Its example on eight GPUs, Ulysses 2 and a frozen tower: the draft is one for `weft rl`."""
+    found = values("roll_vision.yaml")
+    refused = {rule.key for rule in INERT if rule.because == "prompts with images are not in this version"}
+    expected = {key: value for key, value in ROLL_VISION.items() if key not in refused}
+    got = {key: float(value) if key == "optimizer.lr" else value for key, value in found.items() if key in expected}
+    assert got == expected
+    assert not {"critic.clip", "train.epochs", "data.max_length", "step.documents"} & set(found)
+    draft = migrate([str(FOREIGN / "roll_vision.yaml")])
+    assert "`weft rl THIS --dry-run`" in draft
+    assert "updates: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
+    assert "steps: 600  # max_steps: 300 rollout steps of 2 updates\n" in draft
+    below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    for words in (
+        "freeze_module_prefix: `vision_model` is tower and projector as Megatron names them.",
+        "rewards.charts.worker_cls: my_rewards.ChartRewardWorker: write it as a function",
+        "rewards.charts.infer_batch_size: say `rl.reward`, and `rl.reward_column`",
+        "disable_mm_preprocessor_cache,", "say `rollout.options`", "reward_clip, advantage_clip: rewards and",
+        "reference.strategy_args.strategy_config.fsdp_size,", "value_clip: critic.clip would have no effect",
+        "generating_args.top_k: vllm does not say how much",
+    ):  # fmt: skip
+        assert words in below, words
+    assert "reference.device_mapping" not in below and "weft does not know it" not in below
+
+
+@pytest.mark.parametrize("file", REINFORCED)
+def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
+    """Every value is taken, or named below the draft, but for those that say what weft does anyway."""
+    text = migrate([str(FOREIGN / file)])
+    taken, _, below = text.partition("# Not taken over:")
+    draft = Draft(next(trainer for trainer in TABLES.trainers if trainer.name == "roll"), RlConfig)
+    assert draft.rl is not None
+    together = {
+        *TABLES.shared.per_device, *TABLES.shared.ranks.gpus, *draft.trainer.table.devices, draft.rl.engines,
+        *draft.rl.needs, *draft.trainer.rl_columns, "reference.device_mapping",
+    }  # fmt: skip
+    for name, value in leaves(read_file(str(FOREIGN / file))):
+        entry = draft.entry(name)
+        key = draft.key_of(entry) or ""
+        moved = key and f"  {key.rpartition('.')[2]}: " in taken
+        meant = (
+            draft.meaning(entry, value) is not None or bool({entry, name} & together) or name.endswith(".worker_cls")
+        )
+        none = value is None or (value == 0 and key in TABLES.shared.unlimited)
+        assert name in below or moved or meant or none or f"# {entry}\n" in taken, name
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adv_estimator: gae\nlambd: 0.95\nvalue_clip: 0.5\n", {"rl.algorithm": "ppo", "critic.clip": 0.5}),
+        ("adv_estimator: grpo\nkl_loss_coef: 0.1\n", {"rl.kl": None}),  # use_kl_loss is not on
+        ("adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n", {"rl.kl": 0.1, "rl.kl_in": "loss"}),
+        (
+            "adv_estimator: grpo\nadd_token_level_kl: true\ninit_kl_coef: 0.2\n",
+            {"rl.kl": 0.2, "rl.kl_in": "reward"},
+        ),
+        ("adv_estimator: grpo\npg_clip: 0.1\n", {"rl.clip": [0.1, 0.1]}),
+        (
+            "sequence_length: 3072\nprompt_length: 1024\nadv_estimator: grpo\n",
+            {"rollout.max_prompt_tokens": 1024, "rollout.max_new_tokens": 2048},
+        ),
+        (
+            "adv_estimator: grpo\nprompt_length: 4096\nresponse_length: 16384\nactor_train: {model_args: "
+            "{ulysses_size: 4}}\n",
+            {"mesh.cp": 4, "step.max_tokens_per_device": None},  # 20480 over four ranks
+        ),
+        (
+            "adv_estimator: grpo\npretrain: a/b-VL-3B\nprompt_length: 4096\nresponse_length: 16384\nactor_train: "
+            "{model_args: {ulysses_size: 4}}\n",
+            {"step.max_tokens_per_device": 20480},  # documents with images are not cut
+        ),
+        (
+            "adv_estimator: grpo\nactor_train: {device_mapping: 'list(range(0,4))'}\nactor_infer: {strategy_args: "
+            "{strategy_name: vllm}, device_mapping: 'list(range(4, 8))'}\nasync_generation_ratio: 1\n",
+            {
+                "cluster.trainer": 4, "rollout.engines": 4, "cluster.placement": "disaggregated",
+                "cluster.max_staleness": 1,
+            },
+        ),
+        (
+            "adv_estimator: grpo\nrollout_batch_size: 64\nnum_return_sequences_in_group: 4\nmax_steps: 10\nppo_epochs: "
+            "2\nactor_train: {device_mapping: '[0, 1]', training_args: {per_device_train_batch_size: 2, "
+            "gradient_accumulation_steps: 16}}\n",
+            {"rl.updates": 4, "train.steps": 80},
+        ),
+    ],
+)  # fmt: skip
+def test_what_names_of_roll_say_together(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    (tmp_path / "a.yaml").write_text(f"track_with: stdout\n{text}")
+    found = values(str(tmp_path / "a.yaml"))
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "frozen", "note"),
+    [
+        ("vision_model", ["vision", "projector"], True),
+        ("model.visual", ["vision", "projector"], False),
+        ("model.visual.blocks,model.embed", None, True),
+    ],
+)
+def test_a_tower_that_is_frozen_by_prefix(tmp_path: Path, prefix: str, frozen: Any, note: bool) -> None:
+    text = f"pretrain: m\nsequence_length: 512\ntrack_with: stdout\nfreeze_module_prefix: {prefix}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert values(str(tmp_path / "a.yaml")).get("model.freeze") == frozen
+    below = migrate([str(tmp_path / "a.yaml")]).partition("# Not taken over:")[2]
+    assert ("freeze_module_prefix: " in below) == note
+
+
+def test_images_of_llama_factory(tmp_path: Path) -> None:
+    found = values("llama_factory_vision.yaml", ranks=8)
+    assert found["model.freeze"] == ["vision"] and found["data.image_pixels"] == {"max": 262144, "min": 1024}
+    text = "model_name_or_path: org/base-VL-7B\ntemplate: qwen2_vl\ncutoff_len: 512\nstage: sft\n"
+    (tmp_path / "a.yaml").write_text(f"{text}finetuning_type: full\n")
+    found = values(str(tmp_path / "a.yaml"))  # tower and projector are frozen where nothing is said
+    assert found["model.freeze"] == ["vision", "projector"] and found["data.image_pixels"]["max"] == 589824
+    (tmp_path / "a.yaml").write_text(f"{text}freeze_language_model: true\nfinetuning_type: full\n")
+    assert values(str(tmp_path / "a.yaml"))["model.freeze"] == ["language", "vision", "projector"]
+    (tmp_path / "a.yaml").write_text(text)  # adapters, in the language model alone
+    assert "model.freeze" not in values(str(tmp_path / "a.yaml"))
+    assert "set `lora.targets: ['*language_model.layers.*']`" in " ".join(
+        migrate([str(tmp_path / "a.yaml")]).replace("\n#", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [('{"vision_config": {}}', "freeze: [vision, projector]"), ('{"hidden_size": 8}', ""), (None, "(images): if the")],
+)
+def test_whether_a_model_takes_images(tmp_path: Path, config: str | None, words: str) -> None:
+    """Its config.json says it; of one that is not here the draft says what would be."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    text = f"model_name_or_path: {tmp_path}\ntemplate: a\ncutoff_len: 512\nstage: sft\nfinetuning_type: full\n"
+    (tmp_path / "a.yaml").write_text(text)
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert words in draft and (words or ("vision" not in draft and "images" not in draft))
+
+
+def test_images_of_axolotl_trl_and_verl(tmp_path: Path) -> None:
+    draft = migrate([str(FOREIGN / "axolotl_vision.yaml")], 8)
+    assert "freeze:" not in draft and "is no value\n#     of lora.targets: say `lora.targets`:" in draft
+    assert "processor_type" not in draft and "image_size: say `data.image_pixels`:" in draft
+    found = values("trl_vision.yaml")  # max_length: null
+    assert not {"data.max_length", "data.long_documents"} & set(found)
+    text = "data: {train_files: d, image_key: pictures, prompt_key: q, response_key: a, video_key: videos}\n"
+    (tmp_path / "a.yaml").write_text(f"{text}model: {{freeze_vision_tower: true}}\n")
+    found = values(str(tmp_path / "a.yaml"))
+    assert found["data.columns"] == {"instruction": "q", "output": "a", "images": "pictures"}
+    assert found["model.freeze"] == ["vision", "projector"]
+    assert "video_key" not in migrate([str(tmp_path / "a.yaml")])
+
+
+def test_frozen_parts_of_automodel(tmp_path: Path) -> None:
+    text = "step_scheduler: {num_epochs: 1}\ndistributed: {tp_size: 1}\nfreeze_config: {freeze_vision_tower: true, "
+    (tmp_path / "a.yaml").write_text(f"{text}freeze_language_model: true, freeze_embeddings: false}}\n")
+    assert values(str(tmp_path / "a.yaml"))["model.freeze"] == ["vision", "projector", "language"]
+
+
 def test_miles() -> None:
     expect(
         values("miles.sh"),
@@ -288,7 +471,6 @@ def test_accelerate_alone() -> None:
         ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n", "for preference tuning (beta: 0.1)"),
         ("model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n", "for reinforcement learning (num_generations: 8)"),
         ("algorithm: {adv_estimator: grpo}\ndata: {train_files: d}\n", "of verl, for reinforcement learning"),
-        ("rollout_batch_size: 8\npretrain: m\nadv_estimator: gae\nrewards: {math: {}}\n", "of ROLL, for reinforcement"),
         ("hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: grpo\n", "of Miles, for reinforcement learning"),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "of torchtune, for preference tuning"),
         ("engine_type: fancy\nhidden: 3\n", "of no trainer that `weft migrate` knows, which are TRL"),
@@ -315,12 +497,11 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text("")
     Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
-    overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null"]
-    overrides += ["eval.path=d.jsonl"] if "eval.path" in schema_keys(SftConfig) else []
-    load_config(["mine.yaml"], overrides)
+    overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null", "eval.path=d.jsonl"]
+    load_config(["mine.yaml"], overrides, RlConfig if file in REINFORCED else SftConfig)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".yaml")])
+@pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".yaml") and file not in REINFORCED])
 def test_nothing_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft; but for those that say nothing (null, -1, false)."""
     draft = migrate([str(FOREIGN / file)])

@@ -78,7 +78,7 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
 
 def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
     explicit = _settle(tree, schema)
-    _fill_presets(tree, schema)
+    fill_presets(tree, schema)
     config = build(tree, schema)
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
@@ -150,7 +150,7 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
     return {name: node.where for name, node in found if node is not None and node.value is not None}
 
 
-def _fill_presets(tree: Node, schema: type) -> None:
+def fill_presets(tree: Node, schema: type) -> None:
     """What a key like rl.algorithm sets of others that nobody has set. Not the user's: none is refused as inert."""
 
     def value(name: str) -> Any:

@@ -24,7 +24,8 @@ SERVER_OPTIONS = {
     "worker_extension_cls": "weft's own takes the weights",
     **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTERS),
 }
-_KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
+SERVERS = ("vllm", "sglang")
+KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 _COLDEST = 0.01  # vLLM raises temperatures to it
 
 
@@ -40,9 +41,9 @@ def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
             "rollout.python is not set: weft installs no SGLang. Set it to the Python, or the folder of the "
             "environment, that has it.",
         )
-    for name, whole in _KEEPS_ALL.items():
+    for name, whole in KEEPS_ALL.items():
         value = getattr(rollout, name)
-        if rollout.engine in ("vllm", "sglang") and value != whole:
+        if rollout.engine in SERVERS and value != whole:
             yield (
                 f"rollout.{name}",
                 f"rollout.{name} is {value:g}, but {rollout.engine} does not say how much of the distribution the kept "

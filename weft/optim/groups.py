@@ -125,13 +125,14 @@ def describe_groups(
     }
     for parameter, several in names.items():
         rows.setdefault(_row(several[0], parameter, treated.get(parameter), config), []).append(parameter)
+    trained = [name for parameter, several in names.items() if parameter.requires_grad for name in several]
     return [
         OptimizerGroupRow(
             name=row[1],
             weight_decay=row[2],
             parameters=len(rows[row]),
             elements=sum(math.prod(full_shape(names[p][0], p, cuts or {})) for p in rows[row]),
-            examples=_kinds(names[p][0] for p in rows[row]),
+            examples=_kinds([names[p][0] for p in rows[row]], trained if row[3] is None else None),
             lr=row[3],
         )
         for row in sorted(rows, key=lambda row: row[:2])
@@ -151,10 +152,19 @@ def _row(name: str, parameter: nn.Parameter, treated: Treatment | None, config: 
     return treated.group, title, treated.weight_decay, config.lr * treated.lr_scale
 
 
-def _kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work."""
-    short = (".".join(name.split(".")[-2:]) for name in names)
+def _kinds(names: Sequence[str], trained: Sequence[str] | None) -> tuple[str, ...]:
+    """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work. trained:
+    for frozen names, those that are not; modules without any of these are named as a whole, but for those of layers."""
+    short = (_whole_module(name, trained) or ".".join(name.split(".")[-2:]) for name in names)
     return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
+
+
+def _whole_module(name: str, trained: Sequence[str] | None) -> str | None:
+    """The outermost module, in no list of layers, that holds this parameter and no trained one."""
+    owners = name.split(".")[:-1] if trained is not None else []
+    outside = next((at for at, part in enumerate(owners) if part.isdecimal()), len(owners))
+    holders = (".".join(owners[: depth + 1]) for depth in range(outside))
+    return next((holder for holder in holders if not any(t.startswith(f"{holder}.") for t in trained or ())), None)
 
 
 def set_rates(groups: Iterable[dict[str, Any]], lr: float) -> None:

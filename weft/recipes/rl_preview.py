@@ -120,9 +120,9 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     """The engine that generates."""
     rollout, size = config.rollout, policy.precision.compute.itemsize
     if rollout.engine not in ("embedded", "hf"):
-        note = (
-            f"{rollout.engine}: {rollout.engines} x {rollout.tp} accelerators, of each as much as rollout.memory says"
-        )
+        each = f"{rollout.tp} accelerator{'s' * (rollout.tp > 1)}"
+        which = f"{rollout.engines} x {each}" if rollout.engines else f"engines of {each}"
+        note = f"{rollout.engine}: {which}, of each as much as rollout.memory says"
         return EngineRow("rollout", note=note)
     copy = sum(tensor.nbytes for tensor in manifest_of(policy, policy.precision.compute).values())
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.max_tokens_per_device)

@@ -44,6 +44,7 @@ from weft.report.tables import (
     show,
     unit_table,
 )
+from weft.report.vision import vision_lines
 from weft.sharding.cuts import Cut, full_shape
 from weft.sharding.load import LoadReport
 from weft.terminal import byte_count, display_name, say
@@ -142,8 +143,10 @@ def print_model(
         say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {_COMPARED}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
-        "eager forward, documents do not see each other"
+        f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
     )
+    for line in vision_lines(engine, _elements_of(engine), config.data.image_pixels):
+        say(line)
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
     for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
@@ -271,10 +274,15 @@ def _context(engine: Engine) -> str:
         return "documents of this family are not cut, but dealt whole to these ranks"
     parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
     how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+    what = "documents of text" if _takes_images(engine) else "documents"
     return (
-        f"documents longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing; "
+        f"{what} longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing; "
         f"{_COMPARED}"
     )
+
+
+def _takes_images(engine: Engine) -> bool:
+    return engine.built.vision is not None and not engine.built.findings.images
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:

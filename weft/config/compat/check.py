@@ -63,11 +63,29 @@ def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
     for name, values in trainer.means.items():
         keys = [key for meaning in values.values() for key in meaning if key != NOTE]
         yield from _of_keys(f"{file}: means: {name}", keys)
+    for name in table.vision:
+        if name not in trainer.means:
+            yield f"{file}: vision: {name} stands under no `means`."
+    yield from _of_rl_draft(trainer, tables)
     former = table.older.defaults if table.older else {}
     yield from _of_keys(f"{file}: defaults", {**table.defaults, **former})
     for key, value in table.defaults.items():
         if key in schema_keys(SftConfig) and schema_keys(SftConfig)[key].default == value:
             yield f"{file}: defaults: {key}: {value} is weft's default, too: leave it out."
+
+
+def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:
+    """What is said of drafts for `weft rl`: of its keys, and of names that are answered there."""
+    rl, where = trainer.table.rl_draft, f"{trainer.name}.yaml: rl_draft"
+    if rl is None:
+        return
+    meant = [key for values in trainer.rl_means.values() for meaning in values.values() for key in meaning]
+    for key in (*rl.moves, *rl.defaults, *rl.per_rollout, *meant):
+        if key != NOTE and key not in schema_keys(RlConfig):
+            yield f"{where}: {key} is no key of `weft rl`."
+    for name in (*trainer.rl_moves, *trainer.rl_means, *trainer.rl_columns, *rl.needs, *rl.longest):
+        if name not in trainer.rl and name not in tables.names:
+            yield f"{where}: {name} stands neither under `rl` nor under `names` of any table."
 
 
 def _of_names(where: str, names: Iterable[str]) -> Iterator[str]:

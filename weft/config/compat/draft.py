@@ -4,26 +4,81 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.checks import BUILT_IN
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.compat.names import advice_for, entry_of, weft_value
+from weft.config.compat.trainer import ANY, ITSELF, NOTE, TABLES, RlDraft, Trainer
 from weft.config.keys import Key, schema_keys
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
+
+_LISTS = ("model.freeze",)  # which several names fill
+_PATTERNS = ("lora.targets",)  # for which others have regular expressions
 
 
 @dataclass
 class Draft:
-    """taken: key -> (value, origin, their name). left: their name -> advice. unfit: keys whose value weft cannot take,
-    so that no default replaces it."""
+    """trainer: whose config it is made of. schema: of the command that it is for. taken: key -> (value, origin, their
+    name). left: their name -> advice. unfit: keys whose value weft cannot take, so that no default replaces it. images:
+    whether the model is known to take some."""
 
+    trainer: Trainer
+    schema: type = SftConfig
     taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
+    images: bool = False
+
+    @property
+    def rl(self) -> RlDraft | None:
+        """What is known of reinforcement learning, where it is of that."""
+        return self.trainer.table.rl_draft if self.schema is RlConfig else None
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        """Those that it may set."""
+        return schema_keys(self.schema)
+
+    def entry(self, name: str) -> str:
+        """What the tables call a dotted name; empty where they do not know it."""
+        own = entry_of(name, self.trainer.rl) if self.rl is not None else None
+        return own or entry_of(name) or ""
+
+    def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
+        """What this value says in keys of weft, where a table knows it. A companion's file goes with any trainer's."""
+        words = (str(value).lower(), "on" if value else "off", ANY)
+        own = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
+        for means in (*own, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
+            known = means.get(entry, {})
+            found = next((known[word] for word in words if word in known), None)
+            if found is not None:
+                return found
+        return None
+
+    def key_of(self, entry: str) -> str | None:
+        """The key of weft that takes the value of a name as it is."""
+        own = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
+        tables = (*own, *(companion.moves for companion in TABLES.companions), TABLES.moves)
+        return next((moves[entry] for moves in tables if entry in moves), None)
+
+    def fit_row(self, longest: int, what: str) -> None:
+        """Make a row hold the longest document, on one rank where it may have images, for then it is not cut."""
+        cp = 1 if self.images else self.value("mesh.cp", 1)
+        if longest > cp * self.value("step.max_tokens_per_device", 8192):
+            shared = " over the ranks of mesh.cp" if cp > 1 else ""
+            whole = ", which is not cut where it has images" if self.images and self.value("mesh.cp", 1) > 1 else ""
+            self.take(
+                "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {what}{shared}{whole}"
+            )
+
+    def advice(self, name: str) -> str | None:
+        """What to do about a name."""
+        return advice_for(name, reinforcement=self.rl is not None)
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value taken for a key."""
@@ -31,24 +86,58 @@ class Draft:
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
         """Set a key, if the schema has it and the value fits. name: theirs. origin: in words."""
-        spec = schema_keys(SftConfig).get(key)
+        spec = self.keys.get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
-            self.left[name] = self._unfit(spec, value, advice_for(name)) if spec else f"weft has no {key}."
+            self.left[name] = self._unfit(spec, value, self.advice(name)) if spec else f"weft has no {key}."
             self.unfit.add(key)
         else:
-            self.taken[key] = (fitting, origin or entry_of(name) or name, name)
+            self.taken[key] = (fitting, origin or self._short(name), name)
+
+    def take_meaning(self, meaning: Mapping[str, Any], given: Any, name: str, origin: str = "") -> None:
+        """Set the keys of a meaning, as tables have them. What several names say of the same list or mapping is put
+        together."""
+        for key, value in meaning.items():
+            if key == NOTE:
+                self.left[name] = value
+                continue
+            own, before, of = _said(value, given), self.value(key), origin or self._short(name)
+            if isinstance(before, list) and key in _LISTS:
+                own = [*before, *(one for one in own if one not in before)]
+            elif isinstance(before, dict):
+                own = {**before, **own}
+            else:
+                before = None
+            self.take(key, own, name, of if before is None else ", ".join(dict.fromkeys([self.taken[key][1], of])))
+
+    def _short(self, name: str) -> str:
+        """As much of a name as the tables take to know it by."""
+        entry = self.entry(name)
+        return entry if entry and not entry.endswith(".*") else name
 
     @staticmethod
     def _unfit(spec: Key, value: Any, advice: str | None) -> str:
         text = f"{show(value)} is no value of {spec.name}"
-        return f"{text}: {advice}" if spec.type is str and advice else f"{text}, which is {describe(spec.type)}."
+        return (
+            f"{text}: {advice}"
+            if advice and (spec.type is str or spec.name in _PATTERNS)
+            else f"{text}, which is {describe(spec.type)}."
+        )
 
     def drop(self, key: str, because: str) -> None:
         """Remove a key that was taken, with a reason."""
         _, _, name = self.taken.pop(key)
         if name != key:
             self.left[name] = because
+
+
+def _said(value: Any, given: Any) -> Any:
+    """A value of `means`, with what was given put in."""
+    if isinstance(value, dict):
+        return {name: _said(one, given) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_said(one, given) for one in value]
+    return given if value == ITSELF else value
 
 
 def _fitting(key: Key, value: Any) -> Any:

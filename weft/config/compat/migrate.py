@@ -10,29 +10,30 @@ import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
-from weft.config.checks import EXCLUSIVE, INERT
+from weft.config.check import rules_of
 from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.compat.draft import Draft, numbers_of
-from weft.config.compat.names import advice_for, entry_of, recognised
+from weft.config.compat.names import entry_of, recognised
 from weft.config.compat.ranks import gpus_of, settle_mesh, shared_by
+from weft.config.compat.rollouts import needs_another, settle_rollouts, take_rewards, take_rl_columns
 from weft.config.compat.scripts import read_script
-from weft.config.compat.trainer import ANY, ITSELF, NOTE, REINFORCEMENT, TABLES, Trainer
+from weft.config.compat.trainer import ITSELF, REINFORCEMENT, TABLES, Trainer
+from weft.config.compat.vision import add_vision, config_has
 from weft.config.keys import schema_keys
-from weft.config.load import build, read_config_file
+from weft.config.load import build, fill_presets, read_config_file
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, node_of, show, written
 from weft.errors import UserError
-from weft.files import regular_file
 
 _HEAD = """\
 # A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
 # {known}
-# Then look at it with `weft sft THIS --dry-run`. Every key is in docs/reference/config.md.
+# Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
 """
-_ROUTED = r'"(num_experts|num_local_experts|n_routed_experts|router_aux_loss_coef)"'  # keys of config.json
+_ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _SIGNS = 4  # names that are shown of those by which a trainer was recognised
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
@@ -40,27 +41,38 @@ _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     """The draft, as YAML. ranks: of the old run; those that did not share documents multiply a per-device batch; None:
-    from the files. UserError for files of an unknown trainer, or of anything but supervised fine-tuning."""
+    from the files. UserError for files of an unknown trainer, of preference tuning, or of reinforcement learning where
+    the trainer's table knows no more of it than names."""
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
-    trainer, signs = _trainer_of(found, files)
-    draft = _draft(found, trainer)
-    _add_defaults(draft, trainer, found)
-    _add_balancing(draft, trainer, found)
-    gpus = ranks or gpus_of(found)
-    _take_batch(draft, trainer, found, gpus and max(1, gpus // shared_by(found)))
+    trainer, signs, schema = _trainer_of(found, files)
+    draft = Draft(trainer, schema)
+    _take_names(draft, found)
+    _add_defaults(draft, found)
+    _add_balancing(draft, found)
+    add_vision(draft, found)
+    gpus = ranks or gpus_of(found, trainer)
+    data_ranks = gpus and max(1, gpus // shared_by(found))
+    if draft.rl is None:
+        _take_batch(draft, found, data_ranks)
+    else:
+        settle_rollouts(draft, draft.rl, found, gpus, data_ranks)
     settle_mesh(draft, found, gpus)
     _settle(draft, found)
     _drop_idle(draft)
     more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
     known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
-    head = _HEAD.format(files=", ".join(files), known="\n# ".join(textwrap.wrap(known, 116)))
+    head = _HEAD.format(
+        files=", ".join(files),
+        known="\n# ".join(textwrap.wrap(known, 116)),
+        command="sft" if draft.rl is None else "rl",
+    )
     return head + _render(draft)
 
 
-def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str]]:
-    """Whose files these are, and by which names; UserError where that is not said, or where they ask for what no draft
-    is made of."""
+def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
+    """Whose files these are, by which names, and the schema of the command that does the same; UserError where that is
+    not said, or where they ask for what no draft is made of."""
     what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
     if found and set(found) <= set(schema_keys(SftConfig)):
         raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
@@ -74,6 +86,8 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
     trainer, signs = by_signs
     for name, value in found.items():
         kind = trainer.task(entry_of(name, trainer.tasks) or "", value)
+        if kind == REINFORCEMENT and trainer.table.rl_draft is not None:
+            return trainer, signs, RlConfig
         if kind is not None:
             instead = (
                 f"Write a config for `weft rl`, which answers the names of others (docs/how-to/rl.md, docs/coming-from/"
@@ -82,62 +96,61 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
                 else "Preference tuning is not in this version of weft."
             )
             raise UserError(
-                f"{what} of {trainer.title}, for {kind} ({name}: {show(value)}), and `weft migrate` makes drafts of "
-                f"supervised fine-tuning alone. {instead}"
+                f"{what} of {trainer.title}, for {kind} ({name}: {show(value)}), of which `weft migrate` makes no "
+                f"draft. {instead}"
             )
-    return trainer, signs
+    return trainer, signs, SftConfig
 
 
-def _draft(found: Mapping[str, Any], trainer: Trainer) -> Draft:
+def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
     """What the names say one by one."""
-    draft, columns, shared = Draft(), {}, TABLES.shared
+    columns: dict[str, str] = {}
     for name, value in found.items():
-        entry = entry_of(name) or ""
-        if name in schema_keys(SftConfig):
+        entry = draft.entry(name)
+        if name in draft.keys:
             draft.take(name, value, name)
-        elif value is None or entry in shared.column_switches or entry in _per_device(trainer):
+        elif value is None:
+            _take_null(draft, name)
+        elif entry in TABLES.shared.column_switches or entry in _per_device(draft.trainer):
             continue
-        elif (meaning := _meaning(trainer, entry, value)) is not None:
-            _take_meaning(draft, meaning, value, name)
-        elif entry in TABLES.columns and isinstance(value, str):
+        elif draft.rl is not None and (needed := needs_another(draft.rl, entry, value, found)) is not None:
+            draft.left |= {name: needed} if needed else {}
+        elif (meaning := draft.meaning(entry, value)) is not None:
+            draft.take_meaning(meaning, value, name)
+        elif isinstance(value, str) and entry in {**TABLES.columns, **draft.trainer.rl_columns}:
             columns[name] = value
-        elif entry in shared.sources.lists and isinstance(value, list):
+        elif entry in TABLES.shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
-        elif not _take_value(draft, trainer, entry, value, name):
-            draft.left[name] = advice_for(name) or "weft does not know it."
-    take_columns(draft, columns, found)
+        elif not _take_value(draft, entry, value, name):
+            draft.left[name] = draft.advice(name) or "weft does not know it."
+    if draft.rl is None:
+        take_columns(draft, columns, found)
+    else:
+        take_rl_columns(draft, columns)
+        take_rewards(draft, draft.rl, found)
     take_adapted(draft, found)
-    _settle_adapters(draft, trainer, found)
-    return draft
+    _settle_adapters(draft, found)
 
 
-def _meaning(trainer: Trainer, entry: str, value: Any) -> Mapping[str, Any] | None:
-    """What this value says in keys of weft, where a table knows it. A companion's file may go with any trainer's."""
-    words = (str(value).lower(), "on" if value else "off", ANY)
-    for means in (trainer.means, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
-        known = means.get(entry, {})
-        found = next((known[word] for word in words if word in known), None)
-        if found is not None:
-            return found
-    return None
+def _take_null(draft: Draft, name: str) -> None:
+    """null where weft's key has it, too: the trainer's default is not meant."""
+    key = draft.key_of(draft.entry(name))
+    pairs = (one for pair in rules_of(draft.schema).exclusive for one in pair)
+    if key is None or key in pairs or type(None) not in get_args(draft.keys[key].type):
+        return
+    draft.unfit |= {key, "data.long_documents"} if key == "data.max_length" else {key}
+    if draft.keys[key].default is not None:
+        draft.taken[key] = (None, draft.entry(name), name)
 
 
-def _take_meaning(draft: Draft, meaning: Mapping[str, Any], given: Any, name: str) -> None:
-    for key, value in meaning.items():
-        if key == NOTE:
-            draft.left[name] = value
-        else:
-            draft.take(key, given if value == ITSELF else value, name)
-
-
-def _take_value(draft: Draft, trainer: Trainer, entry: str, value: Any, name: str) -> bool:
+def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
     """Whether a key of weft takes the value, as it is or in other units."""
     if entry in TABLES.shared.betas:
         _take_beta(draft, TABLES.shared.betas[entry], value, name)
-    elif key := _key_of(trainer, entry):
+    elif key := draft.key_of(entry):
         _take_same(draft, key, value, name)
     elif key := TABLES.choices.get(entry):
-        known = get_args(get_args(schema_keys(SftConfig)[key].type)[0])
+        known = get_args(get_args(draft.keys[key].type)[0])
         chosen = [choice for choice in (value if isinstance(value, list) else [value]) if choice in known]
         if chosen:
             draft.take(key, chosen, name)
@@ -147,12 +160,6 @@ def _take_value(draft: Draft, trainer: Trainer, entry: str, value: Any, name: st
     else:
         return False
     return True
-
-
-def _key_of(trainer: Trainer, entry: str) -> str | None:
-    """The key of weft that takes the value of a name as it is."""
-    tables = (trainer.moves, *(companion.moves for companion in TABLES.companions), TABLES.moves)
-    return next((moves[entry] for moves in tables if entry in moves), None)
 
 
 def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None:
@@ -167,9 +174,9 @@ def _per_device(trainer: Trainer) -> Collection[str]:
     return trainer.table.per_device or TABLES.shared.per_device
 
 
-def _take_batch(draft: Draft, trainer: Trainer, found: Mapping[str, Any], ranks: int | None) -> None:
+def _take_batch(draft: Draft, found: Mapping[str, Any], ranks: int | None) -> None:
     """step.documents, or step.tokens where rows are filled up, from the batch of one device."""
-    advice = TABLES.sentences.sft["BATCH"]
+    advice, trainer = TABLES.sentences.sft["BATCH"], draft.trainer
     given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
     own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
     factors: dict[str, Any] = {**trainer.table.per_device, **own}
@@ -190,8 +197,9 @@ def _take_batch(draft: Draft, trainer: Trainer, found: Mapping[str, Any], ranks:
     draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
 
 
-def _settle_adapters(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+def _settle_adapters(draft: Draft, found: Mapping[str, Any]) -> None:
     """Without adapters there is nothing to say of them, whatever stands in the file."""
+    trainer = draft.trainer
     if _has_adapters(trainer, found):
         return
     for key in [key for key in draft.taken if key.startswith("lora.")]:
@@ -227,7 +235,7 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         draft.take("schedule.min_lr_ratio", ratio, min_lr, "min_lr / lr")
     if found.get("rollout_batch_size") == draft.value("step.documents"):
         draft.left.pop("rollout_batch_size", None)
-    for loser, winner in EXCLUSIVE:
+    for loser, winner in rules_of(draft.schema).exclusive:
         if winner in draft.taken and loser in draft.taken:
             draft.drop(loser, f"{winner} replaces it.")
     if "schedule.decay_ratio" in draft.taken:
@@ -236,20 +244,20 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         shape, _, name = draft.taken.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
-    longest, cp = draft.value("data.max_length") or 0, draft.value("mesh.cp", 1)
-    if longest > cp * draft.value("step.max_tokens_per_device", 8192):
-        origin = "a row holds the longest document" + (" over the ranks of mesh.cp" if cp > 1 else "")
-        draft.take("step.max_tokens_per_device", -(-longest // cp), "", origin)
+    if draft.rl is None:
+        draft.fit_row(draft.value("data.max_length") or 0, "document")
 
 
-def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
     """What nobody wrote down, because it was the other trainer's default and is not weft's."""
+    trainer = draft.trainer
     older = trainer.table.older
     former = older is not None and any(entry_of(name) in older.names for name in found)
-    for key, value in (older.defaults if older is not None and former else trainer.table.defaults).items():
-        replaced = any(key == loser and winner in draft.taken for loser, winner in EXCLUSIVE)
+    defaults = older.defaults if older is not None and former else trainer.table.defaults
+    for key, value in (defaults if draft.rl is None else {**defaults, **draft.rl.defaults}).items():
+        replaced = any(key == loser and winner in draft.taken for loser, winner in rules_of(draft.schema).exclusive)
         idle = key == "lora.rank" and not _has_adapters(trainer, found)
-        if key not in schema_keys(SftConfig) or key in draft.taken or key in draft.unfit or replaced or idle:
+        if key not in draft.keys or key in draft.taken or key in draft.unfit or replaced or idle:
             continue
         origin = f"{trainer.short}'s default"
         if value is None:
@@ -258,12 +266,13 @@ def _add_defaults(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> N
             draft.take(key, value, key, origin)
 
 
-def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> None:
+def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
     """The auxiliary loss that a trainer adds for every mixture of experts; a note where the model is not here."""
+    trainer = draft.trainer
     balancing = trainer.table.balancing
     if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
         return
-    experts = _has_experts(str(draft.value("model.path")))
+    experts = config_has(str(draft.value("model.path")), _ROUTED)
     if experts:
         origin = f"{trainer.short}'s default, of a mixture of experts"
         draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
@@ -275,23 +284,16 @@ def _add_balancing(draft: Draft, trainer: Trainer, found: Mapping[str, Any]) -> 
         )
 
 
-def _has_experts(path: str) -> bool | None:
-    """Whether a model that is here has a router, by its config.json; None where it is not here."""
-    try:
-        file = regular_file(Path(os.path.expanduser(path)) / "config.json", "a model's config")
-        return re.search(_ROUTED, file.read_text("utf-8")) is not None
-    except (OSError, ValueError, UserError):
-        return None
-
-
 def _drop_idle(draft: Draft) -> None:
     """Leave out what would be refused for having no effect."""
-    tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
     for key, (value, _, _) in draft.taken.items():
         section, _, leaf = key.partition(".")
         tree.setdefault(section, {})[leaf] = value
-    config = build(node_of(tree, ""), SftConfig)
-    for rule in INERT:
+    nodes = node_of(tree, "")
+    fill_presets(nodes, draft.schema)
+    config: Any = build(nodes, draft.schema)
+    for rule in rules_of(draft.schema).inert:
         if rule.key in draft.taken and rule.when(config):
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
 
@@ -320,11 +322,11 @@ def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _render(draft: Draft) -> str:
     lines: list[str] = []
-    for required in ("model.path", "data.path"):
+    for required in ("model.path", "data.path", *(["rl.reward"] if draft.rl else [])):
         if required not in draft.taken and required.replace("path", "sources") not in draft.taken:
             draft.taken[required] = (None, "set it", "")
-    for section in dict.fromkeys(name.partition(".")[0] for name in schema_keys(SftConfig)):
-        keys = [name for name in schema_keys(SftConfig) if name.startswith(f"{section}.") and name in draft.taken]
+    for section in dict.fromkeys(name.partition(".")[0] for name in draft.keys):
+        keys = [name for name in draft.keys if name.startswith(f"{section}.") and name in draft.taken]
         lines += [f"\n{section}:"] if keys else []
         for name in keys:
             value, origin, _ = draft.taken[name]

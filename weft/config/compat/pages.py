@@ -31,8 +31,9 @@ weft migrate {file} --nproc 8 > mine.yaml
 makes a draft of weft's config: what has the same meaning, the defaults that nobody wrote down, and below it what was
 not taken over, with what to do about it. `--nproc` is the number of GPUs of the old run, by which a per-device batch is
 multiplied; those that shared documents count once. Read it through, and look at what it would do with
-`weft sft mine.yaml --dry-run`.
+`weft sft mine.yaml --dry-run`.{rl}
 """
+_RL_DRAFTS = " Of a config of reinforcement learning it makes a draft for `weft rl`."
 _NAMES = """\
 ## What weft calls it
 
@@ -50,6 +51,14 @@ _DEFAULTS = """\
 
 | key of weft | {title} | weft |
 | --- | --- | --- |
+"""
+
+
+_IMAGES = """\
+For models with images, it writes what these say:
+
+| {title} | where nothing is said |
+| --- | --- |
 """
 
 
@@ -94,12 +103,18 @@ def page(trainer: Trainer) -> str:
         f"# Coming from {trainer.title}\n",
         _WRITTEN.format(name=trainer.name) + "\n",
         introduction,
-        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml"),
+        _MOVE.format(
+            file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml",
+            rl=_RL_DRAFTS if trainer.table.rl_draft else "",
+        ),
     ]
     defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:
         rows = "".join(_default_row(key, value) for key, value in defaults.items())
         parts.append(_DEFAULTS.format(title=trainer.title) + rows)
+    if trainer.table.vision:
+        rows = "".join(f"| `{name}` | {show(value)} |\n" for name, value in trainer.table.vision.items())
+        parts.append(_IMAGES.format(title=trainer.title) + rows)
     parts.append(_NAMES)
     for heading, names in trainer.headings.items():
         parts.append(f"### {heading}\n\n| {trainer.title} | weft |\n| --- | --- |\n{_rows(names)}")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from weft.config.compat.draft import Draft
 from weft.config.compat.names import entry_of
-from weft.config.compat.trainer import TABLES
+from weft.config.compat.trainer import TABLES, Trainer
+
+_LIST = re.compile(r"\[ *\d+( *, *\d+)* *\]")
+_RANGE = re.compile(r"list\(range\((?:(\d+), *)?(\d+)\)\)")
 
 
-def gpus_of(found: Mapping[str, Any]) -> int | None:
-    """How many there were, where the config says so."""
+def gpus_of(found: Mapping[str, Any], trainer: Trainer) -> int | None:
+    """How many trained, where the config says so."""
+    for name, value in found.items():
+        if entry_of(name, dict.fromkeys(trainer.table.devices)) is not None and (devices := devices_of(value)):
+            return len(devices)
     by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
     names = TABLES.shared.ranks
     for name in names.all:
@@ -21,6 +28,15 @@ def gpus_of(found: Mapping[str, Any]) -> int | None:
     machines = next((by_entry[name] for name in names.machines if by_entry.get(name)), 1)
     each = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
     return None if each is None else int(machines) * int(each)
+
+
+def devices_of(value: Any) -> list[int]:
+    """ROLL's list of devices, as in [0, 1], "[0, 1]" and "list(range(0, 8))"; empty for anything else."""
+    if isinstance(value, list) or _LIST.fullmatch(str(value)):
+        return [int(device) for device in re.findall(r"\d+", str(value))]
+    ranges = [_RANGE.fullmatch(part.strip()) for part in str(value).split("+")]
+    found = [range(int(one[1] or 0), int(one[2])) for one in ranges if one is not None]
+    return [device for one in found for device in one] if len(found) == len(ranges) else []
 
 
 def shared_by(found: Mapping[str, Any]) -> int:

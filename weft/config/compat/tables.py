@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -50,8 +51,10 @@ def read_table(path: Path, kind: type[Record]) -> Record:
 
 def _fitted(value: Any, kind: Any, where: str) -> Any:
     """A value as a type, mappings and dataclasses key by key."""
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _record(value, kind, where)
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    record = next((member for member in members if is_dataclass(member)), None)
+    if record is not None and isinstance(value, dict):
+        return _record(value, record, where)
     if get_origin(kind) is dict and isinstance(value, dict):
         return {word(key): _fitted(child, get_args(kind)[1], f"{where} {key}:") for key, child in value.items()}
     try:

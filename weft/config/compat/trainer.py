@@ -33,6 +33,31 @@ class Older:
 
 
 @dataclass(frozen=True)
+class RlDraft:
+    """What `weft migrate` knows of a trainer's configs of reinforcement learning. moves, means, silent, defaults: as in
+    Table, and before those.
+
+    columns: column of weft -> names of the key that says what the file calls it. needs: name -> the switch without
+    which it says nothing. longest: the names of the longest sample and of the longest prompt, whose difference is that
+    of the completion where nobody says it. engines: the name of the list of the engines' devices. reward: the pattern
+    of names that give a reward's class. rewards: the end of that -> weft's function that does the same. per_rollout:
+    keys of weft that count optimizer steps, where the trainer counts rollout steps.
+    """
+
+    moves: Groups
+    means: Meanings
+    silent: dict[str, Any]
+    defaults: dict[str, Any]
+    columns: Groups
+    needs: dict[str, str]
+    longest: tuple[str, ...]
+    engines: str
+    reward: str
+    rewards: dict[str, str]
+    per_rollout: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Table:
     """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
 
@@ -51,7 +76,9 @@ class Table:
     say nothing. per_device: names whose product is the batch of one device, with their defaults. packing: names that
     make that a number of rows of the greatest length. lora: the name that says whether there are adapters, and the
     values with which there are; "": nothing is said. balancing: what the auxiliary loss of a mixture of experts is
-    multiplied by, where nothing is said. companion: whether its file goes with that of another trainer.
+    multiplied by, where nothing is said. companion: whether its file goes with that of another trainer. vision: name ->
+    the value that it has for models with images, where nothing is said. devices: names of the list of the devices that
+    train. rl_draft: what is known of reinforcement learning, where drafts are made of it.
     """
 
     title: str
@@ -69,6 +96,9 @@ class Table:
     lora: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     balancing: float | None = None
     companion: bool = False
+    vision: dict[str, Any] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    rl_draft: RlDraft | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +168,14 @@ class Trainer:
         self.lora = next(((switch, _words(list(on))) for switch, on in table.lora.items()), ("", []))
         self.moves = inverse(table.moves, f"{file} moves:")
         self.tasks = _tasks(table.tasks, f"{file} tasks:")
-        self.means = _meanings(table.means, table.silent, say.sft, file)
+        self.means = _meanings(table.means, table.silent, say.sft, f"{file} means:", f"{file} silent:")
+        rl, where = table.rl_draft, f"{file} rl_draft:"
+        self.rl_moves = {} if rl is None else inverse(rl.moves, f"{where} moves:")
+        self.rl_columns = {} if rl is None else inverse(rl.columns, f"{where} columns:")
+        self.rl_means: Meanings = {}
+        if rl is not None:
+            both = {**say.sft, **say.rl}
+            self.rl_means = _meanings(rl.means, rl.silent, both, f"{where} means:", f"{where} silent:")
 
     def signs_in(self, names: Iterable[str]) -> list[str]:
         """Those of these dotted names that are signs of this trainer."""
@@ -245,19 +282,23 @@ def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list
     return found
 
 
-def _meanings(means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], file: str) -> Meanings:
-    """`means` with its sentences put in, and with what says nothing."""
+def _meanings(
+    means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], where: str, of_silent: str
+) -> Meanings:
+    """`means` with its sentences put in, and with what says nothing. where, of_silent: their places, for errors."""
     found: Meanings = {}
     for name, values in means.items():
-        where = f"{file} means: {name}:"
         found[name] = {
-            value: {key: _sentence(given, sentences, where) if key == NOTE else given for key, given in meaning.items()}
+            value: {
+                key: _sentence(given, sentences, f"{where} {name}:") if key == NOTE else given
+                for key, given in meaning.items()
+            }
             for value, meaning in values.items()
         }
     for name, values in silent.items():
         for value in _words(values):
             if value in found.setdefault(name, {}):
-                raise TableError(f"{file} silent: {name}: {value} stands under means, too: keep one.")
+                raise TableError(f"{of_silent} {name}: {value} stands under means, too: keep one.")
             found[name][value] = {}
     return found
 

@@ -1,0 +1,45 @@
+"""What a run says of a model with images: its parts, and what an image takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.engine.engine import Engine
+from weft.models.flops import tower_flops
+from weft.models.freeze import PRESETS, resolved
+from weft.models.patterns import matches
+from weft.models.vision import vision_parts
+from weft.terminal import count
+
+
+def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[str, int]) -> list[str]:
+    """Lines of the opening; none without a tower. elements: of each parameter. pixels: data.image_pixels."""
+    if not vision_parts(engine.module.base, engine.module.facts):
+        return []
+    why_not = engine.built.findings.images
+    parts = ", ".join(_part(engine, preset, elements) for preset in PRESETS)
+    images = f"refused, because {why_not}" if why_not else _image(engine, pixels)
+    return [f"parts    {parts} (model.freeze)", f"images   {images}"]
+
+
+def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
+    """A part by its name in model.freeze, with its size, and how much of it is trained."""
+    patterns = resolved(engine.module, [preset])
+    own = {n: p for n, p in engine.module.named_parameters() if any(matches(pattern, n) for pattern in patterns)}
+    every, trained = sum(elements[n] for n in own), sum(elements[n] for n, p in own.items() if p.requires_grad)
+    state = {0: "frozen", every: "trained"}.get(trained, f"{count(trained)} of it trained")
+    return f"{preset} {count(every)} {state}"
+
+
+def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
+    """What the largest image takes of a row, where the config says how large it is."""
+    vision, most = engine.built.vision, engine.config.step.max_tokens_per_device
+    whole = f"a document with images is not cut, and has to fit a row of {most:,} tokens"
+    if vision is None or "max" not in pixels or "image_grid_thw" not in vision.smallest:
+        return whole
+    merge = int(vision.smallest["image_grid_thw"][0, 1])
+    tokens = pixels["max"] // (vision.patch * merge) ** 2
+    beside = tower_flops(engine.built.flops, tokens * merge**2)[1]
+    return (
+        f"an image takes up to {tokens + beside:,} tokens of a row: {tokens:,}, and {beside:,} for its patches; {whole}"
+    )
