@@ -287,7 +287,8 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("chat")
     path = local_path("weft chat", arguments.path, step=arguments.step)
-    options = _options(ChatOptions, arguments, path=path, step=arguments.step if path == arguments.path else None)
+    step = arguments.step if path == arguments.path else None
+    options = _options(ChatOptions, arguments, path=path, step=step, images=tuple(arguments.image))
 
     def body() -> None:
         from weft.recipes import chat

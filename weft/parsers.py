@@ -222,6 +222,10 @@ def chat_parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH",
+        help="an image before the first message, for a vision model; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-new-tokens", type=_count, default=512, metavar="N", help="longest answer (default: %(default)s)"
     )
     parser.add_argument(

@@ -103,12 +103,14 @@ class MergeOptions:
 class ChatOptions:
     """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; None for the newest.
 
-    temperature: 0 is greedy; None for that of generation_config.json.
+    images: paths of those that stand before the first message. temperature: 0 is greedy; None for that of
+    generation_config.json.
     """
 
     path: str
     step: int | None = None
     system: str | None = None
+    images: tuple[str, ...] = ()
     max_new_tokens: int = 512
     temperature: float | None = None
     device: Device = "auto"

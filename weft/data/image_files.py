@@ -31,11 +31,13 @@ MAX_PIXELS = 89_478_485  # of an image that is decoded, as in PIL
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images."""
+    """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images. rows: whether
+    images are those of rows, of which errors then speak."""
 
     decode: bool = True
     max_pixels: int = MAX_PIXELS
     fetch: bool = False
+    rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,13 @@ def _opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int
     except UserError as error:
         raise error if isinstance(error, BadRowError) else BadRowError(f"{name}: {error}") from None
     except FileNotFoundError:
-        raise BadRowError(f"{name}: there is no such file. Paths are relative to the file of the row.") from None
+        hint = " Paths are relative to the file of the row." if checks.rows else ""
+        raise BadRowError(f"{name}: there is no such file.{hint}") from None
     except MemoryError:
         raise
     except Exception as error:  # PIL's decoders raise errors of any type for what they cannot read
-        raise BadRowError(f"{name}: {_reason(image, error)} Mend the image, or remove the row.") from None
+        hint = " Mend the image, or remove the row." if checks.rows else ""
+        raise BadRowError(f"{name}: {_reason(image, error)}{hint}") from None
 
 
 def _decoder(file: Any) -> Any:
@@ -130,9 +134,11 @@ def _known() -> list[str]:
 def _checked(picture: Any, name: str, checks: Checks) -> Any:
     width, height = picture.size
     if width * height > checks.max_pixels:
+        limit = f"{'data.max_image_pixels = ' if checks.rows else ''}{checks.max_pixels:,}"
+        hint = ", or set data.max_image_pixels to more" if checks.rows else ""
         raise BadRowError(
-            f"{name}: has {width:,} x {height:,} pixels, more than data.max_image_pixels = {checks.max_pixels:,}: "
-            "decoding it could fill the memory. Make it smaller, or set data.max_image_pixels to more."
+            f"{name}: has {width:,} x {height:,} pixels, more than {limit}: decoding it could fill the memory. Make it "
+            f"smaller{hint}."
         )
     if min(picture.size) < 1:
         raise BadRowError(f"{name}: has {width} x {height} pixels. Remove it.")

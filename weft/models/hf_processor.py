@@ -116,6 +116,10 @@ class ImageProcessor:
         found = {name: value for name, value in out.items() if name not in _OF_TEXT}
         return found, self._patches(found["pixel_values"])
 
+    def prompt_inputs(self, text: str, images: Sequence[Any]) -> Any:
+        """All inputs of the model for a rendered prompt, which has a placeholder for each image: a BatchFeature."""
+        return self._processor(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
+
     def _call(self, images: Sequence[Any], **options: Any) -> Any:
         text = " ".join([self.placeholder] * len(images))
         return self._processor(text=[text], images=list(images), **options)

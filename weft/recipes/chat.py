@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -11,21 +11,26 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerBase, TextStreamer
 
 from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, load_tokenizer, renderer
-from weft.data.prompts import Messages, up_to_the_answer
+from weft.data.messages import Message
+from weft.data.prompts import up_to_the_answer
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line, runs_own_code
+from weft.files import read_object
+from weft.models import hf
+from weft.recipes.chat_images import ChatImages, Shown, sees_images
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
-_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
+_HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
 
 
 def run(options: ChatOptions) -> None:
@@ -63,30 +68,54 @@ def find_model(path: str, step: int | None) -> str:
 
 
 def open_chat(options: ChatOptions) -> Chat:
-    """Load the model and its tokenizer. Raises UserError where there is no such model."""
+    """Load the model and what reads its texts and images. Raises UserError where there is no such model or image."""
     path = find_model(options.path, options.step)
     device = choose_device(options.device, 0)
     tokenizer = load_tokenizer(path)
-    if options.system is not None and tokenizer.chat_template is None:
-        raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
-    dtype = torch.float32 if device.type == "cpu" else "auto"
-    try:
-        model = _auto_class(path).from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of damaged files
-        if refusal := runs_own_code(path, error, "weft chat"):
-            raise refusal from error
-        raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
-    chat = Chat(model.to(device).eval(), tokenizer, path, options.system, _settings(options))
+    base = _base(path)
+    vision = sees_images(hf.read_config(base))
+    images = ChatImages.of(base, path, tokenizer) if vision else ChatImages(path, None)
+    if options.system is not None:
+        if tokenizer.chat_template is None:
+            raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
+        images.refuse_marks("--system", options.system)
+    first = tuple(images.take("--image", given) for given in options.images)  # errors come before weights
+    model = _load(path, base, vision, torch.float32 if device.type == "cpu" else "auto")
+    settings = _settings(options)
+    chat = Chat(model.to(device).eval(), tokenizer, path, options.system, settings, images, first)
     chat.begin()
     return chat
 
 
-def _auto_class(path: str) -> Any:
-    """peft's for a directory that holds an adapter alone, which names its base model; else transformers'."""
-    if not (Path(path) / ADAPTER).is_file():
-        return AutoModelForCausalLM
+def _base(path: str) -> str:
+    """The model that an adapter names, for a directory that holds one; else the path."""
+    file = Path(path) / ADAPTER
+    named = read_object(file, "the config of an adapter").get("base_model_name_or_path") if file.is_file() else None
+    return named if isinstance(named, str) and named else path
+
+
+def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
+    """The model; by peft for a directory that holds an adapter. vision: whether it takes images."""
     try:
-        return import_module("peft").AutoPeftModelForCausalLM
+        if not (Path(path) / ADAPTER).is_file():
+            kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+            return kind.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        peft = _peft(path)
+        if not vision:
+            return peft.AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, trust_remote_code=False)
+        return peft.PeftModel.from_pretrained(model, path)
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers makes of damaged files
+        if refusal := runs_own_code(path, error, "weft chat"):
+            raise refusal from error
+        raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
+
+
+def _peft(path: str) -> Any:
+    try:
+        return import_module("peft")
     except ImportError as error:
         raise UserError(
             f"{path} holds an adapter, which peft loads: pip install peft, or install weft with its extra [lora]."
@@ -105,41 +134,62 @@ def _settings(options: ChatOptions) -> dict[str, Any]:
 
 @dataclass
 class Chat:
-    """A conversation. where: what was loaded. settings: of generate."""
+    """A conversation. where: what was loaded. settings: of generate. first: images with which it begins. seen: the
+    images of the messages, in order. waiting: those of the next message."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
     where: str
     system: str | None
     settings: dict[str, Any]
-    messages: Messages = field(default_factory=list)
+    images: ChatImages
+    first: tuple[Shown, ...] = ()
+    messages: list[Message] = field(default_factory=list)
+    seen: tuple[Shown, ...] = ()
+    waiting: tuple[Shown, ...] = ()
 
     def begin(self) -> None:
         """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.seen, self.waiting = (), self.first
+
+    def show(self, path: str) -> Shown:
+        """Add an image to the next message. Raises UserError."""
+        image = self.images.take("/image", path)
+        self.waiting = (*self.waiting, image)
+        return image
 
     def say(self, text: str) -> str:
-        """Generate the model's answer, which is printed as it streams and added to the conversation."""
-        asked: Messages = [*self.messages, {"role": "user", "content": text}]
+        """Generate the model's answer, which is printed as it streams and added to the conversation. Raises UserError,
+        and then the images wait for the next message."""
+        self.images.refuse_marks("the message", text)
+        seen, content = (*self.seen, *self.waiting), [{"type": "image"}] * len(self.waiting)
+        said = [*content, {"type": "text", "text": text}] if content else text
+        asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
+        answer = self._generate(self._inputs(text, asked, seen))
+        if self.tokenizer.chat_template is not None:
+            self.messages = [*asked, {"role": "assistant", "content": self.images.without_marks(answer)}]
+            self.seen, self.waiting = seen, ()
+        return answer
+
+    def _inputs(self, text: str, asked: list[Message], seen: Sequence[Shown]) -> Mapping[str, Any]:
+        """The model's inputs: for the conversation, or for the text alone where there is no chat template."""
         chats = self.tokenizer.chat_template is not None
         prompt = prompt_text(self.tokenizer, asked) if chats else text
+        if seen:
+            return self.images.inputs(prompt, seen, self.model)
         ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
+        return {name: ids[name] for name in ("input_ids", "attention_mask")}
+
+    def _generate(self, inputs: Mapping[str, Any]) -> str:
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
         streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
         with torch.inference_mode():
             tokens = self.model.generate(
-                input_ids=ids["input_ids"],
-                attention_mask=ids["attention_mask"],
-                streamer=streamer,
-                eos_token_id=ends or None,
-                pad_token_id=pad,
-                **self.settings,
+                **inputs, streamer=streamer, eos_token_id=ends or None, pad_token_id=pad, **self.settings
             )
-        answer = self.tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        if chats:
-            self.messages = [*asked, {"role": "assistant", "content": answer}]
-        return str(answer)
+        return str(self.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 class _Streamer(TextStreamer):
@@ -147,7 +197,7 @@ class _Streamer(TextStreamer):
         say(text, end="\n" if stream_end else "")
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
     """The conversation as the template renders it, up to where the answer begins, also for templates without a
     generation prompt."""
     return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)
@@ -167,7 +217,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[in
     return list(dict.fromkeys(ends))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, ask: bool) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ask: bool) -> str:
     try:
         return renderer(tokenizer, Encoding())(messages, ask)
     except (RenderError, UnboundedError) as error:
@@ -183,7 +233,8 @@ def _talk(chat: Chat) -> None:
     import readline  # noqa: F401  (lets input() edit lines)
 
     kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
-    say(f"{chat.where} on {chat.model.device}{kind}\n{_HELP}")
+    say(f"{chat.where} on {chat.model.device}{kind}\n{_help(chat)}")
+    _say_waiting(chat)
     while True:
         try:
             text = input("\n> ").strip()
@@ -192,11 +243,33 @@ def _talk(chat: Chat) -> None:
             return
         if text == "/exit":
             return
-        if text == "/new":
-            chat.begin()
-            say("(a new conversation)")
-        elif text:
-            try:
-                chat.say(text)
-            except KeyboardInterrupt:
-                say(" (stopped)")
+        try:
+            _turn(chat, text)
+        except UserError as error:
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say(" (stopped)")
+
+
+def _turn(chat: Chat, text: str) -> None:
+    """What a line of a terminal asks for: a command, or an answer."""
+    command, _, rest = text.partition(" ")
+    if text == "/new":
+        chat.begin()
+        say("(a new conversation)")
+        _say_waiting(chat)
+    elif text == "/help":
+        say(_help(chat))
+    elif command == "/image":
+        say(f"({chat.show(rest)} is added to your next message)")
+    elif text:
+        chat.say(text)
+
+
+def _say_waiting(chat: Chat) -> None:
+    for image in chat.waiting:
+        say(f"({image} is added to your first message)")
+
+
+def _help(chat: Chat) -> str:
+    return f"{_HELP}\n{_HELP_IMAGES}" if chat.images.on else _HELP

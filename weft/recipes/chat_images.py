@@ -1,0 +1,125 @@
+"""The images of `weft chat`: taken from files, and given to a model as transformers' own processor makes them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
+
+from weft.data.image_columns import Image
+from weft.data.image_files import Checks, pixels
+from weft.data.images import Images
+from weft.data.loss_mask import MaskedText
+from weft.data.records import Record
+from weft.errors import UserError
+from weft.models.hf_processor import is_vision_config
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An image of a conversation. name: of its file. picture: a PIL image in RGB, which stays as it is if the file
+    changes."""
+
+    name: str
+    picture: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.picture.width} x {self.picture.height} pixels)"
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether transformers has a model of images and text for this config."""
+    return is_vision_config(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+@dataclass(frozen=True)
+class ChatImages:
+    """How a chat takes images. where: what was loaded. images: None where it takes none, and then refusal says why."""
+
+    where: str
+    images: Images | None
+    refusal: str = "is a model of text alone: leave the image out, or talk to a vision model"
+
+    @classmethod
+    def of(cls, model: str, where: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
+        """Those of a vision model. model: where its processor is. A chat template that only the processor has becomes
+        the tokenizer's."""
+        images = Images(model, tokenizer, {}, Checks(rows=False))
+        if images.problem:
+            return cls(where, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
+        if not tokenizer.chat_template and images.template:
+            tokenizer.chat_template = images.template
+        if not tokenizer.chat_template:
+            return cls(where, None, "has no chat template, which puts images in their places: take its chat variant")
+        return cls(where, images)
+
+    @property
+    def on(self) -> bool:
+        """Whether images can be taken."""
+        return self.images is not None
+
+    def take(self, option: str, given: str) -> Shown:
+        """The image of a file. option: where it was named, for messages. given: its path, which may be quoted as in a
+        shell. Raises UserError where it is none that the model takes."""
+        if self.images is None:
+            raise UserError(f"{option}: {self.where} {self.refusal}.")
+        image = _file(option, given)
+        picture, size = pixels(image, option, self.images.checks)
+        record = Record(f"{option} ({image})", "messages", {}, (image,))
+        self.images.place(record, MaskedText(self.images.placeholder, ()), [size])  # some processors refuse some shapes
+        return Shown(os.path.basename(str(image.path)), picture)
+
+    def refuse_marks(self, where: str, text: str) -> None:
+        """Raises UserError where a text holds what stands for an image or a video."""
+        for mark in () if self.images is None else self.images.marks:
+            if mark in text:
+                raise UserError(
+                    f"{where}: holds {mark}, with which this model marks the place of an image or video: take it out, "
+                    "and give images by /image PATH or --image PATH."
+                )
+
+    def without_marks(self, text: str) -> str:
+        """An answer in which nothing stands for an image, so that the next prompt can be rendered."""
+        for mark in () if self.images is None else self.images.marks:
+            text = text.replace(mark, "")
+        return text
+
+    def inputs(self, prompt: str, seen: Sequence[Shown], model: Any) -> Mapping[str, Any]:
+        """All that the model is given for a rendered conversation and its images. Raises UserError where the chat
+        template has other places for them."""
+        assert self.images is not None
+        found = prompt.count(self.images.placeholder)
+        if found != len(seen):
+            raise UserError(
+                f"the chat template of {self.where} writes {found} places for {len(seen)} images "
+                f"({self.images.placeholder}): take a model with one that renders parts of type image."
+            )
+        inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in seen])
+        made: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # a dtype changes pixels alone
+        return made
+
+
+def _file(option: str, given: str) -> Image:
+    """Where an image is. Raises UserError where it is no file."""
+    scheme, found, _ = given.partition("://")
+    if found and scheme.lower() == "file":
+        return Image(path=unquote(urlsplit(given).path))
+    if found:
+        raise UserError(f"{option}: {given} is a URL, and images of a chat are files: fetch it, and name the file.")
+    if not given.strip():
+        raise UserError(f"{option}: name the file of an image, as in {option} cat.jpg.")
+    return Image(path=os.path.abspath(os.path.expanduser(_unquoted(given.strip()))))
+
+
+def _unquoted(given: str) -> str:
+    """A path as terminals write it that get a file by drag and drop; one with plain spaces is taken as it is."""
+    try:
+        words = shlex.split(given)
+    except ValueError:  # a lone quotation mark
+        return given
+    return words[0] if len(words) == 1 and not os.path.exists(given) else given
