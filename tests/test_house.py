@@ -43,6 +43,7 @@ SHORT = {
     "weft/models/freeze.py": "one key, and how it is refused",
     "weft/models/hf_template.py": "the part of hf.py that imports no torch",
     "weft/models/patterns.py": "what names in models/, optim/ and parallel/ mean",
+    "weft/report/pictures.py": "page.py and rl_page.py need it, and one imports the other",
     "weft/run/hooks.py": "a protocol: what a program gives a run",
     "weft/verification/documents.py": "imports the reference alone",
     "weft/version.py": "imports nothing: the build reads it",

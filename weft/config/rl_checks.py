@@ -105,10 +105,6 @@ INERT = (
     Inert("data.max_length", _always, _LIMITS),
     Inert("data.workers", _always, "prompts are tokenised as they are read"),
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
-    *(
-        Inert(f"data.{leaf}", _always, "prompts with images are not in this version")
-        for leaf in ("image_pixels", "check_images", "max_image_pixels", "fetch_images")
-    ),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),

@@ -152,6 +152,10 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
     images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
     episodes = load_environment(config, tokenizer, images=images)
     prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary, images=images)
+    if config.rollout.engine == "sglang" and any(prompt.images for prompt in prompts):
+        raise UserError(
+            "rollout.engine=sglang takes no prompts with images in this version: set rollout.engine=vllm or embedded."
+        )
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
     held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
     return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes)

@@ -1,6 +1,7 @@
 """vLLM as a rollout engine: its own server in its own process and environment, over a Unix socket.
 
-Routes of vLLM 0.32: /inference/v1/generate for tokens; development routes to pause, update and abort.
+Routes of vLLM 0.32: /inference/v1/generate for tokens; /v1/chat/completions/render for images; development routes to
+pause, update and abort.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from weft.data.prompt_images import PromptImages
 from weft.rollout.base import Completion, EnginePart, Request
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 from weft.rollout.served import Served, together
 from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.vllm.mapping import body_of, completion_of
+from weft.rollout.vllm.mapping import body_of, completion_of, features_of, images_body
 from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
 
 _TAGS = {"weights": "weights", "cache": "kv_cache"}  # of an engine's memory, as vLLM names its parts
@@ -76,7 +78,8 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed; a request that waits while the engine is paused continues afterwards."""
-        return await together(self._complete(request, place) for place in range(len(request.seeds)))
+        features = None if request.images is None else await self._features(request, request.images)
+        return await together(self._complete(request, place, features) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
         """Pause all requests; returns when nothing is being computed."""
@@ -137,13 +140,22 @@ class VllmEngine:
         """End the server and all its processes."""
         await self._served.close()
 
-    async def _complete(self, request: Request, place: int) -> Completion:
+    async def _features(self, request: Request, images: PromptImages) -> dict[str, Any]:
+        """What the server's own processor makes of the images, for the places that they have among the tokens."""
+        what = f"reading the images of {request.id}"
+        async with self._room:
+            body = await asyncio.to_thread(images_body, images, self.settings.model)
+            answer = await self._served.work("/v1/chat/completions/render", body, what)
+        return features_of(answer, request)
+
+    async def _complete(self, request: Request, place: int, features: Mapping[str, Any] | None) -> Completion:
         async with self._room:
             name = f"{request.id} #{place} ({next(self._numbers)})"
             what = f"generating {request.id}"
             while True:
                 await self._going.wait()
-                dropped, body = self._dropped, body_of(request, place, name, ADAPTER if self._adapter else None)
+                dropped = self._dropped
+                body = body_of(request, place, name, ADAPTER if self._adapter else None, features)
                 try:
                     completion = completion_of(await self._served.work("/inference/v1/generate", body, what))
                 except (RefusedError, ValueError) as error:

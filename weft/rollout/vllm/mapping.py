@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.prompt_images import PromptImages
 from weft.errors import UserError
 from weft.rollout.base import Completion, Finish, Request
 
@@ -18,9 +20,11 @@ _NAN = -9999.0  # what stands for a logprob that is no number
 _COLDEST = 0.01  # vLLM raises temperatures to it
 
 
-def body_of(request: Request, place: int, name: str, model: str | None = None) -> dict[str, Any]:
+def body_of(
+    request: Request, place: int, name: str, model: str | None = None, features: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The request body for the completion of the seed at index `place`. name: unique per call. model: an adapter's
-    name; None: the model itself."""
+    name; None: the model itself. features: of its images."""
     sampling = request.sampling
     if 0 < sampling.temperature < _COLDEST:
         raise UserError(
@@ -45,7 +49,42 @@ def body_of(request: Request, place: int, name: str, model: str | None = None) -
             "logprobs": 0,  # of the drawn token alone
         },
     }
+    if features is not None:
+        body["features"] = features
     return body if model is None else {**body, "model": model}
+
+
+def images_body(images: PromptImages, model: str) -> dict[str, Any]:
+    """A chat of these images alone, for vLLM to process. Without loss: what weft's trainer sees, and no other bytes."""
+    parts = []
+    for picture in images.pictures():
+        held = io.BytesIO()
+        picture.save(held, "PNG", compress_level=1)
+        uri = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
+        parts.append({"type": "image_url", "image_url": {"url": uri}})
+    return {"model": model, "messages": [{"role": "user", "content": parts}]}
+
+
+def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """`features` for a request from those of its images alone. Raises UserError where vLLM's processor gives an image
+    other tokens than weft's did."""
+    features, rendered = answer["features"], answer["token_ids"]
+    tokens, places, end = list(request.tokens), [], 0
+    for place in features["mm_placeholders"]["image"]:
+        image = rendered[place["offset"] : place["offset"] + place["length"]]
+        start = next((i for i in range(end, len(tokens)) if tokens[i : i + len(image)] == image), None)
+        if start is None:
+            break
+        end = start + len(image)
+        places.append({**place, "offset": start})
+    ((stands, _),) = Counter(image).most_common(1)  # what fills the place of an image
+    if start is None or tokens.count(stands) != rendered.count(stands):
+        raise UserError(
+            f"{request.id}: vLLM's processor gives its images {rendered.count(stands)} tokens, and the trainer's "
+            f"{tokens.count(stands)}. Set rollout.options.mm_processor_kwargs to what data.image_pixels says, in the "
+            "words of this model's processor, or set rollout.engine=embedded."
+        )
+    return {**features, "mm_placeholders": {"image": places}}
 
 
 def completion_of(answer: Mapping[str, Any]) -> Completion:

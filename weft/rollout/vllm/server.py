@@ -95,6 +95,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
         "--tensor-parallel-size", str(settings.tp), "--max-model-len", str(settings.max_tokens),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--worker-extension-cls", _RECEIVER, "--disable-uvicorn-access-log",
+        "--no-mm-device-do-normalize",  # which gave other logits than transformers (0.32, a small Qwen2.5-VL on CPU)
     ]  # fmt: skip
     if settings.lora_rank is not None:
         words += ["--enable-lora", "--max-lora-rank", str(_lora_rank(settings.lora_rank))]

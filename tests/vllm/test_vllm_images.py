@@ -1,0 +1,68 @@
+"""Prompts with images on a real vLLM server: tokens and logprobs are those of weft's own generation."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision", reason="vLLM's vision models import it", exc_type=Exception)
+
+from tests.test_generate_images import ROWS
+from tests.vision_zoo import vision_config, vision_folder, vision_tokenizer
+from weft.config.schema import DataConfig
+from weft.data.encode import Encoding
+from weft.data.image_opener import ImageOpener
+from weft.data.images import read_images
+from weft.errors import UserError
+from weft.models import hf
+from weft.rl.prompts import PromptRules, read_prompts
+from weft.rollout.base import Request, Sampling
+from weft.rollout.generate import Generator
+from weft.rollout.vllm.engine import VllmEngine
+from weft.rollout.vllm.interpreter import find
+from weft.rollout.vllm.server import Settings
+
+# Heads of 32, which vLLM needs on CPU.
+WIDE = dict(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+)  # fmt: skip
+
+
+def test_images(tmp_path: Path) -> None:
+    path, tokenizer = vision_folder(tmp_path / "model", "qwen2_5_vl"), vision_tokenizer("qwen2_5_vl")
+    config: Any = vision_config("qwen2_5_vl", tokenizer, **WIDE)
+    config.vision_config.out_hidden_size = 128
+    model = hf.build_random(config, dtype=torch.float32, attention="eager", seed=0)
+    model.save_pretrained(path)
+    images = read_images(path, tokenizer, DataConfig(path="unused"))
+    prompts = list(read_prompts(ROWS, tokenizer, Encoding(), PromptRules(1000), images))
+    own = Generator(model, opener=ImageOpener(images))
+    asked = [Request(str(n), p.tokens, (1, 2), Sampling(8, 0.0), p.images) for n, p in enumerate(prompts)]
+    place = asked[0].tokens.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    longer = (*asked[0].tokens[:place], asked[0].tokens[place], *asked[0].tokens[place:])
+    wrong = Request("wrong", longer, (1,), Sampling(2), asked[0].images)
+    settings = Settings(
+        interpreter=find(sys.executable), name="vllm-0", max_tokens=256, dtype="float32", model=path,
+        folder=tmp_path, variables={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+
+    async def answered() -> list[Any]:
+        engine = await VllmEngine.start(settings, version=1)
+        try:
+            found = await asyncio.gather(*(engine.generate(request) for request in asked))
+            with pytest.raises(UserError, match="vLLM's processor gives its images 4 tokens, and the trainer's 5"):
+                await engine.generate(wrong)
+            return found
+        finally:
+            await engine.close()
+
+    for theirs, ours in zip(asyncio.run(answered()), own.generate(asked), strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert one.tokens == other.tokens
+            assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() < 1e-3
