@@ -168,6 +168,15 @@ def test_where_a_conversation_ends() -> None:
     assert sample.finish == "length" and sample.sampled[-1] and sample.turns == 1
 
 
+def test_a_reply_that_leaves_no_token_for_an_answer_is_not_taken() -> None:
+    engine = Scripted("say a", "say b")
+    play(engine, episodes(Echo, max_turns=2))
+    full = len(engine.requests[1].tokens) - len(QUESTION.tokens)
+    for most, turns in ((full, 1), (full + 1, 2)):
+        (sample,) = play(Scripted("say a", "say b"), episodes(Echo, max_turns=2, most=most)).samples
+        assert (sample.finish, sample.turns) == ("length", turns)
+
+
 def test_an_environment_that_fails_costs_one_sample() -> None:
     (sample,) = play(Scripted("say a"), episodes(Broken)).samples
     assert sample.notes["error"] == "Broken.step: KeyError: 'nothing here'"

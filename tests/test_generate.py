@@ -415,6 +415,8 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=words):
             generator.add(request)
+    with pytest.raises(UserError, match="two requests of a batch have the same id"):
+        generator.generate([Request("p", (5,), (1,), Sampling(3)), Request("p", (6,), (1,), Sampling(3))])
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)

@@ -22,6 +22,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.optim import optimizer
+from weft.parallel import fsdp
 from weft.parallel.mesh import full_tensor
 from weft.report.banner import parameter_rows, unit_rows
 from weft.verification.documents import awkward_steps
@@ -53,6 +54,11 @@ def test_parity(family: str, mesh: str, overrides: dict[str, Any], reduce: str) 
     }
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
+
+
+def test_a_group_that_does_not_divide_the_shards_is_the_unit_itself() -> None:
+    asked = {(2, 4): 2, (2, 3): True, (3, 3): True, (4, 2): True, (True, 4): True, (False, 4): False}
+    assert {given: fsdp._reshard(*given) for given in asked} == asked
 
 
 def test_parity_with_an_integer_reshard() -> None:

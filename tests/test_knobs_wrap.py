@@ -17,7 +17,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.parallel.units import find_units
+from weft.parallel.units import Unit, find_units, own_parameters
 from weft.report.banner import unit_rows
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
@@ -49,6 +49,14 @@ UNITS: list[tuple[str, Any, list[str], set[str]]] = [
     ("qwen3_moe", ("layers", "head", "Qwen3MoeExperts"), [*EXPERTS, L0, L1, HEAD], {"model.embed_tokens.weight"}),
     ("qwen3_moe", ("Qwen3MoeExperts",), EXPERTS, {"most"}),
 ]  # fmt: skip
+
+
+def test_parameters_of_an_inner_unit_are_its_own() -> None:
+    """Else what is gathered at a time would be counted twice."""
+    outer = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4)))
+    inner, first = outer[1], outer[0]
+    found = own_parameters([Unit(("1",), (inner,)), Unit(("",), (outer,))])
+    assert [[id(p) for p in own] for own in found] == [[id(p) for p in m.parameters()] for m in (inner, first)]
 
 
 def units(path: str, wrap: Any) -> tuple[list[str], set[str], int, int]:

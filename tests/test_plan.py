@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -285,3 +286,19 @@ def test_refusals_say_what_to_set() -> None:
         plan_step([DocumentMeta(0, 0.0, 0)], ranks=1, budget=10)
     with pytest.raises(ValueError, match="at least 16"):
         plan_step([DocumentMeta(1, 0.0, 0)], ranks=1, budget=10, multiple=16)
+
+
+def test_where_every_rank_runs_the_tower() -> None:
+    """Where any rank has images; and in the last micro-batch of a step with images, where gradients may be reduced."""
+    documents = [DocumentMeta(100, 99.0, 99, cost=100.0, patches=64 * (n == 1)) for n in range(8)]
+    plan = plan_step(documents, ranks=2, budget=100)
+    (own,) = (k for k, ranks in enumerate(plan.rows) for row in ranks if 1 in row)
+    assert plan.micro_batches == 4
+    for moved in range(4):  # the image in each micro-batch in turn, on either rank
+        rows = list(plan.rows)
+        rows[own], rows[moved] = rows[moved], rows[own]
+        for order in (rows, [ranks[::-1] for ranks in rows]):
+            found = replace(plan, rows=tuple(order))
+            assert [found.has_images(k) for k in range(4)] == [k in (moved, 3) for k in range(4)]
+    texts = plan_step(documents[2:], ranks=2, budget=100)
+    assert not any(texts.has_images(k) for k in range(texts.micro_batches))
