@@ -56,7 +56,7 @@ def rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.cluster.process import join
+    from weft.cluster.process import join, leave
     from weft.config.schema import MeshConfig, ModelConfig, OptimizerConfig, StepConfig
     from weft.engine.config import EngineConfig
     from weft.engine.document import Document
@@ -91,6 +91,7 @@ def rank(path: str) -> None:
     answer = {"seconds": statistics.median(seconds[spec["warmup"] :] or seconds), "processor": float(figures)}
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(answer | {"gib": float(most), "loss": metrics["loss"], "tokens": plan.totals.tokens}))
+    leave()  # else gloo's threads may abort the process as it ends
 
 
 def start(spec: Spec, ranks: int, tree: Path) -> Answer:

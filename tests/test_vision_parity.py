@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import describe, expect_once, open_engine, world_of
 from tests.pool import run
-from tests.vision_zoo import FAMILIES, saved_vision_model
+from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
 from weft.models import hf
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
@@ -34,7 +34,7 @@ def check(family: str, mesh: str, **sections: dict[str, Any]) -> None:
     assert verdict.passed, describe(verdict)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_families(family: str) -> None:
     check(family, "2")
 

@@ -41,6 +41,12 @@ _QWEN_IMAGES = dict(
     patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 64 * 64}
 )
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+# A layer that carries a state, and one of attention.
+_STATES: dict[str, Any] = dict(
+    rope_parameters=_SECTIONS | {"partial_rotary_factor": 1.0}, head_dim=16,
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,12 @@ FAMILIES: dict[str, Vision] = {
             "deepstack_visual_indexes": [0],
         }, type="Qwen2VLImageProcessor", images=_QWEN_IMAGES,
     ),
+    "qwen3_5": Vision(
+        "Qwen3_5Config", "Qwen3_5ForConditionalGeneration", **_QWEN, text=_TEXT | _STATES,
+        vision=_QWEN_VISION | {
+            "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64,
+        }, type="Qwen2VLImageProcessor", images=_QWEN_IMAGES,
+    ),
     "glm4v": Vision(
         "Glm4vConfig", "Glm4vForConditionalGeneration", place="<|begin_of_image|><|image|><|end_of_image|>",
         tokens=_GLM_TOKENS, text=_TEXT | {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0}},
@@ -173,12 +185,41 @@ FAMILIES: dict[str, Vision] = {
         ids={"image_token_id": "[IMG]", "image_token_index": "[IMG]"},
     ),
 }  # fmt: skip
+# Chosen once all of the above passed, and tried as they are: weft has nothing that is theirs. Without processors.
+OTHERS: dict[str, Vision] = {
+    "qwen3_5_moe": Vision(
+        "Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", **_QWEN,
+        text=_TEXT | _STATES | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 40,
+        },
+        vision=FAMILIES["qwen3_5"].vision, images={},
+    ),
+    "glm4v_moe": Vision(
+        "Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration", place="<|image|>", tokens=_GLM_TOKENS,
+        text=FAMILIES["glm4v"].text | {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        },
+        vision=FAMILIES["glm4v"].vision, images={}, ids=FAMILIES["glm4v"].ids,
+    ),
+    "vipllava": Vision(
+        "VipLlavaConfig", "VipLlavaForConditionalGeneration", place="<image>", tokens=("<image>",),
+        text=_TEXT | {"model_type": "llama"},
+        vision=_SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
+        own={"vision_feature_layers": [-1, -2]}, images={}, ids={"image_token_id": "<image>"},
+    ),
+}  # fmt: skip
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def _of(family: str) -> Vision:
+    return FAMILIES.get(family) or OTHERS[family]
 
 
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family, with a chat template that writes the placeholder of an image."""
-    own = FAMILIES[family]
+    own = _of(family)
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -192,7 +233,7 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, **text: Any) -> PretrainedConfig:
     """The config of a tiny model of a family. text: changes of its text config."""
-    own = FAMILIES[family]
+    own = _of(family)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.ids.items()}
     text = {**own.text, "vocab_size": len(tokenizer), **text}
     config = getattr(transformers, own.config)(text_config=text, vision_config=dict(own.vision), **own.own, **ids)

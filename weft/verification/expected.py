@@ -49,8 +49,9 @@ class Trainer:
 
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
     over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
-    rounding; not so where rotary tables depend on the longest document. divided: mesh.tp adds up sums in parts, so what
-    fp32 rounds off, the difference to fp64, is noise, too. images: of documents, by their ids.
+    rounding; not so where rotary tables depend on the longest document. rounds: what fp32 rounds off, the difference to
+    fp64, is noise, too: mesh.tp adds up sums in parts, and states that run along images carry roundings far. images: of
+    documents, by their ids.
     """
 
     path: str
@@ -64,7 +65,7 @@ class Trainer:
     adapter: str | None = None
     pads: bool = True
     images: Images = field(default_factory=dict)
-    divided: bool = False
+    rounds: bool = False
 
     def reference(self) -> reference.Reference:
         """A fresh reference."""
@@ -98,7 +99,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     """Compute all values that an engine will be compared with."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
-    rounded = trainer.divided and not facts.expert  # which might choose other experts
+    rounded = trainer.rounds and not facts.expert  # which might choose other experts
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]

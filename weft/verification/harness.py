@@ -133,7 +133,7 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
-        divided=engine.mesh.tp_size > 1,
+        rounds=engine.mesh.tp_size > 1 or bool(images and engine.module.mixers),
     )  # fmt: skip
 
 
