@@ -18,7 +18,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -140,6 +140,9 @@ bench: $(STAMP) bench-sft
 bench-sft: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/sft.py
 
+bench-images: $(STAMP) .venv-trl/.installed
+	$(BIN)/python benchmarks/images.py
+
 bench-rl: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/rl.py
 
@@ -154,7 +157,7 @@ gpu:
 .venv-trl/.installed: | $(STAMP)
 	test -x $(TRL_BIN)/python || $(PYTHON) -m venv .venv-trl
 	$(TRL_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
-	$(TRL_BIN)/python -m pip install --quiet 'trl==1.16.*' || $(TRL_BIN)/python -m pip install --quiet trl
+	$(TRL_BIN)/python -m pip install --quiet 'trl==1.16.*' pillow || $(TRL_BIN)/python -m pip install --quiet trl pillow
 	$(TRL_BIN)/python -m pip install --quiet "transformers==$$($(BIN)/python -c 'import transformers as t; print(t.__version__)')"
 	touch $@
 
