@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -22,8 +23,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.vision_zoo import FAMILIES, encoded, picture, question, vision_folder
+from weft.config.schema import DataConfig
 from weft.data.documents import Documents, load_documents
-from weft.data.encode import Encoding
+from weft.data.encode import Encoding, changed_files
 from weft.data.image_files import Checks
 from weft.data.images import Images, expanded
 from weft.data.loss_mask import MaskedText
@@ -383,6 +385,28 @@ def test_image_pixels_are_the_processors_limits(models: Callable[[str], str]) ->
         loaded(models("gemma3"), max=1024)
     with pytest.raises(UserError, match=r"PixtralImageProcessor\w* of model.path has no min"):
         loaded(models("mistral3"), min=1024)
+
+
+@pytest.mark.parametrize("layout", ["preprocessor", "nested", "edges"])
+def test_checkpoints_have_the_limits_of_the_run(layout: str, tmp_path: Path, models: Callable[[str], str]) -> None:
+    """Whatever file the limits are in, and whatever they are called."""
+    family, limits = ("mistral3", {"max": 1024}) if layout == "edges" else ("qwen2_5_vl", {"min": 512, "max": 1024})
+    path = tmp_path / "model"
+    shutil.copytree(models(family), path)
+    own = json.loads((path / "preprocessor_config.json").read_text())
+    if layout == "nested":  # as transformers 5 saves a processor
+        (path / "preprocessor_config.json").unlink()
+        own |= {"min_pixels": 256, "max_pixels": 4096}
+        (path / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+    row = [question("What?", "a cat", [picture(120, 120)])]
+    saved = changed_files(str(path), DataConfig(path="unused", image_pixels=limits))
+    assert [*saved] == ["processor_config.json" if layout == "nested" else "preprocessor_config.json"]
+    wanted = len(read(row, loaded(str(path), **limits))[0])
+    assert wanted < len(read(row, loaded(str(path)))[0])
+    for name, text in saved.items():
+        (path / name).write_text(text)
+    assert len(read(row, loaded(str(path)))[0]) == wanted
+    assert changed_files(str(path), DataConfig(path="unused")) == {}
 
 
 def test_check_images_decodes_before_training(tmp_path: Path, models: Callable[[str], str]) -> None:

@@ -15,7 +15,7 @@ from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.image_files import Measured, Place
-from weft.data.images import Images, Placed, texts_of
+from weft.data.images import Images, Placed, read_images, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
@@ -393,6 +393,15 @@ def _shown(rendering: Rendering) -> str:
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]}\n...\n{text[-_SHOWN // 2 :]}"
     return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def changed_files(model: str, data: DataConfig) -> dict[str, str]:
+    """Name -> text of files that every checkpoint has in place of the model's: the template of data.chat_template, and
+    the processor with data.image_pixels, so that whoever serves it needs neither key."""
+    template = chosen_template(data)
+    texts = {} if template is None else {"chat_template.jinja": template}
+    images = read_images(model, load_tokenizer(model), data) if data.image_pixels else None
+    return texts if images is None else texts | images.processor().files(model)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -80,6 +80,23 @@ class ImageProcessor:
         said = [type(self._processor).__name__, type(images).__name__, own, images.to_dict(), self._patch_size]
         return json.dumps(said, sort_keys=True, default=str)
 
+    def files(self, path: str) -> dict[str, str]:
+        """Name -> text of the processor's files at `path`, with the limits that this one has: so whoever serves the
+        trained model makes the same of an image."""
+        size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
+        found = {}
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            content = _read_file(path, name)
+            own = content if name.startswith("pre") else content.get("image_processor")
+            if not isinstance(own, dict) or not own:
+                continue
+            own["size"] = size
+            for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+                if key in own:
+                    own[key] = size[edge]
+            found[name] = json.dumps(content, indent=2) + "\n"
+        return found
+
     def _layout(self, sizes: tuple[Size, ...]) -> Layout:
         """The layout of images of these sizes. Raises what the processor raises for a size that it refuses."""
         if self._apart and len(sizes) > 1:
@@ -211,15 +228,20 @@ def _family(path: str, config: Any) -> Any:
 
 
 def _named_class(path: str) -> str | None:
-    from transformers.utils import cached_file
-
     for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        file = cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if file is not None and (found := read_object(Path(file), "a config of a model").get("processor_class")):
+        if found := _read_file(path, name).get("processor_class"):
             return str(found)
     return None
+
+
+def _read_file(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model, {} where it has none."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return {} if file is None else read_object(Path(file), "a config of a model")
 
 
 @cache

@@ -19,8 +19,8 @@ from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
-from weft.data.chat_template import chosen_template
 from weft.data.documents import DataReport
+from weft.data.encode import changed_files
 from weft.data.order import Step, Steps
 from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
@@ -200,15 +200,14 @@ def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, l
 def open_saver(
     config: SftConfig, engine: Engine, report: DataReport, folder: Path, steps: Steps, start: Start
 ) -> Saver:
-    """The Saver of a run; it saves the template of data.chat_template with every checkpoint."""
-    template = chosen_template(config.data)
+    """The Saver of a run; it saves the template of data.chat_template, and data.image_pixels, with every checkpoint."""
     return Saver(
         engine,
         folder,
         config.checkpoint,
         constants(config, report.documents, report.digest, len(steps)),
         last=start.step,
-        texts={} if template is None else {"chat_template.jinja": template},
+        texts=changed_files(config.model.path, config.data),
         timeout=config.train.timeout,
     )
 

@@ -27,8 +27,7 @@ from weft.cluster.consistency import check_shared
 from weft.cluster.options import Device
 from weft.cluster.process import leave
 from weft.config.rl_schema import RlConfig
-from weft.data.chat_template import chosen_template
-from weft.data.encode import load_tokenizer
+from weft.data.encode import changed_files, load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
@@ -142,8 +141,7 @@ class Trainer:
             state = read_state(step_folder(run / "checkpoints", last))
             critics = {} if self.critic is None else {str(critic_checkpoint(run.resolve(), last)): self.critic}
             notes = fill_from(self.engine, state, self.config.train.seed, critics, command="rl")
-        template = chosen_template(self.config.data)
-        texts = {} if template is None else {"chat_template.jinja": template}
+        texts = changed_files(self.config.model.path, self.config.data)
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
         self.saver = Saver(
