@@ -1,8 +1,7 @@
 """Tokens per second of families whose layers carry state: documents packed, and right-padded as in a batch.
 
-    python benchmarks/hybrids.py                                  # the first table of docs/benchmarks/hybrids.md
-    python benchmarks/hybrids.py --documents 64 --families lfm2 qwen3_5_text mamba2                  # the second one
-    python benchmarks/hybrids.py --families jamba --hidden 128 --mean 4 --longest 300                # and its last row
+    python benchmarks/hybrids.py --families lfm2 qwen3_5_text mamba2 falcon_h1         # docs/benchmarks/hybrids.md, 1
+    python benchmarks/hybrids.py --documents 64 --families lfm2 qwen3_5_text mamba2      # the second table
 
 The same steps -- the same documents, of log-normal lengths, the same weights, token budget and optimizer -- by two
 engines in one process and one thread, in turns. Seconds are processor time, medians over the rounds; losses are

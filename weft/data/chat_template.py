@@ -112,7 +112,9 @@ class ChatTemplate:
         try:
             messages = [self._as_read(message) for message in messages]
             self._bounds.begin()
-            return self._rendered(messages, kwargs, tools, ask)
+            found = self._rendered(messages, kwargs, tools, ask)
+            self._bounds.check(found.text, list(messages), dict(kwargs), list(tools or ()))
+            return found
         except UnboundedError:
             raise
         except TemplateError as error:

@@ -22,6 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 SECONDS = 2.0  # of the thread's own time, for one rendering
 _CHARACTERS = 128 << 20  # made in one rendering, all together
+_FREE, _TIMES = 1 << 20, 16  # a rendering may have so many characters, and so many times those that it is made of
 _VALUES = 1_000_000  # in a list or mapping, with all that is inside of it
 _NUMBER = 1_000_000  # widths, counts, repetitions
 _BITS = 100_000  # of an integer
@@ -67,6 +68,14 @@ class Bounds(threading.local):
             self._until = 0
         if self._left < 0:
             raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
+
+    def check(self, text: str, *inputs: Any) -> None:
+        """Called with a whole rendering and what it was made of: tokenising one takes a hundred times its memory."""
+        if len(text) <= _FREE:
+            return
+        given = self.source + sum(map(self.weigh, inputs))
+        if len(text) > _FREE + _TIMES * given:
+            raise UnboundedError(f"it makes {len(text):,} characters of {given:,}")
 
     def weigh(self, value: Any) -> int:
         """The approximate characters of a value when it is printed."""
