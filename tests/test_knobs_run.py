@@ -55,7 +55,7 @@ def test_the_start_says_what_was_asked_for(here: Path, capsys: pytest.CaptureFix
     flat = " ".join(out.split())
     assert "optimizer bfloat16 state" in flat
     assert "inputs float32 cast for lm_head" in flat
-    assert "frozen 0 1 16.9K embed_tokens.weight" in flat
+    assert "frozen 0 1 16.9K model.embed_tokens" in flat
     assert "2 model.layers.*.mlp" not in flat  # one of them is replicated with its layer
     assert "model.layers.1 12.4K 48.5 KiB replicated" in flat
     lines = [json.loads(line) for line in (here / "all" / "metrics.jsonl").read_text().splitlines()]
