@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import Prompts
+from weft.rl.rollouts import rollout_group
+from weft.rollout.base import Completion, Request, Sampling
 
 FAMILY = "qwen2_5_vl"
 
@@ -93,6 +96,25 @@ def test_recordings_are_trained_from_with_the_images_of_the_data(data: Path, tmp
     (data / "others.jsonl").write_text((data / "prompts.jsonl").read_text().replace("who is it", "who is that"))
     with pytest.raises(UserError, match=r"the recorded prompt is not .*others.jsonl:1 of data.path"):
         run_config(config_of(data, tmp_path / "third", f"data.path={data}/others.jsonl"), replay=str(run / "rollouts"))
+
+
+def test_an_answer_that_draws_an_image_is_not_trained() -> None:
+    """No model reads a placeholder without an image: it ends the answer, which goes without it."""
+    (prompt,), _ = read(FAMILY, [asked("who?", "a")])
+    place = vision_tokenizer(FAMILY).convert_tokens_to_ids("<|image_pad|>")
+    assert place in prompt.placeholders and place in prompt.tokens
+
+    class Engine:
+        async def generate(self, request: Request) -> list[Completion]:
+            assert {7, place} <= set(request.sampling.ends)
+            drawn = ((5, 6, place), (5, 6, 7))
+            return [Completion(tokens, (-0.5,) * 3, "end", ((1, 3),), (-0.1,) * 3) for tokens in drawn]
+
+    group = asyncio.run(rollout_group(prompt, 2, Engine(), Sampling(9, ends=(7,)), None, 0))  # type: ignore[arg-type]
+    first, second = group.samples
+    assert first.completion() == [5, 6] and first.length == 2 and first.finish == "length" and not first.trained
+    assert first.notes == {"untrained": "it drew a token that stands for an image"}
+    assert second.completion() == [5, 6, 7] and second.trained and len(second.versions) == len(second)
 
 
 def test_a_bad_image_is_named_or_left_out(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant("rl/rollouts.py", "groups_to_train", "kept + aside[:missing]", "kept", "tests/test_environments.py"),
     Mutant("rl/rollouts.py", "episode", "seed_of(seed, name, number, turn)", "seed_of(seed, name, number, 0)", "tests/test_environments.py tests/test_colocation.py"),
     Mutant("rl/rollouts.py", "episode", ">= episodes.most_tokens", "> episodes.most_tokens", "tests/test_environments.py tests/test_colocation.py"),
-    Mutant("rl/rollouts.py", "Transcript.sample", "trained=not self.error", "trained=True", "tests/test_environments.py tests/test_colocation.py"),
+    Mutant("rl/rollouts.py", "Transcript.sample", "trained=not (self.error or self.untrained)", "trained=True", "tests/test_environments.py tests/test_colocation.py"),
     Mutant("rl/evaluate.py", "RlEvaluator.due", "step == steps or ", "", "tests/test_rl_eval.py"),
     Mutant("rollout/base.py", "seed_of", "{run}:{prompt}", "{prompt}", "tests/test_generate.py tests/test_embedded.py"),
     Mutant("rollout/base.py", "seed_of", ":{turn}", "", "tests/test_generate.py tests/test_environments.py tests/test_colocation.py"),

@@ -216,6 +216,9 @@ class _Reader:
         self.tokenizer, self.rules, self.images = tokenizer, rules, images
         self.chats = ChatRenderer(tokenizer, encoding, images)
         self.has_template = has_template(tokenizer, encoding)
+        marks = () if images is None else images.marks
+        known = tokenizer.get_vocab()
+        self.placeholders = tuple(known[mark] for mark in marks if mark in known)
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
         """The prompts of a source; indices are yet to be given."""
@@ -264,7 +267,8 @@ class _Reader:
             if not ids[i]:
                 bad(i, UserError(f"{row.where}: `prompt` is empty: write what is to be answered."))
                 continue
-            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, row.opened)
+            shown = row.opened, self.placeholders
+            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         """Texts that are to be continued: with what the tokenizer puts before one, without what it puts behind."""

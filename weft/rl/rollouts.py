@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.rl.environments import Reply
 from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes
 from weft.rl.prompts import PromptStream
-from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of
+from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of, spans_of
 from weft.rollout.types import Group, Prompt, Sample
 from weft.telemetry.summary import Phases
 
@@ -37,6 +37,8 @@ async def rollout_group(
     seed: of the run; a sample's seed derives from it, the prompt's id and the sample's number alone. label: prefix of
     the id, so that evaluation and training have different seeds.
     """
+    # One that is drawn ends an answer: no image belongs to it.
+    sampling = replace(sampling, ends=(*sampling.ends, *prompt.placeholders)) if prompt.placeholders else sampling
     if episodes is not None:
         numbers = range(count)
         plays = (episode(prompt, number, engine, sampling, episodes, seed, label) for number in numbers)
@@ -82,6 +84,8 @@ async def episode(
             request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, prompt.images)
             (completion,) = await engine.generate(request)
             transcript.add_completion(completion)
+            if transcript.untrained:
+                break
             text, ended = _heard(completion, sampling, episodes.chats.tokenizer)
             transcript.add_answer(text)
             if completion.finish != "end":
@@ -166,7 +170,7 @@ class Transcript:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.finish: str = "abort"  # until an answer says otherwise
-        self.turns, self.error = 0, ""
+        self.turns, self.error, self.untrained = 0, "", ""  # why it failed, or is not trained
         self._tokens = list(prompt.tokens)
         self._sampled, self._logprobs, self._versions, self._kept = (
             [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
@@ -186,7 +190,9 @@ class Transcript:
         return len(self._tokens) - len(self.prompt.tokens)
 
     def add_completion(self, completion: Completion) -> None:
-        """Append an answer of the policy."""
+        """Append an answer of the policy. One that draws what stands for an image is not trained: no model reads it."""
+        if completion.tokens and completion.tokens[-1] in self.prompt.placeholders:
+            completion, self.untrained = _without_the_last(completion), "it drew a token that stands for an image"
         self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
         if completion.routes is not None:
             # An engine sends the routes of all tokens so far; those that earlier answers were sampled with stay.
@@ -221,6 +227,8 @@ class Transcript:
             notes["messages"] = self._messages
         if self.error:
             notes["error"] = self.error
+        if self.untrained:
+            notes["untrained"] = self.untrained
         return Sample(
             prompt=self.prompt,
             number=number,
@@ -233,7 +241,7 @@ class Transcript:
             kept_logmass=np.array(self._kept, np.float32) if self._truncated else None,
             routes=self._routes,
             rewards={"environment": self._reward} if gives_reward else {},
-            trained=not self.error,
+            trained=not (self.error or self.untrained),
             notes=notes,
         )
 
@@ -252,6 +260,16 @@ class Transcript:
         self._versions += versions
         self._kept += [0.0] * len(tokens) if kept is None else kept
         self._truncated = self._truncated or kept is not None
+
+
+def _without_the_last(completion: Completion) -> Completion:
+    """A completion without its last token."""
+    mass, routes = completion.kept_logmass, completion.routes
+    return replace(
+        completion, tokens=completion.tokens[:-1], logprobs=completion.logprobs[:-1], finish="length",
+        versions=spans_of(_each(completion)[:-1]), kept_logmass=None if mass is None else mass[:-1],
+        routes=None if routes is None else routes[:-1],
+    )  # fmt: skip
 
 
 def _each(completion: Completion) -> list[int]:

@@ -25,7 +25,8 @@ class Prompt:
     """A prompt. index: its position in the data. visit: how often it was drawn before (0: the first time). text: as
     users read it. messages: the conversation, if it is one. columns: the row's other columns, which rewards get by
     name. source: file and line, for messages. images: those that it shows, in the order of the parts of its messages
-    that stand for them."""
+    that stand for them. placeholders: of a vision model, the tokens that stand for images and videos, which no answer
+    may hold."""
 
     index: int
     visit: int
@@ -35,6 +36,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     images: PromptImages | None = None
+    placeholders: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
