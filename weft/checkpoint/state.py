@@ -34,7 +34,7 @@ from weft.files import read_object, regular_file, sha256
 from weft.optim.custom_optimizer import is_number
 from weft.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.sharding.boxes import Box, Shard, overlap, shard_of
-from weft.sharding.cuts import Cut, full_shape, shards_of, split
+from weft.sharding.cuts import AnyCut, full_shape, shards_of, split
 from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 from weft.telemetry.summary import versions
@@ -108,12 +108,12 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
-def _parts(tensor: Tensor, number: int, cut: Cut | None) -> list[Part]:
+def _parts(tensor: Tensor, number: int, cut: AnyCut | None) -> list[Part]:
     shape = tuple(tensor.shape) if cut is None else cut.shape
     return [Part(shape, shard.box, shard.values, _writes(shard, number)) for shard in shards_of(tensor, cut)]
 
 
-def _parts_like(parameter: Tensor, value: Tensor, number: int, cut: Cut | None) -> list[Part]:
+def _parts_like(parameter: Tensor, value: Tensor, number: int, cut: AnyCut | None) -> list[Part]:
     """Of what a rank keeps beside its shard of a parameter: a DTensor, a plain tensor of the shard's shape, or one of
     another shape, which is the same on every rank."""
     if isinstance(value, DTensor):

@@ -26,7 +26,7 @@ from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
-from weft.optim.optimizer import TpReplicas, clip_gradients, global_norm, set_learning_rate, unscale_gradients
+from weft.optim.optimizer import clip_gradients, global_norm, set_learning_rate, unscale_gradients
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.tensor import random_difference, sum_partial_gradients
@@ -84,7 +84,6 @@ class Engine:
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
-        self._over_tp = None if self.mesh.tp is None else TpReplicas(self.mesh.tp_group, self.divided.cuts)
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
@@ -286,7 +285,7 @@ class Engine:
         self._complete_gradients()
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)
-        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self._over_tp)
+        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self.divided.cuts)
         overflow, reason = False, self._nonfinite or ""
         if not reason and not math.isfinite(norm):
             overflow = self.loss_scale is not None and self.loss_scale.overflow()
@@ -352,7 +351,7 @@ class Engine:
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
         self._complete_gradients()
-        return global_norm(self.module.named_parameters(), self._over_tp) / self._scale
+        return global_norm(self.module.named_parameters(), self.divided.cuts) / self._scale
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated."""

@@ -1,14 +1,15 @@
 """The device mesh: which ranks share what.
 
 One root mesh has the axes dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part of
-it: some of its axes, several of them as one, or one as several. DeviceMesh has `_flatten`, `_unflatten` and
-`_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not public yet.
+it: some of its axes, several of them as one, or one as several, such as ep, a part of dp_shard x cp. DeviceMesh has
+`_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not
+public yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from weft.cluster.process import everyone
 from weft.config.mesh import AXES, MeshSizes
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
-from weft.sharding.cuts import Cut
+from weft.sharding.cuts import AnyCut
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,22 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """A rank's place on ep, and the ranks along it, which hold other experts. with_tp: the ranks of ep and tp together;
+    None without tp."""
+
+    place: int
+    size: int
+    ranks: Communicator
+    with_tp: Communicator | None
+
+
+@dataclass(frozen=True)
 class Mesh:
     """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
     or the latter. loss: all ranks with different documents, or parts of them. tp: None for one rank; its ranks have
-    the same documents."""
+    the same documents. ep: None for one rank; its ranks are neighbours in dp_shard x cp. experts: as dp, of
+    the ranks that hold the same experts."""
 
     dp_replicate: int
     dp_shard: int
@@ -45,6 +58,8 @@ class Mesh:
     world: DeviceMesh
     cp_size: int
     tp: Axis | None
+    ep: ExpertRanks | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def shards(self) -> int:
@@ -93,15 +108,17 @@ class Mesh:
         return 1 if self.tp is None else self.tp.size
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Of dp_replicate, dp_shard, cp and tp."""
-        return self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size
+    def ep_size(self) -> int:
+        return 1 if self.ep is None else self.ep.size
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size, self.ep_size)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that there are: dp_replicate and dp_shard always, cp and tp where they have several ranks."""
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp_size, "tp": self.tp_size}
-        return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
+        """Those that there are: dp_replicate and dp_shard always, cp, tp and ep where they have several ranks."""
+        return self.sizes.named
 
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
@@ -114,13 +131,28 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     dp = DeviceMesh._concatenate([root["dp_replicate"], fsdp]) if sizes.dp_replicate > 1 else fsdp
     loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
     world = _as_one(root, AXES, "world")
-    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root))
+    mesh = Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root))
+    return mesh if sizes.ep == 1 else _with_experts(mesh, sizes)
 
 
 def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """Those of `axes` that the root has, as one axis: the only one as it is, several under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
+
+
+def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
+    """Ranks of ep are neighbours, so that tokens travel within a host where that can be."""
+    ep, shards = sizes.ep, sizes.shards // sizes.ep
+    parts = mesh.loss._unflatten(0, (sizes.dp_replicate, shards, ep), ("expert_copies", "expert_shards", "ep"))
+    same = parts["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else parts["expert_shards"]
+    with_tp = None
+    if sizes.tp > 1:
+        several = ep * sizes.tp
+        pairs = mesh.world._unflatten(0, (sizes.world // several, several), ("other", "ep x tp"))
+        with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
+    axis = ExpertRanks(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
+    return replace(mesh, ep=axis, experts=same)
 
 
 def _tp_axis(root: DeviceMesh) -> Axis | None:
@@ -156,8 +188,8 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor, cut: Cut | None = None) -> Tensor:
-    """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp divides it."""
+def full_tensor(tensor: Tensor, cut: AnyCut | None = None) -> Tensor:
+    """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp and ep divide it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached
     return part if cut is None else cut.join(part)

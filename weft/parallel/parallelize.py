@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,9 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
+from weft.models.experts import experts_of
 from weft.models.train_module import TrainModule
+from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.tensor import TensorParallel, tensor_parallel
@@ -46,10 +48,11 @@ def parallelize(
     *,
     sequence: bool = False,
 ) -> tuple[list[Unit], TensorParallel]:
-    """Shard the model in place; its FSDP units, and what tensor parallelism has divided. sequence: with tp, tokens
-    between blocks, too."""
+    """Shard the model in place; its FSDP units, and what tensor and expert parallelism have divided. sequence: with tp,
+    tokens between blocks, too."""
     # 0. Compute with parts: what is stored is divided before anything looks at it.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
+    divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
     # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":
@@ -69,7 +72,7 @@ def parallelize(
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
     # 4. Data axes: FSDP2 or HSDP over whatever the other axes have left.
-    units = find_units(module, fsdp.wrap, fsdp.overrides)
+    units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 5. Buffers are not FSDP's: move them to where the compute is.

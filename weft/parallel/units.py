@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,7 +13,7 @@ from weft.models.patterns import CONTAINERS, outermost, similar_names
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
 
-Strategy = Literal["full", "replicate"] | int
+Strategy = Literal["full", "replicate", "experts"] | int
 
 AUTO = ("layers", "head")
 
@@ -21,7 +21,8 @@ AUTO = ("layers", "head")
 @dataclass(frozen=True)
 class Unit:
     """Modules whose parameters are gathered together, except those of inner units. keep: stay gathered between forward
-    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard."""
+    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard x cp;
+    experts: those of them that hold the same experts."""
 
     name: str = field(init=False)
     parts: tuple[str, ...]
@@ -37,6 +38,7 @@ def find_units(
     module: TrainModule,
     wrap: Literal["auto"] | Sequence[str] = "auto",
     overrides: Mapping[str, Strategy] | None = None,
+    experts: Collection[str] = (),
 ) -> list[Unit]:
     """The units that `wrap` and `overrides` ask for, inner ones first; the root holds the rest.
 
@@ -46,11 +48,13 @@ def find_units(
     matches modules that some rank may not run.
 
     overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
-    modules follow, unless another pattern matches them.
+    modules follow, unless another pattern matches them. experts: modules whose ranks hold different parts (ep).
     """
     units = _wrapped(module, wrap)
     if overrides:
         units = _overridden(module, units, overrides)
+    units = [unit for unit in units if unit.name not in experts]
+    units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
     order = {id(child): place for place, child in enumerate(module.modules())}
     unique = {id(unit.modules[0]): unit for unit in units}
     return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))
