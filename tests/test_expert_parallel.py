@@ -69,9 +69,7 @@ def test_with_other_knobs(name: str) -> None:
 def gradients(path: str, compiled: bool) -> dict[str, Tensor]:
     """Of one step on ep 2."""
     engine = open_engine(path, "ep2", model={"compile": compiled})
-    generator = torch.Generator().manual_seed(0)
-    documents = [Document(torch.randint(0, 96, (n,), generator=generator), torch.ones(n)) for n in (30, 7, 19, 1, 44)]
-    engine.accumulate(*engine.deal(documents), CrossEntropy())
+    engine.accumulate(*engine.deal(documents()), CrossEntropy())
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
@@ -116,6 +114,39 @@ def two_engines(path: str) -> tuple[bool, bool]:
 
 def test_two_engines_of_a_process_do_not_see_each_others_experts() -> None:
     assert run(2, two_engines, saved_model("qwen3_moe"))[0] == (True, False)
+
+
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(0)
+    return [Document(torch.randint(0, 96, (n,), generator=generator), torch.ones(n)) for n in (30, 7, 19, 1, 44)]
+
+
+def load_of_a_step(path: str, mesh: str, sections: dict[str, Any]) -> dict[str, float | None]:
+    engine = open_engine(path, mesh, **sections)
+    metrics = engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    return {name: value for name, value in metrics.items() if name.startswith("experts/")}
+
+
+def load_in_transformers(path: str) -> float:
+    """max / mean of the choices of a layer's four experts, the mean over layers; a last token predicts nothing."""
+    model = hf.model_class(hf.read_config(path)).from_pretrained(path, dtype=torch.float32)
+    counts: list[Tensor] = []
+    for document in documents():
+        ids = document.tokens[: max(1, len(document) - 1)][None]
+        logits = model(input_ids=ids, output_router_logits=True).router_logits
+        counts.append(torch.stack([of_layer.topk(2)[1].flatten().bincount(minlength=4) for of_layer in logits]))
+    total_LE = torch.stack(counts).sum(0).double()
+    return float((total_LE.amax(1) / total_LE.mean(1)).mean())
+
+
+def test_the_load_of_experts_is_that_of_the_step_however_it_is_cut() -> None:
+    path = saved_model("mixtral")
+    expected = pytest.approx(load_in_transformers(path))
+    assert run(1, load_of_a_step, path, "1", {})[0] == {"experts/max_load": expected}
+    for mesh, sections in (("ep2", {"model": {"recompute": "full"}}), ("ep2xtp2", {"step": {"shapes": "buckets"}})):
+        found = run(world_of(mesh), load_of_a_step, path, mesh, sections)[0]
+        assert found["experts/max_load"] == expected
+        assert 0.2 < (found["experts/sent"] or 0) < 0.8
 
 
 # ---------------------------------------------------------------- the exchange alone

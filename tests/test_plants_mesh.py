@@ -40,12 +40,16 @@ CASES = {
     "sinks-of-the-first-heads": Case("gpt_oss", "cp2u2"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
+USUAL = {
+    "tensor_parallel": Case(mesh="tp2"), "context_parallel": Case(mesh="cp2"),
+    "expert_parallel": Case("mixtral", "ep2"),
+}  # fmt: skip
 SHORT = {"step": {"max_tokens_per_device": 64}}
 
 
 def case_of(name: str) -> Case:
-    tp = PLANTS[name].replacement.__module__.endswith("tensor_parallel")
-    return CASES.get(name, Case(mesh="tp2" if tp else "cp2"))
+    axis = PLANTS[name].replacement.__module__.rpartition(".")[2]
+    return CASES.get(name, USUAL[axis])
 
 
 # ---------------------------------------------------------------- checks that are no figure of `weft verify`

@@ -188,6 +188,7 @@ class Engine:
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
+        self._executor.load.add_to(sums, self.mesh.loss_group)
         self._replicas.add_to(sums, alike, self.device)
         metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
         self._replicas.check(metrics, alike, self.mesh)

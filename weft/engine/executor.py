@@ -15,10 +15,12 @@ from torch import Tensor
 
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
+from weft.engine.expert_load import ExpertLoad
 from weft.engine.metrics import Sums
 from weft.engine.replay import Replay
 from weft.engine.row import Row
 from weft.engine.rows import Rows
+from weft.models.experts import experts_of
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
 from weft.ops.exact import numerics
@@ -49,6 +51,9 @@ class Executor:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
         experts = built.flops.experts if built.flops.expert else 0
+        # Hooks inside of compiled layers would be traced.
+        counted = () if config.model.compile else experts_of(self.module).values()
+        self.load, self.packed = ExpertLoad(counted), built.layout == "packed"
         self.replay = Replay(self.module, experts, self.top_k, config.model.compile)
 
     def read(
@@ -90,7 +95,8 @@ class Executor:
             self.replay.following(row) as seen_routes,
             numerics(self.config.exact),
         ):
-            terms = self.forward(row, objective, direction, factors.shares_E)
+            with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
+                terms = self.forward(row, objective, direction, factors.shares_E)
             flight.at("backward", micro + 1)
             loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
             if terms.balance_sum is not None:
