@@ -174,8 +174,8 @@ def test_a_name_is_known_by_the_most_that_the_table_has_of_it(name: str, words: 
 
 
 def test_what_is_planned_is_said() -> None:
-    assert with_state("say `mesh.ep`, and `mesh.dp_shard`.") == (
-        "say `mesh.ep`, and `mesh.dp_shard`. (`mesh.ep` is not in this version yet.)"
+    assert with_state("say `mesh.pp`, and `mesh.dp_shard`.") == (
+        "say `mesh.pp`, and `mesh.dp_shard`. (`mesh.pp` is not in this version yet.)"
     )
     assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
 

@@ -113,6 +113,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "ranks that divide each layer",
         "test_tensor_parallel.py::test_steps_are_those_of_plain_transformers",
     ),
+    "mesh.ep": (
+        "ranks that share the experts of a layer",
+        "test_expert_parallel.py::test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same",
+    ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
     "fsdp.loss_scale_interval": (

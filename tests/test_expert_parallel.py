@@ -208,6 +208,17 @@ def test_experts_of_a_small_copy_of_each_family_are_divided(family: str) -> None
     assert max(checked(family, 2), checked(family, 3)) < 5e-5
 
 
+def test_overrides_of_experts_are_refused() -> None:
+    with pytest.raises(
+        AssertionError, match=r"fsdp\.overrides: .*experts is replicate, but mesh\.ep says .*mesh\.ep=1"
+    ):
+        run(2, overridden, saved_model("mixtral"))
+
+
+def overridden(path: str) -> None:
+    open_engine(path, "ep2", fsdp={"overrides": {"*.experts": "replicate"}})
+
+
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"mesh\.ep=2: llama has no experts that weft knows: set mesh\.ep=1"):
         checked("llama", 2)

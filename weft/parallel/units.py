@@ -53,6 +53,12 @@ def find_units(
     units = _wrapped(module, wrap)
     if overrides:
         units = _overridden(module, units, overrides)
+    for unit in units if experts else ():
+        if unit.shard != "full" and unit.name.startswith(tuple(experts)):
+            raise UserError(
+                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep says which ranks hold its experts: leave it "
+                "out, or set mesh.ep=1."
+            )
     units = [unit for unit in units if unit.name not in experts]
     units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
     order = {id(child): place for place, child in enumerate(module.modules())}
