@@ -513,6 +513,15 @@ def test_a_mesh_that_does_not_fit_is_refused(replicate: int, shard: int, world: 
     assert words in str(caught.value)
 
 
+def test_ranks_of_ep_are_some_of_the_shards() -> None:
+    assert resolve_mesh(MeshConfig(cp=2, ep=4), 8) == MeshSizes(1, 4, cp=2, ep=4)
+    assert fewest_ranks(MeshConfig(ep=8)) == fewest_ranks(MeshConfig(cp=2, ep=8)) == 8
+    with pytest.raises(UserError, match=r"mesh.ep=3 does not divide mesh.dp_shard x mesh.cp = 4: .* one of 1, 2, 4\."):
+        resolve_mesh(MeshConfig(ep=3), 4)
+    shrunk, said = shrink_mesh(MeshConfig(dp_shard=16, ep=8), 2, True)
+    assert (shrunk.dp_shard, shrunk.ep, len(said)) == (2, 2, 2)
+
+
 def test_an_integer_reshard_must_divide_the_shards() -> None:
     config = load("fsdp.reshard_after_forward=2")
     check_reshard(config, MeshSizes(1, 4))
