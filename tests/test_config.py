@@ -28,6 +28,7 @@ from weft.config import (
 )
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
 from weft.config.keys import NOT_YET, get, schema_keys
+from weft.config.mesh import fewest_ranks
 from weft.config.reference import reference
 from weft.errors import UserError
 
