@@ -45,8 +45,8 @@ on a small random copy, and refused by name where it does not pass.
 - **proven**: on real ranks (gloo, fp32, tiny random models) readouts, loss, the gradient of every parameter and the
   weights after three steps are those of plain transformers in one process. The mesh is named as in tests/cases.py:
   `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks of cp, `cp4u2` a ring of
-  two with Ulysses over two, `4ep2` four data ranks, each two of which have the same experts; `whole` is said where documents are never cut, but dealt to these ranks: of layers that
-  carry state, and where documents are padded.
+  two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts; `whole` is said where
+  documents are never cut, but dealt to these ranks: of layers that carry state, and where documents are padded.
 - **checked**: the check that every run makes before it loads passes. On a small copy, over threads that stand for
   ranks, readouts and gradients are those of the whole (tp, ep: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2);
   dp: logits are those of transformers, and documents do not see each other.
