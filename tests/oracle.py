@@ -1,6 +1,6 @@
-"""What transformers computes with its own FSDP, tensor and expert parallelism. Imports nothing of weft: another one's word.
+"""What transformers computes with its own FSDP, tensor and expert parallelism. Imports nothing of weft: another's word.
 
-`python -m tests.oracle JOB`, a JSON file: model (a folder), fsdp, tp, ep (ranks of each), documents ([ids, loss weights]),
+`python -m tests.oracle JOB`, a JSON file: model (a folder), fsdp, tp, ep (ranks of each), documents ([ids, weights]),
 out. Gloo processes load the model by `from_pretrained(distributed_config=...)`, run one forward and one backward of the
 documents that are theirs, and write all gradients of sum(w ce) / sum(w), whole, to `out`, a safetensors file.
 """

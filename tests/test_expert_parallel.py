@@ -20,6 +20,7 @@ from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine.division_check import in_threads
 from weft.engine.document import Document
+from weft.engine.engine import StepResult
 from weft.engine.expert_check import check_experts
 from weft.engine.startup import examine
 from weft.errors import UserError
@@ -28,6 +29,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops import dispatch
 from weft.ops.dispatch import ExpertAxis
 from weft.parallel.fsdp import fsdp_modules
+from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # with cp, documents are cut
 CASES = [
@@ -147,6 +149,21 @@ def test_the_load_of_experts_is_that_of_the_step_however_it_is_cut() -> None:
         found = run(world_of(mesh), load_of_a_step, path, mesh, sections)[0]
         assert found["experts/max_load"] == expected
         assert 0.2 < (found["experts/sent"] or 0) < 0.8
+
+
+def nan_of_a_router(path: str) -> tuple[float | None, StepResult]:
+    """The loss and the outcome of a step of a model one of whose routers gives NaN."""
+    engine = open_engine(path, "ep2")
+    with torch.no_grad():
+        own_part(engine.module.get_parameter("model.layers.0.mlp.gate.weight")).fill_(float("nan"))
+    metrics = engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    return metrics["loss"], engine.apply(1e-3)
+
+
+def test_a_router_that_gives_nan_is_a_step_that_is_skipped() -> None:
+    for loss, result in run(2, nan_of_a_router, saved_model("mixtral")):
+        assert loss != loss and result.skipped
+        assert "rank 0, micro-batch 1" in result.reason
 
 
 # ---------------------------------------------------------------- the exchange alone
