@@ -11,7 +11,6 @@ from typing import Any
 # Sections and keys of the design that enter the schema with their feature.
 NOT_YET = (
     "mesh.ep",
-    "mesh.pp",
 )
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}

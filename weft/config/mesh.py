@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.schema import MeshConfig
 from weft.errors import UserError
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,17 @@ class MeshSizes:
     dp_shard: int
     cp: int = 1
     tp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
         """Ranks of the whole mesh."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return math.prod(self.all)
 
     @property
-    def all(self) -> tuple[int, int, int, int]:
+    def all(self) -> tuple[int, ...]:
         """In the order of AXES."""
-        return self.dp_replicate, self.dp_shard, self.cp, self.tp
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def shards(self) -> int:

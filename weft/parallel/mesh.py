@@ -1,7 +1,7 @@
 """The device mesh: which ranks share what.
 
-One root mesh has the axes dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part of
-it: some of its axes, several of them as one, or one as several. DeviceMesh has `_flatten`, `_unflatten` and
+One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part
+of it: some of its axes, several of them as one, or one as several. All but `root` and `world` are of one stage of pp. DeviceMesh has `_flatten`, `_unflatten` and
 `_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not public yet.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,10 +33,29 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class PipelineAxis:
+    """A rank's place among the stages of pp, whose ranks have the same documents. onward, back: the same ranks, in two
+    groups, so that what travels in one direction never waits for what travels in the other."""
+
+    place: int
+    size: int
+    onward: dist.ProcessGroup
+    back: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == self.size - 1
+
+
+@dataclass(frozen=True)
 class Mesh:
     """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
-    or the latter. loss: all ranks with different documents, or parts of them. tp: None for one rank; its ranks have
-    the same documents."""
+    or the latter. loss: all ranks of a stage with different documents, or parts of them. tp: None for one rank; its
+    ranks have the same documents. pp: None for one stage."""
 
     dp_replicate: int
     dp_shard: int
@@ -45,6 +65,7 @@ class Mesh:
     world: DeviceMesh
     cp_size: int
     tp: Axis | None
+    pp: PipelineAxis | None = None
 
     @property
     def shards(self) -> int:
@@ -93,14 +114,24 @@ class Mesh:
         return 1 if self.tp is None else self.tp.size
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Of dp_replicate, dp_shard, cp and tp."""
-        return self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size
+    def pp_size(self) -> int:
+        return 1 if self.pp is None else self.pp.size
+
+    @property
+    def stage_place(self) -> tuple[int, int]:
+        """(this rank's place, how many) among the ranks of its stage: pp is the outermost axis."""
+        size = self.world.size() // self.pp_size
+        return self.world.get_local_rank() % size, size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes in AXES."""
+        return self.pp_size, self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that there are: dp_replicate and dp_shard always, cp and tp where they have several ranks."""
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp_size, "tp": self.tp_size}
+        """Those that there are: dp_replicate and dp_shard always, the others where they have several ranks."""
+        axes = dict(zip(AXES, self.sizes, strict=True))
         return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
 
 
@@ -114,13 +145,22 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     dp = DeviceMesh._concatenate([root["dp_replicate"], fsdp]) if sizes.dp_replicate > 1 else fsdp
     loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
     world = _as_one(root, AXES, "world")
-    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root))
+    pp = _pipeline_axis(root, sizes)
+    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root), pp)
 
 
 def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """Those of `axes` that the root has, as one axis: the only one as it is, several under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
+
+
+def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
+    if sizes.pp == 1:
+        return None
+    lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
+    back, _ = dist.new_subgroups_by_enumeration(lanes)
+    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), back)
 
 
 def _tp_axis(root: DeviceMesh) -> Axis | None:
