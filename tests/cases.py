@@ -32,7 +32,7 @@ from weft.verification.expected import Expected, Trainer, expect
 from weft.verification.harness import Verdict
 from weft.verification.observed import Step
 
-MESHES: dict[str, dict[str, int]] = {
+MESHES: dict[str, dict[str, Any]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
     "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
     "tp2": {"dp_shard": 1, "tp": 2}, "tp4": {"dp_shard": 1, "tp": 4}, "2xtp2": {"dp_shard": 2, "tp": 2},
@@ -41,6 +41,10 @@ MESHES: dict[str, dict[str, int]] = {
     "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
     "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
     "2x1xtp2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+    "pp2": {"dp_shard": 1, "pp": 2}, "pp3": {"dp_shard": 1, "pp": 3}, "pp4": {"dp_shard": 1, "pp": 4},
+    "pp2g": {"dp_shard": 1, "pp": 2, "pp_schedule": "GPipe"}, "pp2x2": {"dp_shard": 2, "pp": 2},
+    "pp2x2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2}, "pp2xtp2": {"dp_shard": 1, "pp": 2, "tp": 2},
+    "pp2xcp2": {"dp_shard": 1, "pp": 2, "cp": 2},
     "2x2xcp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
 }  # fmt: skip
 # As weft/versions.py calls them in torch.distributed, for those who watch them.

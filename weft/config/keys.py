@@ -9,9 +9,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 # Sections and keys of the design that enter the schema with their feature.
-NOT_YET = (
-    "mesh.ep",
-)
+NOT_YET = ("mesh.ep",)
 # Values of keys that exist.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 

@@ -82,7 +82,7 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
     is left, at least 2 where ranks share. Returns the mesh, all sizes fixed, and a sentence for each axis that shrank.
     """
     sizes: dict[str, int] = {axis: getattr(mesh, axis) for axis in AXES}
-    shrunk = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
+    shrunk: dict[str, Any] = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
     if not share and _product(shrunk) > machine:
         shrunk = {axis: min(size, 2) for axis, size in shrunk.items()}
     left = max(2 if share else 1, machine // _product(shrunk))

@@ -1,5 +1,6 @@
-"""Checks pipeline parallelism before a model is cut: a small random copy is run layer by layer, each a stage of its own,
-and readouts and all gradients must equal those of the whole copy. A trace of it shows where its weights are used."""
+"""Checks pipeline parallelism before a model is cut: a small random copy is run layer by layer, each a stage of its
+own, and readouts and all gradients must equal those of the whole copy. A trace of it shows where its weights are
+used."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A stage of a pipeline: a model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
 
-Layers of other stages become stand-ins without weights, which hand hidden states on. So rotary tables, masks and whatever
-else a family computes for its layers are computed by its own code, on every stage. The stand-in before the first own
-layer gives what the stage before has sent; the one after the last own layer keeps what is to be sent. Weights outside of
-the layers are used before them, on the first stage, or after them, on the last.
+Layers of other stages become stand-ins without weights, which hand hidden states on. So rotary tables, masks and
+whatever else a family computes for its layers are computed by its own code, on every stage. The stand-in before the
+first own layer gives what the stage before has sent; the one after the last own layer keeps what is to be sent. Weights
+outside of the layers are used before them, on the first stage, or after them, on the last.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ class Pipeline:
     tensors: Mapping[str, Tensor]
     holders: Mapping[str, tuple[int, ...]]
     anatomy: Anatomy
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters, tied ones once, in the model's order."""
+        first: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                first.setdefault(id(tensor), name)
+        return list(first.values())
 
     def shared(self, place: int) -> frozenset[str]:
         """Trained or not, parameters that a stage and others hold."""
@@ -107,8 +116,8 @@ def plan_pipeline(module: TrainModule, spans: Sequence[Span], anatomy: Anatomy) 
     for name, tensor in tensors.items():
         if stage_of.is_of_layer(name) and len(stages[id(tensor)]) > 1:
             raise UserError(
-                f"mesh.pp: model_type {module.facts.model_type!r} uses {name} in several places, so that two stages would "
-                "have to have one layer's weights. Set mesh.pp=1."
+                f"mesh.pp: model_type {module.facts.model_type!r} uses {name} in several places, so that two stages "
+                "would have to have one layer's weights. Set mesh.pp=1."
             )
     holders = {name: tuple(sorted(stages[id(tensor)])) for name, tensor in tensors.items()}
     return Pipeline(tuple(spans), tensors, holders, anatomy)

@@ -1,14 +1,16 @@
 """The device mesh: which ranks share what.
 
 One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part
-of it: some of its axes, several of them as one, or one as several. All but `root` and `world` are of one stage of pp. DeviceMesh has `_flatten`, `_unflatten` and
-`_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not public yet.
+of it: some of its axes, several of them as one, or one as several. All but `root` and `world` are of one stage of pp.
+DeviceMesh has `_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11 to 2.15; under these names, because
+they are not public yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from weft.cluster.process import everyone
 from weft.config.mesh import AXES, MeshSizes
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import Cut
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,12 @@ class PipelineAxis:
     @property
     def is_last(self) -> bool:
         return self.place == self.size - 1
+
+    def from_last(self, value: T) -> T:
+        """What the last stage has, on all stages; collective."""
+        said = [value]
+        dist.broadcast_object_list(said, group=self.onward, group_src=self.size - 1)
+        return said[0]
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,14 @@ class Mesh:
         """(this rank's place, how many) among the ranks of its stage: pp is the outermost axis."""
         size = self.world.size() // self.pp_size
         return self.world.get_local_rank() % size, size
+
+    @property
+    def same_documents(self) -> tuple[int, int]:
+        """(this rank's place, how many) among the ranks with the same documents: all stages, and all of tp."""
+        place = 0 if self.tp is None else self.tp.place
+        if self.pp is not None:
+            place += self.pp.place * self.tp_size
+        return place, self.pp_size * self.tp_size
 
     @property
     def sizes(self) -> tuple[int, ...]:
