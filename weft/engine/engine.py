@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ class Engine:
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
-        self.built, self.module, self.lora, self.balance = built, built.module, built.lora, built.balance
+        self.built = built if made.pipeline is None else replace(built, whole=made.pipeline.tensors)
+        self.module, self.lora, self.balance = built.module, built.lora, built.balance
         self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
         self.divided = made.divided
         self.loaded = parts.loaded
@@ -106,7 +107,7 @@ class Engine:
             width = built.config.get_text_config().hidden_size
             link = Link(self.mesh.pp, width, wide, self.device, multiple)
             self._executor = PipelineExecutor(config, built, self.mesh, self.device, link, list(made.stages.costs))
-            self._other_stages = OtherStages(self.mesh.pp.onward, made.pipeline.borrowed(self.mesh.pp.place))
+            self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
             self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
@@ -120,6 +121,20 @@ class Engine:
             return {}
         place, holders = self.mesh.pp.place, self.pipeline.holders
         return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared(place)}
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Tensors of this rank's stage that another stage saves and counts."""
+        if self.pipeline is None or self.mesh.pp is None:
+            return frozenset()
+        return self.pipeline.borrowed(self.mesh.pp.place)
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Tensors of the model that this rank's stage does not hold."""
+        if self.pipeline is None or self.mesh.pp is None:
+            return frozenset()
+        return self.pipeline.elsewhere(self.mesh.pp.place)
 
     # ------------------------------------------------------------ plan
 

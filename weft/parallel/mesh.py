@@ -54,6 +54,12 @@ class PipelineAxis:
     def is_last(self) -> bool:
         return self.place == self.size - 1
 
+    def of_all(self, value: T) -> list[T]:
+        """What each stage has; collective."""
+        said = [value] * self.size
+        dist.all_gather_object(said, value, group=self.onward)
+        return said
+
     def from_last(self, value: T) -> T:
         """What the last stage has, on all stages; collective."""
         said = [value]
