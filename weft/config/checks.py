@@ -280,7 +280,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
 def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
     """What does not go together with stages of layers."""
     fsdp, names = config.fsdp, "names modules, which the ranks of mesh.pp do not all have"
-    refused = (
+    refused: tuple[tuple[str, bool, str, object], ...] = (
         ("mesh.cp", config.mesh.cp > 1, "a part of a document would travel with the places of its tokens", 1),
         ("lora.rank", config.lora.on, "adapters are not cut into stages yet", None),
         ("model.compile", config.model.compile, "compiled layers have not been tried in stages", False),

@@ -271,8 +271,8 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     if config.mesh.pp > 1:
         yield (
             "mesh.pp",
-            f"mesh.pp is {config.mesh.pp}, and `weft rl` does not run in stages yet: reference, critic and engines need "
-            "whole models on their ranks. Set mesh.pp=1.",
+            f"mesh.pp is {config.mesh.pp}, and `weft rl` does not run in stages yet: its reference, critic and engines "
+            "take whole models from the ranks. Set mesh.pp=1.",
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):

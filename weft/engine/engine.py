@@ -181,6 +181,11 @@ class Engine:
         routed = self.config.replay and (self.lora is None or self.lora.switch.on)
         return self._rows.rows(plan, documents, every_token, routed)
 
+    def bubble(self, plan: StepPlan) -> float:
+        """The share of a step in which stages of mesh.pp wait for each other, from the FLOPs of this rank's rows."""
+        executor = self._executor
+        return executor.bubble(plan) if isinstance(executor, PipelineExecutor) else 0.0
+
     # ------------------------------------------------------------ forward and backward
 
     def accumulate(
@@ -206,8 +211,8 @@ class Engine:
         factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale, shares_E)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
         done = self._executor.train(rows, objective, factors, sums, routed=routed)
-        if isinstance(self._executor, PipelineExecutor):
-            sums.add("bubble", self._executor.bubble(plan), 1.0)
+        if self.pipeline is not None:
+            sums.add("bubble", self.bubble(plan), 1.0)
         metrics = self._reduce(plan, rows.sources, sums, done.losses, done.alike)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
