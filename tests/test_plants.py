@@ -342,7 +342,7 @@ TESTS: dict[str, Check] = {
 
 def of_the_mesh(name: str) -> bool:
     """Those are planted by tests/test_plants_mesh.py."""
-    return PLANTS[name].replacement.__module__.endswith(("tensor_parallel", "context_parallel"))
+    return PLANTS[name].replacement.__module__.endswith(("tensor_parallel", "context_parallel", "pipeline_parallel"))
 
 
 @cache

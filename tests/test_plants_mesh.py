@@ -1,4 +1,4 @@
-"""Every planted bug of tensor and context parallelism is reached, and caught by the check that its entry names."""
+"""Every planted bug of tensor, context and pipeline parallelism is reached, and caught by the check its entry names."""
 
 from __future__ import annotations
 
@@ -38,14 +38,18 @@ CASES = {
     "windows-end-at-the-cut": Case("gemma3_text", "cp2"),
     "windows-forgotten": Case("gemma3_text", "cp2"),
     "sinks-of-the-first-heads": Case("gpt_oss", "cp2u2"),
+    "tied-weight-not-summed": Case("qwen3", "pp2"),
+    "tied-weight-steps-apart": Case("qwen3", "pp2"),
+    "tied-weight-counted-twice": Case("qwen3", "pp2"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
 SHORT = {"step": {"max_tokens_per_device": 64}}
 
 
 def case_of(name: str) -> Case:
-    tp = PLANTS[name].replacement.__module__.endswith("tensor_parallel")
-    return CASES.get(name, Case(mesh="tp2" if tp else "cp2"))
+    kind = PLANTS[name].replacement.__module__.rpartition(".")[2]
+    mesh = {"tensor_parallel": "tp2", "context_parallel": "cp2", "pipeline_parallel": "pp2"}[kind]
+    return CASES.get(name, Case(mesh=mesh))
 
 
 # ---------------------------------------------------------------- checks that are no figure of `weft verify`
