@@ -7,6 +7,7 @@ Shapes come from the plan, which all stages know, and never from a message. B ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.models.pipeline import Pipeline
 from weft.parallel.mesh import PipelineAxis, own_part
+from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
 
@@ -42,8 +44,7 @@ class Link:
         if found is None:
             return None
         buffer, work = found
-        with waiting():
-            work.wait()
+        _wait(work, self.device)
         return buffer
 
     def send(self, onward: bool, tensor: Tensor | None, shape: Sequence[int]) -> None:
@@ -62,13 +63,23 @@ class Link:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        with waiting():
-            for _, work in self._sent:
-                work.wait()
+        for _, work in self._sent:
+            _wait(work, self.device)
         self._sent.clear()
 
     def _shape(self, row: Sequence[int]) -> tuple[int, ...]:
         return (row[0], row[1] // self.parts, self.width)
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    """On a CPU for as long as any collective may take (train.timeout), which torch gives to the group of all ranks
+    alone; elsewhere the device waits, and not this thread."""
+    limit = flight.own.limit
+    with waiting():
+        if device.type == "cpu" and limit is not None:
+            work.wait(timedelta(seconds=limit))
+        else:
+            work.wait()
 
 
 @torch.no_grad()
@@ -87,10 +98,8 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
         others.append(torch.empty_like(own))
         works.append(dist.isend(own, group=here, group_dst=other))
         works.append(dist.irecv(others[-1], group=there, group_src=other))
-    with waiting():
-        for work in works:
-            assert work is not None
-            work.wait()
+    for work in works:
+        _wait(work, shared[0].device)
     for parameter, theirs in zip(shared, others, strict=True):
         assert parameter.grad is not None
         own_part(parameter.grad).add_(theirs)
