@@ -292,6 +292,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("track.name", "first", []),
         ("profile.ranks", "[1]", []),
         ("profile.memory", "true", []),
+        ("mesh.pp_schedule", "GPipe", ["mesh.pp=1"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -311,6 +312,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"mesh.pp_schedule"}
     tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
@@ -358,6 +360,7 @@ OUT_OF_RANGE = {
     "mesh.cp": "0",
     "mesh.ulysses": "0",
     "mesh.tp": "0",
+    "mesh.pp": "0",
     "fsdp.reshard_after_forward": "0",
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
@@ -583,7 +586,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
-    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -113,6 +113,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "ranks that divide each layer",
         "test_tensor_parallel.py::test_steps_are_those_of_plain_transformers",
     ),
+    "mesh.pp": (
+        "stages of layers, each on ranks of its own",
+        "test_pipeline.py::test_a_rank_reads_and_holds_its_stage_alone",
+    ),
+    "mesh.pp_schedule": (
+        "how many micro-batches a stage keeps at once",
+        "test_pipeline.py::test_the_schedule_says_how_many_rows_are_kept",
+    ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
     "fsdp.loss_scale_interval": (

@@ -9,8 +9,10 @@ layers of two kinds (gemma3); tables of positions beside the embedding (gpt2); l
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +20,19 @@ import torch
 from tests import test_eval, test_export, test_resume
 from tests.cases import MESHES, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
-from tests.resuming import Sections, lines, process, whole_state
+from tests.resuming import Sections, inputs, lines, process, whole_state
 from tests.zoo import tiny_config
+from weft.config import load_config
+from weft.config.rl_schema import RlConfig
+from weft.engine.document import Document
+from weft.engine.pipeline import PipelineExecutor
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.schedule import Action, Schedule, bubble, in_flight, order
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.pipeline import cut_layers
+from weft.objectives.cross_entropy import CrossEntropy
 
 CASES = [
     ("llama", "pp2"), ("llama", "pp2g"), ("qwen3", "pp2"), ("gemma3_text", "pp3"), ("llama", "pp2x2"),
@@ -177,6 +184,75 @@ def test_a_rank_reads_and_holds_its_stage_alone() -> None:
     assert "model.norm.weight" in last and "model.layers.0.mlp.up_proj.weight" in first
     tied = 128 * 64 * 4
     assert read + read_last == read_whole + tied
+
+
+def most_kept(path: str, mesh: str) -> int:
+    """The most rows between their forward and their backward on this rank, of a step of several."""
+    engine, kept, most = open_engine(path, mesh, step={"max_tokens_per_device": 16}), 0, [0]
+    forward, backward = PipelineExecutor._forward, PipelineExecutor._backward
+
+    def watched(change: int, run: Any) -> Any:
+        def replacement(*args: Any, **options: Any) -> Any:
+            nonlocal kept
+            kept += change
+            most.append(kept)
+            return run(*args, **options)
+
+        return replacement
+
+    documents = {i: Document(torch.arange(14) + i, torch.ones(14)) for i in range(6)}
+    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    assert plan.micro_batches == 6
+    with (
+        mock.patch.object(PipelineExecutor, "_forward", watched(1, forward)),
+        mock.patch.object(PipelineExecutor, "_backward", watched(-1, backward)),
+    ):
+        engine.accumulate(plan, documents, CrossEntropy())
+    return max(most)
+
+
+def test_the_schedule_says_how_many_rows_are_kept() -> None:
+    assert run(2, most_kept, saved_model("llama"), "pp2") == [2, 1]
+    assert run(2, most_kept, saved_model("llama"), "pp2g") == [6, 6]
+
+
+# ---------------------------------------------------------------- what does not go together with it
+
+APART = [
+    "mesh.cp=2", "lora.rank=4", "model.compile=true", "model.router_aux_loss=document", "fsdp.wrap=[layers]",
+    "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]", "optimizer.name=torch.optim.RAdam",
+    "eval.prompts=[a]",
+]  # fmt: skip
+
+
+def given() -> list[str]:
+    return [f"model.path={inputs() / 'model'}", f"data.path={inputs() / 'chats.jsonl'}", "mesh.pp=2"]
+
+
+@pytest.mark.parametrize("word", APART)
+def test_what_does_not_go_together_is_refused_by_key(word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(UserError, match=rf"{re.escape(key)} does not go together with mesh\.pp = 2: .*mesh\.pp=1"):
+        load_config([], [*given(), word])
+
+
+def test_reinforcement_learning_is_refused() -> None:
+    with pytest.raises(UserError, match=r"mesh\.pp is 2, and `weft rl` does not run in stages yet"):
+        load_config([], [*given(), "rl.reward=[math]"], RlConfig)
+
+
+def opened(path: str, sections: dict[str, Any]) -> str:
+    try:
+        open_engine(path, "pp2", **sections)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_without_anything_to_train_is_refused() -> None:
+    frozen = {"model": {"freeze": ("model.layers.1", "model.norm", "lm_head")}}
+    for said in run(2, opened, saved_model("llama"), frozen):
+        assert "model.freeze leaves nothing to train in stage 2 of mesh.pp (layers 1 to 1)" in said
 
 
 # ---------------------------------------------------------------- before it starts
