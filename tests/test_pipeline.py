@@ -9,6 +9,7 @@ layers of two kinds (gemma3); tables of positions beside the embedding (gpt2); l
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import test_eval, test_export, test_resume
+from tests import test_eval, test_export, test_lora, test_resume
 from tests.cases import MESHES, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections, inputs, lines, process, whole_state
@@ -33,6 +34,8 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.pipeline import cut_layers
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.verification.peft_reference import PeftReference
+from weft.verification.reference import Reference
 
 CASES = [
     ("llama", "pp2"), ("llama", "pp2g"), ("qwen3", "pp2"), ("gemma3_text", "pp3"), ("llama", "pp2x2"),
@@ -124,6 +127,52 @@ def test_the_held_out_loss_is_the_references_token_mean(mesh: str) -> None:
         assert figures["eval/loss"] == pytest.approx(loss, rel=3e-6), name
         assert figures["eval/accuracy"] == pytest.approx(accuracy, rel=1e-9), name
         assert figures["eval/exact"] == pytest.approx(exact, rel=1e-9), name
+
+
+# ---------------------------------------------------------------- adapters
+
+ADAPTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "pp2", {"rank": 4}),
+    ("qwen3_moe", "pp2x2", {"rank": 2, "targets": ("all-linear", "experts.*_proj")}),
+    ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),  # which is untied for it
+    ("llama", "pp2xtp2", {"rank": 3, "rslora": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh", "lora"), ADAPTED, ids=[f"{f} {mesh}" for f, mesh, _ in ADAPTED])
+def test_adapters_are_those_of_peft(family: str, mesh: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"lora": lora})[0]
+    assert verdict.passed, describe(verdict)
+
+
+def test_peft_loads_the_adapter_that_stages_saved(tmp_path: Path) -> None:
+    path, folder = saved_model("llama"), tmp_path / "adapter"
+    ranks = run(2, test_lora.trained, path, "pp2", {"lora": {"rank": 4}}, str(folder))
+    run(1, test_lora.trained, path, "1", {"lora": {"rank": 4}}, str(tmp_path / "plain"))
+    config, plain = (json.loads((f / "adapter_config.json").read_text()) for f in (folder, tmp_path / "plain"))
+    assert config == plain
+    adapted, base = PeftReference(path, str(folder)), Reference(path)
+    for seen in ranks:
+        for index, values in seen["adapted"].items():
+            ids = test_lora.STEPS[0][index][0]
+            torch.testing.assert_close(values["logprob"], adapted.logprobs(ids)[0], rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(seen["base"][index]["logprob"], base.logprobs(ids)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_an_adapter_is_resumed_whole_on_another_mesh(tmp_path: Path) -> None:
+    sections: Sections = {"lora": {"rank": 3, "modules_to_save": ("lm_head",)}}
+    process(tmp_path / "plain", "1", sections=sections)
+    process(tmp_path / "cut", "pp2", steps=4, sections=sections)
+    process(tmp_path / "cut", "2", resume=True, steps=3, sections=sections)
+    process(tmp_path / "cut", "pp2x2", resume=True, sections=sections)
+    for cut, plain in zip(lines(tmp_path / "cut"), lines(tmp_path / "plain"), strict=True):
+        assert cut["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert whole_state(tmp_path / "cut", 10).keys() == whole_state(tmp_path / "plain", 10).keys()
+
+
+def test_an_adapter_outside_of_the_layers_is_refused() -> None:
+    for said in run(2, opened, saved_model("llama"), {"lora": {"rank": 4, "targets": ("lm_head",)}}):
+        assert "lora.targets: lm_head is outside of the layers" in said
 
 
 # ---------------------------------------------------------------- orders
@@ -219,7 +268,7 @@ def test_the_schedule_says_how_many_rows_are_kept() -> None:
 # ---------------------------------------------------------------- what does not go together with it
 
 APART = [
-    "mesh.cp=2", "lora.rank=4", "model.compile=true", "model.router_aux_loss=document", "fsdp.wrap=[layers]",
+    "mesh.cp=2", "model.compile=true", "model.router_aux_loss=document", "fsdp.wrap=[layers]",
     "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]", "optimizer.name=torch.optim.RAdam",
     "eval.prompts=[a]",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -36,7 +36,7 @@ class BuiltModel:
     path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
     None where there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
     auxiliary loss, 0 for none. vision: None where it takes no images. whole: the state dict, on meta, of the model of
-    which the module is a stage; None where it is all of it.
+    which the module is a stage; None where it is all of it. adapter_config: of adapters of such a model.
     """
 
     path: str
@@ -53,6 +53,7 @@ class BuiltModel:
     balance: float = 0.0
     vision: Vision | None = None
     whole: Mapping[str, torch.Tensor] | None = None
+    adapter_config: dict[str, Any] | None = None
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:

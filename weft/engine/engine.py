@@ -86,7 +86,9 @@ class Engine:
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
-        self.built = built if made.pipeline is None else replace(built, whole=made.pipeline.tensors)
+        self.built = built
+        if made.pipeline is not None:
+            self.built = replace(built, whole=made.pipeline.tensors, adapter_config=made.adapter_config)
         self.module, self.lora, self.balance = built.module, built.lora, built.balance
         self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
         self.divided = made.divided
@@ -128,6 +130,12 @@ class Engine:
         if self.pipeline is None or self.mesh.pp is None:
             return frozenset()
         return self.pipeline.borrowed(self.mesh.pp.place)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the whole model by name, tied ones once; of a stage's model, on meta."""
+        if self.pipeline is None:
+            return dict(self.module.named_parameters())
+        return {name: self.pipeline.tensors[name] for name in self.pipeline.parameters}
 
     @property
     def elsewhere(self) -> frozenset[str]:

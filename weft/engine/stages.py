@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +27,10 @@ from weft.models import hf
 from weft.models.captured import check_readouts
 from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
-from weft.models.lora import freeze_base
+from weft.models.lora import LoraPlan, freeze_base
 from weft.models.pipeline import Pipeline, cut_layers
 from weft.models.tp_styles import check_states
+from weft.models.train_module import TrainModule
 from weft.objectives.readouts import Wanted
 from weft.ops.communicator import ContextAxis
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
@@ -41,7 +43,7 @@ from weft.parallel.parallelize import Precision, Stages, materialize, move_buffe
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
 from weft.planner.memory import MemoryNeeds, TrainingState, capacity, check_draws, check_fits, local_ranks, memory_needs
-from weft.sharding.adapter_files import fill_adapters
+from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
@@ -73,13 +75,15 @@ class Setup:
 @dataclass(frozen=True)
 class Sharded:
     """What sharding gives. divided: what tp divides. stages: how mesh.pp cuts the layers; pipeline: what each stage
-    holds; both None for one stage. context: the ranks over which documents are cut. memory: bytes that a rank needs.
+    holds; both None for one stage. adapter_config: of the whole model's adapters, None without or for one stage.
+    context: the ranks over which documents are cut. memory: bytes that a rank needs.
     room: bytes that it has on the storage device."""
 
     units: list[Unit]
     divided: TensorParallel
     stages: Stages | None
     pipeline: Pipeline | None
+    adapter_config: dict[str, Any] | None
     context: ContextAxis | None
     memory: MemoryNeeds
     room: int
@@ -206,7 +210,10 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         # States of modules are read of all tokens, and images are put among all embeddings of a row.
         sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
     context = context_of(setup, built, checked)
-    stages = stages_of(setup, built, Wanted.of(readouts).hidden)
+    stages, adapter_config = stages_of(setup, built, Wanted.of(readouts).hidden), None
+    if stages is not None and built.lora is not None:
+        check_adapters_in_layers(module, built.lora)
+        adapter_config = to_json(built.lora, built.path, module)
     units, divided, pipeline = parallelize(
         module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.device,
         sequence=sequence, stages=stages,
@@ -217,7 +224,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     memory = memory_needs(module, units, setup.precision, state)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
-        units, divided, stages, pipeline, context, memory, room,
+        units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
 
@@ -236,6 +243,16 @@ def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages 
     spans = cut_layers(costs, head, pp)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
     return Stages(tuple(spans), check_pipeline(built.config, built.findings, setup.precision.compute), each)
+
+
+def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
+    """UserError where an adapter is outside of the layers, where stages would need it beside a tied weight."""
+    outside = [target.name for target in lora.targets if not target.name.startswith(f"{module.facts.layers}.")]
+    if outside:
+        raise UserError(
+            f"lora.targets: {outside[0]} is outside of the layers, where an adapter does not go together with mesh.pp: "
+            "leave it out, or set mesh.pp=1."
+        )
 
 
 def require_trained(setup: Setup, pipeline: Pipeline) -> None:

@@ -265,24 +265,16 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
 
 
 def _all_elements(engine: Engine) -> int:
-    if engine.pipeline is not None:
-        return _elements_of_names(engine, engine.pipeline.parameters)
     return sum(_elements_of(engine).values())
-
-
-def _elements_of_names(engine: Engine, names: Sequence[str]) -> int:
-    """Of parameters of the whole model, however it is divided."""
-    cuts, tensors = engine.divided.cuts, engine.built.tensors
-    return sum(math.prod(full_shape(name, tensors[name], cuts)) for name in names)
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
     """What each stage has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`."""
-    said = []
+    said, elements = [], _elements_of(engine)
     for place, (first, end) in enumerate(pipeline.spans):
-        own = [name for name in pipeline.parameters if place in pipeline.holders[name]]
+        own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
         layers = f"{first}" if end - first == 1 else f"{first} to {end - 1}"
-        said.append(f"{layers} ({_elements_of_names(engine, own):,} parameters)")
+        said.append(f"{layers} ({own:,} parameters)")
     tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
     both = "; the first and the last both have the tied embedding" if tied else ""
     return (
@@ -305,7 +297,7 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
 def _elements_of(engine: Engine) -> dict[str, int]:
     """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
+    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
 
 def _elements(module: nn.Module) -> int:
