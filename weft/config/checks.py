@@ -281,8 +281,6 @@ def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
     """What does not go together with stages of layers."""
     fsdp, names = config.fsdp, "names modules, which the ranks of mesh.pp do not all have"
     refused: tuple[tuple[str, bool, str, object], ...] = (
-        ("mesh.cp", config.mesh.cp > 1, "a part of a document would travel with the places of its tokens", 1),
-        ("model.compile", config.model.compile, "compiled layers have not been tried in stages", False),
         ("model.router_aux_loss", config.model.router_aux_loss != "none",
          "the balancing loss of experts is made of all layers, and its gradient begins on the last stage", "none"),
         ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
